@@ -161,9 +161,23 @@ def _parameters(
         "shards": [_shard(number, shard) for number, shard in enumerate(entry.shards)],
         "replicas": [_replica(server, each) for server, one in counted.items() for each in one.replicas],
         "members": [
-            {"id": member.worker_id, "rank": member.rank, "first_step": member.first_step} for member in entry.members
+            {
+                "id": member.worker_id,
+                "rank": member.rank,
+                "first_step": member.first_step,
+                "compression": _compression(counted.values(), member.worker_id),
+            }
+            for member in entry.members
         ],
     }
+
+
+def _compression(counted: Iterable[server_pb2.ParametersStatistics], worker_id: str) -> float | None:
+    """How many times as large as a worker's pushes to these servers were they would have been in float32; None where
+    none of them was encoded."""
+    found = [worker for each in counted for worker in each.workers if worker.worker_id == worker_id]
+    pushed, saved = sum(one.push_bytes for one in found), sum(one.saved_bytes for one in found)
+    return round((pushed + saved) / pushed, 2) if pushed and saved else None
 
 
 def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[scheduler_pb2.MemberStatus]) -> float:

@@ -20,6 +20,7 @@ from psdist.client.core import partition
 from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
+from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results
 from psdist.client.session.cluster_view import again
@@ -32,6 +33,8 @@ from psdist.errors import (
     PsdistError,
     WaitTimeoutError,
 )
+
+Gradient = Flat | EncodedPush
 
 
 class StepState(Enum):
@@ -83,8 +86,8 @@ class AsyncBucket:
 class BucketStep:
     """One step that is given bucket by bucket.
 
-    vector: the gradient. The tensors that were given lie in it, and are not written again before their slices are
-    answered.
+    gradient: a vector, or what encodes it. The tensors that were given lie in the vector, and are not written again
+    before their slices are answered.
     on_finished: called once when the whole step is given and answered, with its progress and whether any of it
     abstained.
     """
@@ -94,7 +97,7 @@ class BucketStep:
         exchange: Exchange,
         results: Results,
         index: SliceIndex,
-        vector: Flat,
+        gradient: Gradient,
         on_finished: Callable[[PendingRequest, bool], None],
         *,
         whole: bool,
@@ -104,7 +107,7 @@ class BucketStep:
         self.told_fenced = False
         self._exchange = exchange
         self._results = results
-        self._vector = vector
+        self._gradient = gradient
         self._target = results.target(None, copy=False)
         self._on_finished = on_finished
         self._progress = exchange.participation.sequence.begin_push()
@@ -135,6 +138,8 @@ class BucketStep:
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
+        if isinstance(self._gradient, EncodedPush):
+            ready = self._gradient.settled(ready)
         self._update_sequence()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
@@ -155,6 +160,8 @@ class BucketStep:
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
         parts = [(self._progress.part(slices), flat) for slices, flat in self._parts(ready)]
         try:
+            if isinstance(self._gradient, EncodedPush):
+                await self._gradient.encode(ready.valued)
             if not await self._until_answered(parts):
                 self.state = StepState.LOST
             if self.state is not StepState.UNDER_WAY:
@@ -174,7 +181,7 @@ class BucketStep:
                 self._update_sequence()
             self._update()
 
-    async def _until_answered(self, parts: Sequence[tuple[PendingRequest, Flat | None]]) -> bool:
+    async def _until_answered(self, parts: Sequence[tuple[PendingRequest, Gradient | None]]) -> bool:
         """Sends ``parts``, again in another incarnation if the step goes on there. Returns whether it does."""
         while any(part.pending for part, _ in parts):
             incarnation = self._exchange.participation.incarnation
@@ -187,9 +194,12 @@ class BucketStep:
                     return False
         return True
 
-    def _parts(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Flat | None]]:
-        """Slices, and the vector that their gradient is in (None: they abstain)."""
-        parts: list[tuple[tuple[int, ...], Flat | None]] = [(ready.valued, self._vector), (ready.abstaining, None)]
+    def _parts(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Gradient | None]]:
+        """Slices, and what their gradient is in (None: they abstain)."""
+        parts: list[tuple[tuple[int, ...], Gradient | None]] = [
+            (ready.valued, self._gradient),
+            (ready.abstaining, None),
+        ]
         return [part for part in parts if part[0]]
 
     def _update(self) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from psdist.client.core import routing
 from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
@@ -25,11 +27,11 @@ from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.grpc.streams import GrpcTransport
-from psdist.client.transport.requests import ByteCounters, PullRequest, PushRequest, Request
+from psdist.client.transport.requests import ByteCounters, EncodedGradient, PullRequest, PushRequest, Request
 from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.client.transport.transport import Transport, Transports
-from psdist.compression import Cast
+from psdist.compression import Cast, Codec, Float32
 from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
 from psdist.settings.config import TransportName
 from psdist.types import ClusterMap, DType
@@ -39,10 +41,16 @@ from psdist.types import ClusterMap, DType
 class Options:
     """What each worker chooses for itself. ``request_timeout`` is in seconds; None waits as long as it takes."""
 
-    codec: Cast
+    codec: Codec
     pull_dtype: DType
     request_timeout: float | None = None
     transport: TransportName = "auto"
+
+    @property
+    def cast(self) -> Cast:
+        """How gradients are cast for the wire, and for memory that is shared. A codec that compresses begins with
+        float32."""
+        return self.codec if isinstance(self.codec, Cast) else Float32()
 
 
 class Exchange:
@@ -59,7 +67,7 @@ class Exchange:
         self._membership = session.membership
         view, waits = session.membership.view, session.waits
         self.shared_memory = SharedMemory(
-            view, waits, grpc, participation.sender, participation.entry, options.codec.dtype,
+            view, waits, grpc, participation.sender, participation.entry, options.cast.dtype,
             required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
         )  # fmt: skip
         self.tcp = TcpTransport(
@@ -144,16 +152,21 @@ class Exchange:
             ) from None
 
     async def push(
-        self, progress: PendingRequest, flat: Flat | None, norm: float, target: PullTarget | None = None
+        self,
+        progress: PendingRequest,
+        gradient: Flat | EncodedGradient | None,
+        norm: float,
+        target: PullTarget | None = None,
     ) -> None:
         """Sends a gradient (None: abstains). target: where the new weights go; None if they are not asked for."""
+        flat, encoded = (gradient, None) if isinstance(gradient, np.ndarray) else (None, gradient)
         part = self.participation
         what = "step" if part.sequence.synchronous else "push"
         title = f"{what} {progress.number} of {part.name!r}"
         await self._deliver(
             PushRequest(
-                part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.codec, norm,
-                self.traffic, target,
+                part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
+                self.traffic, target, encoded,
             )
         )  # fmt: skip
 

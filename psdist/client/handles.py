@@ -52,12 +52,14 @@ class Handles:
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
             existing = self._by_name.get(spec.name)
             if existing is not None and existing.is_member:
+                await existing.open()
                 return _check_same(existing, spec, layout)
             values, creator = partition.flatten(layout, init), self._creator()
             created = await self._session.membership.retry_across_incarnations(
                 lambda _: creator.create(spec, layout, values)
             )
             handle = self._open(creator, created, options, on_drop, is_member=True)
+            await handle.open()
             created.announce()
             return handle
 
@@ -83,7 +85,7 @@ class Handles:
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
         """How the handles reach servers, for heartbeats."""
         for handle in self._opened:
-            for server_id, transport in handle.statistics().transports.items():
+            for server_id, transport in handle.exchange.transports().items():
                 kind, _, reason = transport.partition(": ")
                 yield scheduler_pb2.Connection(
                     server_id=server_id, parameters=handle.name, transport=kind, reason=reason

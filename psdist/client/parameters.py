@@ -32,8 +32,8 @@ from psdist.client.exchange import Exchange
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
-from psdist.client.steps import Statistics, Steps
-from psdist.types import Layout, ParametersSpec
+from psdist.client.steps import CompressionStatistics, Statistics, Steps
+from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 
 
 class AsyncParameters(ProcessBound):
@@ -105,9 +105,15 @@ class AsyncParameters(ProcessBound):
             rolled_back=exchange.participation.generation - self._generation,
             push_bytes=exchange.traffic.sent,
             pull_bytes=exchange.traffic.received,
+            compression=self._compression(),
             transport=kinds.pop() if len(kinds) == 1 else "mixed",
             transports=transports,
         )
+
+    def _compression(self) -> CompressionStatistics:
+        if (encoding := self._steps.encoding) is not None:
+            return CompressionStatistics(encoding.ratio, encoding.residual_norm)
+        return CompressionStatistics(ITEM_BYTES["float32"] / ITEM_BYTES[self.exchange.options.cast.dtype])
 
     def __repr__(self) -> str:
         role = f"step {self.step}" if self.is_member else "reading"
@@ -218,6 +224,11 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             await self._steps.finish()
             yield
+
+    async def open(self) -> None:
+        """Has what compression leaves out of gradients in snapshots. ``AsyncClient.parameters`` does it."""
+        async with self._steps.call():
+            pass
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back. The client does it when it is closed."""

@@ -15,7 +15,7 @@ from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch
+from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch, part_of
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.requests import RequestIdentity
 from psdist.consistency import BSP, SSP
@@ -65,6 +65,11 @@ class Participation:
     def incarnation(self) -> int:
         """The incarnation of this worker that takes part."""
         return self.sender.incarnation
+
+    @property
+    def origin(self) -> Registration:
+        """Who this worker was when its pushes began to be numbered. Another object where they began anew."""
+        return self._origin
 
     @property
     def is_stable(self) -> bool:
@@ -151,12 +156,12 @@ class Participation:
 
     # --- state that the worker keeps ----------------------------------------------------------------------------------
 
-    async def keep_state(self, save: Save, restore: Restore) -> None:
-        """See ``AsyncParameters.keep_state``."""
-        if state := await self.state():
+    async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
+        """See ``AsyncParameters.keep_state``. prefix: OWN for what psdist keeps itself."""
+        if state := part_of(await self.state(), prefix):
             restore(state)
         check_state(self.name, save())
-        self._session.snapshots.states.keep(self.name, save, restore, self.sequence)
+        self._session.snapshots.states.keep(self.name, save, restore, self.sequence, prefix=prefix)
         self._session.snapshots.report_kept()
 
     async def state(self) -> State:

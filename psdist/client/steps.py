@@ -15,7 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,20 +25,33 @@ from psdist.client.core import partition
 from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.encoding import Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
+from psdist.client.process.off_loop import off_loop
 from psdist.client.results import Results
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.consistency import SSP
+from psdist.client.transport.requests import EncodedGradient
+from psdist.consistency import BSP, SSP
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec
 
 T = TypeVar("T")
-#: Vectors of more elements are looked at and copied in a thread, so that heartbeats go on.
-_LARGE_ELEMENTS: Final = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionStatistics:
+    """What a codec made of the gradients of one handle.
+
+    ratio: their bytes as float32, by the bytes that they were encoded in.
+    residual_norm: the L2 norm of what was left out so far, and is added to the next gradient.
+    """
+
+    ratio: float = 1.0
+    residual_norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +66,7 @@ class Statistics:
     rolled_back: how often the parameters went back to a snapshot.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
     push_bytes, pull_bytes: payloads only, those in shared memory too.
+    compression: what a codec makes of the gradients.
     transport: "shm", "tcp" or "grpc", "mixed" where it depends on the server.
     transports: by server: "shm", or "tcp: " or "grpc: " and why none before it.
     """
@@ -67,6 +81,7 @@ class Statistics:
     rolled_back: int = 0
     push_bytes: int = 0
     pull_bytes: int = 0
+    compression: CompressionStatistics = field(default_factory=CompressionStatistics)
     staleness_mean: float = 0.0
     staleness_max: int = 0
     transport: str = "grpc"
@@ -81,12 +96,17 @@ class Steps:
         self._spec: ParametersSpec = exchange.participation.entry.spec
         self._elements = layout.total
         self._clips = self._spec.optimizer.max_grad_norm > 0
+        #: Whether servers need the norm of the whole gradient with each push.
+        self._needs_norm = self._clips and not isinstance(self._spec.consistency, BSP)
         self._exchange = exchange
         self._participation = exchange.participation
+        #: What compresses gradients, if something does.
+        self.encoding = Encoding.of(exchange.options.codec, layout, self._participation)
+        # What a codec leaves out is not in the memory that servers read, so that is not the user's then.
+        shared = (lambda: exchange.shared_memory.gradients) if self.encoding is None else lambda: None
         self._gradients = GradientVector(
-            layout, exchange.options.codec.dtype, self._spec.non_finite, lambda: exchange.shared_memory.gradients,
-            StaleBufferCheck(self._spec.name),
-        )  # fmt: skip
+            layout, exchange.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name)
+        )
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -105,6 +125,8 @@ class Steps:
         async with self._calling:
             if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
                 await self._drop_step()
+            if self.encoding is not None:
+                await self._retry(self.encoding.keep_state)
             yield
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -136,7 +158,7 @@ class Steps:
                 await self._begin()
                 target = make_target() if make_target is not None else None
                 if gathered is None:
-                    gathered = await _off_loop(self._elements, lambda: self._gather(gradients))
+                    gathered = await off_loop(self._elements, lambda: self._gather(gradients))
                 await self._reach_first_step()
                 await self._send(*gathered, target)
                 return target
@@ -157,7 +179,7 @@ class Steps:
     async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async``."""
         self._check_member()
-        if self._clips and not self._sequence.synchronous:
+        if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
                 "common steps: the norm of the whole gradient is needed first, so use push_pull"
@@ -205,12 +227,17 @@ class Steps:
         await self._end_step()
 
     async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None) -> None:
+        gradient: Flat | EncodedGradient | None = flat
+        if self.encoding is not None:
+            gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
         progress = self._sequence.begin_push()
         with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
-            await self._exchange.push(progress, flat, norm, target)
-        self._on_pushed(progress, flat is None, seen=target is not None)
+            await self._exchange.push(progress, gradient, norm, target)
+        self._on_pushed(progress, gradient is None, seen=target is not None)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
+        if self.encoding is not None:
+            self.encoding.end_push()
         self._participation.end_push(progress, seen=seen)
         self._exchange.shared_memory.settle()
         self.drops.not_dropped()
@@ -236,12 +263,12 @@ class Steps:
             await self._pull_into(self._results.target(None, copy=False))
 
     async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
-        return await _off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
+        return await off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
 
     def _gather(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
         flat = self._gradients.gather(gradients, self._sequence.step)
-        if flat is None or not self._clips or self._sequence.synchronous:
+        if flat is None or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
 
@@ -282,7 +309,8 @@ class Steps:
         what = "step" if sequence.synchronous else "push"
         goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
         title = f"{what} {number} of {self._participation.name!r}"
-        self.drops.add(f"{title} was dropped: {expulsion.reason}; {goes_on}", expulsion)
+        lost = self.encoding.lost if self.encoding is not None else ""
+        self.drops.add(f"{title} was dropped: {expulsion.reason}; {lost}{goes_on}", expulsion)
 
     # --- a step in buckets --------------------------------------------------------------------------------------------
 
@@ -298,9 +326,9 @@ class Steps:
         # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
         consistency = self._spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
-        return BucketStep(
-            self._exchange, self._results, self._index, self._gradients.vector, self._on_pushed, whole=whole
-        )
+        vector = self._gradients.vector
+        gradient = vector if self.encoding is None else await self.encoding.begin(vector)
+        return BucketStep(self._exchange, self._results, self._index, gradient, self._on_pushed, whole=whole)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""
@@ -312,25 +340,11 @@ class Steps:
     async def _drop_step(self) -> None:
         """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that."""
         step, self._bucket_step = self._bucket_step, None
-        if step is None:
-            return
-        await step.drop()
-        if not step.finished:
+        if step is not None:
+            await step.drop()
+        if self.encoding is not None:
+            self.encoding.drop_push()
+        if step is not None and not step.finished:
             self._drop(step.number)
             if not step.told_fenced:
                 raise step.dropped()
-
-
-async def _off_loop(elements: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many."""
-    if elements < _LARGE_ELEMENTS:
-        return work()
-    task = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        await asyncio.wait({task})
-    except asyncio.CancelledError:
-        # The call gives the user's arrays back: nobody may touch them any more.
-        await asyncio.wait({task})
-        task.exception()
-        raise
-    return task.result()

@@ -25,7 +25,7 @@ from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
 from psdist.client.steps import Statistics
-from psdist.compression import Cast
+from psdist.compression import Codec
 from psdist.consistency import Consistency
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
@@ -137,7 +137,7 @@ class Client(ProcessBound):
         init: Mapping[str, ArrayLike] | None = None,
         optimizer: Optimizer | None = None,
         consistency: Consistency | None = None,
-        compression: Cast | str | None = None,
+        compression: Codec | str | None = None,
         pull_dtype: DType = "float32",
         non_finite: NonFinite = "reject",
         slice_elements: int = 0,

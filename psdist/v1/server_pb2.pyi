@@ -506,7 +506,7 @@ class GetStatisticsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerStatistics(_message.Message):
-    __slots__ = ("worker_id", "pushes", "pulls", "push_bytes", "pull_bytes", "late", "duplicates", "non_finite", "rejected", "staleness_sum", "staleness_max")
+    __slots__ = ("worker_id", "pushes", "pulls", "push_bytes", "pull_bytes", "late", "duplicates", "non_finite", "rejected", "staleness_sum", "staleness_max", "saved_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     PUSHES_FIELD_NUMBER: _ClassVar[int]
     PULLS_FIELD_NUMBER: _ClassVar[int]
@@ -518,6 +518,7 @@ class WorkerStatistics(_message.Message):
     REJECTED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_SUM_FIELD_NUMBER: _ClassVar[int]
     STALENESS_MAX_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     pushes: int
     pulls: int
@@ -529,7 +530,8 @@ class WorkerStatistics(_message.Message):
     rejected: int
     staleness_sum: int
     staleness_max: int
-    def __init__(self, worker_id: _Optional[str] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., late: _Optional[int] = ..., duplicates: _Optional[int] = ..., non_finite: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness_sum: _Optional[int] = ..., staleness_max: _Optional[int] = ...) -> None: ...
+    saved_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., pushes: _Optional[int] = ..., pulls: _Optional[int] = ..., push_bytes: _Optional[int] = ..., pull_bytes: _Optional[int] = ..., late: _Optional[int] = ..., duplicates: _Optional[int] = ..., non_finite: _Optional[int] = ..., rejected: _Optional[int] = ..., staleness_sum: _Optional[int] = ..., staleness_max: _Optional[int] = ..., saved_bytes: _Optional[int] = ...) -> None: ...
 
 class ReplicaStatistics(_message.Message):
     __slots__ = ("shard", "server_id", "state", "lag_updates", "lag_bytes", "slices_filled", "slices", "digests", "carrier")

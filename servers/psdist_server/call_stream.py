@@ -233,7 +233,7 @@ class CallStream(ABC):
 
     def _push(self, call: StreamCall, push: server_pb2.SharedPush) -> None:
         call.read_header(push.header)
-        self.store.gradients.check_norm(call)
+        self.store.gradients.begin_push(call)
         self._check_slices(call, push.slices)
         self.push(call, push, _one_for_each(push.base_versions, push.slices, "base_versions"))
 

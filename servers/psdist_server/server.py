@@ -21,6 +21,7 @@ from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
+from psdist_server.kernels import encoded
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.peers import NormExchange, PeerServers
@@ -107,10 +108,14 @@ class ParameterServer:
         await self.admission.followed(cluster)
 
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
-        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find)
+        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_decoding)
         if self._compiler is not None:
             self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
         return store
+
+    def _prepare_decoding(self) -> None:
+        if self._compiler is not None:
+            self._compiler.begin(encoded.KERNELS, "compressed gradients")
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)

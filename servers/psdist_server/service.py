@@ -122,7 +122,7 @@ class ServerService:
         store = await self._admission.admit(identity)
         store.check_installed()
         call.read_header(message.header)
-        store.gradients.check_norm(call)
+        store.gradients.begin_push(call)
         return store
 
     async def _pull(self, request: server_pb2.PullRequest, _: grpc.aio.ServicerContext) -> AsyncIterator[Message]:

@@ -116,6 +116,10 @@ class ShmCallStream(CallStream):
         return self._socket.is_full
 
     def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
+        if call.is_encoded:
+            raise InvalidArgumentError(
+                "a gradient arena holds elements, not segments: write what these decode to, and send CODEC_RAW (1)"
+            )
         if call.dtype != self._attachment.dtype:
             held = self._attachment.dtype or "nothing"
             raise InvalidArgumentError(f"the gradient arena holds {held}, not {call.dtype}")

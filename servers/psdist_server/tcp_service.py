@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
 import grpc.aio
 import numpy as np
@@ -39,6 +40,8 @@ from psdist_server.store.rpc_call import CallState, SliceAnswer, fenced
 from psdist_server.tcp_listener import TcpListener
 
 log = logging.getLogger("psdist.server")
+
+_BYTES: Final = np.dtype(np.uint8)
 
 
 async def serve_connect(
@@ -128,8 +131,11 @@ class TcpCallStream(CallStream):
         if not call.coming or call.coming[0][0] != index:
             wanted = f"slice {call.coming[0][0]} is the next" if call.coming else "none is missing"
             raise InvalidArgumentError(f"slice {index} of call {call.call_id}, of which {wanted}")
-        elements = self.store.dense.slicing.size(index)
-        if size != elements * ITEM_BYTES[call.dtype]:
+        elements, dtype = self.store.dense.slicing.size(index), NUMPY_DTYPES[call.dtype]
+        if call.is_encoded:
+            self.store.gradients.check_size(index, size)
+            elements, dtype = size, _BYTES
+        elif size != elements * ITEM_BYTES[call.dtype]:
             raise InvalidArgumentError(
                 f"slice {index} has {elements * ITEM_BYTES[call.dtype]} bytes in {call.dtype}, not {size}", slice=index
             )
@@ -139,7 +145,7 @@ class TcpCallStream(CallStream):
                 f"{held} payloads of call {call.call_id} are held: send no more than {limits.DIRECT_WINDOW_SLICES} "
                 "beyond those that were taken"
             )
-        return np.empty(elements, NUMPY_DTYPES[call.dtype])
+        return np.empty(elements, dtype)
 
     def end_frame(self) -> None:
         request, values = self._request, self._values
@@ -198,6 +204,9 @@ class TcpCallStream(CallStream):
         """Takes a slice of a push, all of whose bytes are there. The worker may be fenced since the push began."""
         try:
             self._server.admission.check_live(self._identity)
+            if call.is_encoded:
+                self.store.router.push(call, index, base, values.data)
+                return
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
             self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
         except Exception as error:  # Without this the worker would wait for an answer that never comes.

@@ -30,6 +30,7 @@ from psdist.launch.embedded import EmbeddedCluster
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
 from psdist.wire import auth, channels, limits, status
+from tests.support.segments import raw
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -45,6 +46,7 @@ limits.PROTOCOL_VERSION = 99
 runpy.run_module("psdist_server", run_name="__main__", alter_sys=True)
 """
 _numbers = itertools.count()
+SEGMENTS: dict[str, Any] = {"codec": common.CODEC_SEGMENTS}
 
 
 def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
@@ -320,6 +322,10 @@ async def test_a_server_that_does_not_belong(
         ({}, {"pull_dtype": common.DTYPE_FLOAT64}, {}, errors.InvalidArgumentError, "float64"),
         ({}, {}, {"payload": b"\0" * 7}, errors.InvalidArgumentError, "16384 bytes in float32, not 7"),
         ({}, {}, {"payload": b"\xff" * 16384}, errors.NonFiniteGradientError, "elements 0 to 4095"),
+        ({}, SEGMENTS, {}, errors.MalformedPayloadError, "slice 0: .* byte 0"),
+        ({}, SEGMENTS, {"payload": raw(np.full(4096, np.nan, np.float32))}, errors.NonFiniteGradientError, "0 to 4095"),
+        ({}, SEGMENTS, {"payload": bytes(1 << 20)}, errors.MalformedPayloadError, "not 1048576"),
+        ({}, SEGMENTS | {"dtype": common.DTYPE_FLOAT16}, {}, errors.InvalidArgumentError, "send DTYPE_FLOAT32"),
         ({}, {"step": 0, "abstain": True}, {}, errors.InvalidArgumentError, "has 0 bytes"),
         ({}, {}, {"slice": 99}, errors.InvalidArgumentError, "slice 99"),
         ({"run_id": "another"}, {}, {}, errors.WrongRunError, "another"),

@@ -50,6 +50,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         self.breaks: list[Break] = []
         self.headers: list[server_pb2.PushHeader] = []
         self.requests: list[tuple[int, int]] = []
+        self.payloads: list[tuple[int, int, bytes]] = []
         self.identities: list[Any] = []
         #: The first incarnation of the worker that is not expelled.
         self.fenced = 0
@@ -118,10 +119,15 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
             if plan is not None and answers >= plan.answers and not plan.lose_answer:
                 await self._break(plan, context, requests)
             self.requests.append((step, request.slice))
+            self.payloads.append((step, request.slice, request.payload))
             ignored = (step, request.slice) in self.taken
             if not ignored:
                 self.taken.add((step, request.slice))
-                if request.payload:
+                if request.payload and self.headers[-1].codec == common_pb2.CODEC_SEGMENTS:
+                    from psdist.compression.segments import accumulate
+
+                    accumulate(request.payload, self.weights[request.slice])
+                elif request.payload:
                     self.weights[request.slice] += np.frombuffer(request.payload, np.float32)
                 self.versions[request.slice] += 1
             if plan is not None and answers >= plan.answers:
@@ -432,13 +438,14 @@ class Setup:
         self.client: psdist.AsyncClient
         self.weights: psdist.AsyncParameters
 
-    async def start(self, **settings: object) -> Setup:
+    async def start(self, init: dict[str, np.ndarray] | None = None, **settings: object) -> Setup:
         for server in self.servers:
             await server.start()
         await self.scheduler.start()
         self.client = await psdist.AsyncClient(self.scheduler.address, rank=3).connect()
         await self.scheduler.hello.wait()
-        init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
+        if init is None:
+            init = {"v": np.zeros(8, np.float32), "w": np.zeros(ELEMENTS - 8, np.float32)}
         self.weights = await self.client.parameters("p", init, psdist.optim.SGD(), **settings)
         return self
 

@@ -46,13 +46,17 @@ Restore = Callable[[State], None]
 _PART_BYTES: Final = 1 << 20
 
 
+#: What psdist keeps itself, beside the user's state, has names that begin like this.
+OWN: Final = "psdist."
+
+
 @dataclass(slots=True)
 class _Kept:
-    """The state of one parameter set. before: the state when the push under way began. wanted: the attempt that wants
-    it, and the number of the push before which it is wanted."""
+    """The state of one parameter set. parts: how to save and to restore what has names with a prefix: psdist's own, and
+    "" for the user's. before: the state when the push under way began. wanted: the attempt that wants it, and the
+    number of the push before which it is wanted."""
 
-    save: Save
-    restore: Restore
+    parts: dict[str, tuple[Save, Restore]]
     session: PushSequence
     before: State | None = None
     wanted: tuple[int, int] | None = None
@@ -77,9 +81,10 @@ class WorkerStates:
         """The parameter sets of which a state is kept."""
         return tuple(self._kept)
 
-    def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence) -> None:
-        """Keeps a state of this parameter set from now on."""
-        self._kept[parameters] = _Kept(save, restore, session)
+    def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence, *, prefix: str = "") -> None:
+        """Keeps a state of this parameter set from now on. prefix: OWN for what is psdist's own."""
+        kept = self._kept.setdefault(parameters, _Kept({}, session))
+        kept.session, kept.parts[prefix] = session, (save, restore)
 
     def start_incarnation(self, parameters: str, session: PushSequence) -> Restore | None:
         """Follows the pushes of a new incarnation. Returns the function that restores the state, where one is kept."""
@@ -87,7 +92,13 @@ class WorkerStates:
         if kept is None:
             return None
         kept.session, kept.before, kept.wanted = session, None, None
-        return kept.restore
+        parts = kept.parts
+
+        def restore_all(state: State) -> None:
+            for prefix, (_, restore) in parts.items():
+                restore(part_of(state, prefix))
+
+        return restore_all
 
     def push_started(self, parameters: str) -> None:
         """Takes the state before a push is encoded for the first time."""
@@ -142,7 +153,10 @@ class WorkerStates:
     def _save(self, name: str, kept: _Kept) -> State | None:
         """The state as it is; None where ``save`` cannot give one."""
         try:
-            return check_state(name, kept.save())
+            state: State = {}
+            for prefix, (save, _) in kept.parts.items():
+                state |= {prefix + key: array for key, array in check_state(name, save()).items()}
+            return check_size(name, state)
         except Exception as error:  # The user's own function: training goes on without its state.
             logger.exception("the state of %r cannot be had", name)
             if kept.wanted is not None:
@@ -162,12 +176,28 @@ def check_state(parameters: str, state: object) -> State:
                 f"{name!r:.80} in the state of {parameters!r} is {type(array).__name__} {getattr(array, 'dtype', '')}: "
                 "give numpy arrays of numbers by name"
             )
+        if name.startswith(OWN):
+            raise InvalidArgumentError(
+                f"{name!r:.80} in the state of {parameters!r} begins with {OWN!r}, which is psdist's own: rename it"
+            )
+    return check_size(parameters, dict(state))
+
+
+def check_size(parameters: str, state: State) -> State:
+    """Returns ``state`` if it is not too large, else raises InvalidArgumentError."""
     size = sum(array.nbytes for array in state.values())
     if size > limits.STATE_BYTES_MAX:
         raise InvalidArgumentError(
             f"the state of {parameters!r} has {size} bytes, and may have {limits.STATE_BYTES_MAX}: keep less"
         )
-    return dict(state)
+    return state
+
+
+def part_of(state: State, prefix: str) -> State:
+    """What of a state that came back is for the part with this prefix, by its own names."""
+    if prefix:
+        return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
+    return {name: array for name, array in state.items() if not name.startswith(OWN)}
 
 
 class StateUploads:

@@ -10,7 +10,7 @@ Not here: how a request is written to the wire (``grpc``, ``shm``), retries (``d
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -64,12 +64,23 @@ class Request:
     title: str
 
 
+class EncodedGradient(Protocol):
+    """A gradient that is encoded already, slice by slice. It stays the same until its push is over."""
+
+    def payload(self, index: int) -> memoryview:
+        """A slice as it is sent."""
+
+    def decode_into(self, index: int, out: Flat) -> None:
+        """Writes a slice as a server decodes it."""
+
+
 @dataclass
 class PushRequest(Request):
     """A gradient. Each slice is acknowledged once it is applied.
 
     versions: version of the weights that the gradient was computed on, by slice.
-    flat: the gradient, or None to abstain.
+    flat: the gradient, which ``codec`` casts as it is sent.
+    encoded: the gradient where it was encoded before, in place of ``flat``. Without both the worker abstains.
     target: where the new weights go; None if they are not asked for.
     mark: the newest snapshot attempt that had marked this worker's pushes when this one began.
     """
@@ -80,29 +91,50 @@ class PushRequest(Request):
     grad_norm: float
     traffic: ByteCounters
     target: PullTarget | None = None
+    encoded: EncodedGradient | None = None
     mark: int = 0
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
+
+    @property
+    def abstains(self) -> bool:
+        """Whether it has no gradient."""
+        return self.flat is None and self.encoded is None
 
     def payload(self, index: int) -> memoryview:
         """The encoded gradient of a slice, valid until the next call; empty where this worker abstains."""
         if self._scratch is None:
-            self._scratch = self._memory(self.slicing.slice_elements)
+            self._scratch = self._memory(self.slicing.slice_elements if self.encoded is None else 0)
         return self._encode(index, self._scratch)
 
     def lasting_payload(self, index: int) -> memoryview:
         """The same, valid as long as the gradient stays as it is."""
-        return self._encode(index, self._memory(self.slicing.size(index)))
+        return self._encode(index, self._memory(self.slicing.size(index) if self.encoded is None else 0))
 
     def _memory(self, elements: int) -> NDArray[Any]:
         return np.empty(elements, NUMPY_DTYPES[self.codec.dtype])
 
     def _encode(self, index: int, memory: NDArray[Any]) -> memoryview:
-        if self.flat is None:
+        if self.encoded is not None:
+            payload = self.encoded.payload(index)
+        elif self.flat is None:
             return memoryview(b"")
-        start, stop = self.slicing.bounds(index)
-        payload = self.codec.encode(self.flat[start:stop], memory[: stop - start]).view(np.uint8).data
+        else:
+            start, stop = self.slicing.bounds(index)
+            payload = self.codec.encode(self.flat[start:stop], memory[: stop - start]).view(np.uint8).data
         self.traffic.sent += len(payload)
         return payload
+
+    def write_decoded(self, index: int, out: NDArray[Any]) -> None:
+        """Writes the gradient of a slice as servers take it into memory that is shared with them: float32 where it was
+        encoded, else in the dtype of ``codec``."""
+        if self.encoded is not None:
+            self.encoded.decode_into(index, out)
+            return
+        assert self.flat is not None
+        start, stop = self.slicing.bounds(index)
+        cast = self.codec.encode(self.flat[start:stop], out)
+        if cast is not out:  # No cast was needed.
+            out[...] = cast
 
 
 @dataclass

@@ -26,9 +26,10 @@ def main() -> None:
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
     from psdist.compression.compiled import Kernel, compile_all
-    from psdist_server.kernels import fused, kernels
+    from psdist_server.kernels import encoded, fused, kernels
 
-    known = {*kernels.KERNELS, *(value for value in vars(fused).values() if isinstance(value, Kernel))}
+    all_fused = (value for value in vars(fused).values() if isinstance(value, Kernel))
+    known = {*kernels.KERNELS, *encoded.KERNELS, *all_fused}
     everything = [kernel for kernel in known if not names or kernel.__name__ in names]
     begin, done = time.monotonic(), count(1)
     print(f"compiling {len(everything)} kernels: those that are in the cache already take no time", flush=True)

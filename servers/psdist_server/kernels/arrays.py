@@ -10,8 +10,9 @@ slices.
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
 NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
 and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine``, or by
-the mean that ``apply`` wrote out, gives the bytes of the update by its parts. What a released slice held is gone,
-except its weights, which can be read until ``reclaim``.
+the mean that ``apply`` wrote out, gives the bytes of the update by its parts. Contributions that came encoded give the
+bytes of those that they decode to. What a released slice held is gone, except its weights, which can be read until
+``reclaim``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -29,13 +30,13 @@ from numpy.typing import NDArray
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
-from psdist_server.kernels import kernels
+from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.interpreted import BLOCK, CODES
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory
 from psdist_server.kernels.optimizers import Rule
 
 Array = NDArray[np.float32]
-#: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only.
+#: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only; or uint8, encoded.
 Gradient = NDArray[np.generic]
 Runs = tuple[tuple[int, int, int], ...]
 #: Positions of contributions that hold NaN or Inf and were left out.
@@ -49,7 +50,8 @@ class Update:
 
     factor: what the only part is multiplied by (clipping). mean: float32[n] that what is applied is written to: an
         update by it, without a factor, gives the same bytes. copy: float32 that the slice is copied to before
-        (``copy_slice``).
+        (``copy_slice``). is_encoded: some of the parts came encoded. count: how many contributions the only part is the
+        sum of; 0 where each part is one.
     """
 
     index: int
@@ -59,6 +61,8 @@ class Update:
     factor: float | None = None
     mean: Array | None = None
     copy: Array | None = None
+    is_encoded: bool = False
+    count: int = 0
 
 
 class UpdateWork(Protocol):
@@ -209,13 +213,16 @@ class DenseParameters:
         """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
         return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
 
-    def combine(self, index: int, parts: Sequence[Gradient]) -> tuple[Array | None, float, Bad]:
+    def combine(
+        self, index: int, parts: Sequence[Gradient], is_encoded: bool = False
+    ) -> tuple[Array | None, float, Bad]:
         """The mean of the parts that are finite, its sum of squares, and the positions of the others. The mean is None
-        where nothing is left. An update by it gives the bytes of the update by these parts."""
+        where nothing is left. An update by it gives the bytes of the update by these parts. is_encoded: some came
+        encoded."""
         if not parts:
             return None, 0.0, ()
         mean = np.empty(self.slicing.size(index), np.float32)
-        bad = _combine(mean, parts)
+        bad = _combine_encoded(mean, parts) if is_encoded else _combine(mean, parts)
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
@@ -232,6 +239,20 @@ class DenseParameters:
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""
+        if any(update.is_encoded for update in updates):
+            # One by one: the sum of a slice stays in the cache from its decoding to its use, in the same memory.
+            return [self._apply([self._decoded(update) if update.is_encoded else update])[0] for update in updates]
+        return self._apply(updates)
+
+    def _decoded(self, update: Update) -> Update:
+        """The update without encoded parts: by their sum, in this thread's memory, where all of it is finite."""
+        size = self.slicing.size(update.index)
+        total = encoded.total(update.parts, size)
+        if kernels.all_finite(total):
+            return replace(update, parts=[total], count=len(update.parts), is_encoded=False)
+        return replace(update, parts=encoded.decoded(update.parts, size), is_encoded=False)
+
+    def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
         by_scalars: dict[tuple[int, float, int], list[tuple[int, Update, _Segment]]] = {}
         for number, update in enumerate(updates):
@@ -293,7 +314,7 @@ class DenseParameters:
 def _division(update: Update) -> tuple[np.float32, np.float32]:
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
-    return kernels.division_by(len(update.parts))
+    return kernels.division_by(update.count or len(update.parts))
 
 
 def _joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -318,6 +339,13 @@ def _combine(out: Array, parts: Sequence[Gradient]) -> Bad:
     if good:  # All of them where the sum overflowed.
         kernels.combine(out, good, len(good))
     return tuple(place for place, part in enumerate(copies) if not kernels.all_finite(part))
+
+
+def _combine_encoded(out: Array, parts: Sequence[Gradient]) -> Bad:
+    """``_combine`` where some parts came encoded."""
+    if kernels.combine(out, [encoded.total(parts, out.size)], len(parts)):
+        return ()
+    return _combine(out, encoded.decoded(parts, out.size))
 
 
 def gradient_of(payload: memoryview, dtype: str) -> Gradient:

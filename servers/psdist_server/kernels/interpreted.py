@@ -79,6 +79,14 @@ def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float
     return finite
 
 
+def add_elements(out: Floats, address: int, code: int) -> None:
+    """``encoded._add_elements``."""
+    part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
+    with np.errstate(all="ignore"):
+        for at, stop in _pieces(out.size, _PIECE):
+            out[at:stop] += part.copy(0, at, stop - at)
+
+
 def sum_squares(values: Floats) -> float:
     """``kernels._sum_squares``."""
     lanes = np.zeros(SUM_LANES, np.float64)
@@ -108,9 +116,9 @@ class _Contributions:
 
     def mean(self, start: int, size: int) -> Floats:
         """The mean of ``size`` elements from ``start`` on: the sum in order, divided."""
-        total = self._copy(0, start, size)
+        total = self.copy(0, start, size)
         for part in range(1, len(self._parts)):
-            total += self._copy(part, start, size)
+            total += self.copy(part, start, size)
         mean: Floats = total * self._factor if self._divisor == 0 else total / self._divisor
         return mean
 
@@ -118,7 +126,7 @@ class _Contributions:
         """The mean of the contributions that are finite there; None where it is not. The others are marked as bad."""
         good: list[Floats] = []
         for part in range(len(self._parts)):
-            values = self._copy(part, start, size)
+            values = self.copy(part, start, size)
             if np.isfinite(values).all():
                 good.append(values)
             else:
@@ -132,7 +140,8 @@ class _Contributions:
         block = total * self._factor if by_factor else total / np.float32(len(good))
         return block if np.isfinite(block).all() else None
 
-    def _copy(self, part: int, start: int, size: int) -> Floats:
+    def copy(self, part: int, start: int, size: int) -> Floats:
+        """Elements of a contribution as float32."""
         address, dtype = self._parts[part]
         values = _array(address + start * dtype.itemsize, size, dtype)
         if dtype == np.float32:

@@ -106,8 +106,9 @@ class Applier:
         """Begins to carry ``effect`` out."""
         index = effect.index
         values = self._gradients.values(effect.parts)
+        is_encoded = self._gradients.are_encoded(values)
         if isinstance(effect, Aggregate):
-            job = _Job(effect, Update(index, effect.step, values))
+            job = _Job(effect, Update(index, effect.step, values, is_encoded=is_encoded))
             self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
             mean, square = self._means.pop(index)
@@ -118,7 +119,8 @@ class Applier:
             factor = None
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
                 factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
-            self._deliver(_Job(effect, Update(index, effect.step, values, effect.lr_scale, factor)))
+            update = Update(index, effect.step, values, effect.lr_scale, factor, is_encoded=is_encoded)
+            self._deliver(_Job(effect, update))
 
     def norm_known(self, step: int, norm: float) -> None:
         """BSP: the global norm of ``step``, by which the aggregated slices are clipped."""
@@ -147,7 +149,9 @@ class Applier:
         """Begins an update that is sent to the replicas."""
         given = job.update
         mean = self._replicator.memory.reserve(given.index) if given.parts else None
-        update = Update(given.index, given.step, given.parts, given.lr_scale, given.factor, mean)
+        update = Update(
+            given.index, given.step, given.parts, given.lr_scale, given.factor, mean, is_encoded=given.is_encoded
+        )
         self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
@@ -187,7 +191,7 @@ class Applier:
         outcomes = []
         for index, job in works:
             started = time.perf_counter()
-            mean, square, bad = self._dense.combine(index, job.update.parts)
+            mean, square, bad = self._dense.combine(index, job.update.parts, job.update.is_encoded)
             outcomes.append(Outcome(time.perf_counter() - started, bad, mean, square))
         return outcomes
 

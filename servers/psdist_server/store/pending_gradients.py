@@ -1,20 +1,25 @@
 """Gradients that were pushed and wait for their update: checked when they arrive, and kept by token until then.
 
-Contributions in gRPC messages are checked for NaN and Inf when they arrive. Others are checked by the kernel that reads
-them: those in shared memory could change in between.
+Contributions in gRPC messages, and those that are encoded, are checked for NaN and Inf when they arrive. Others are
+checked by the kernel that reads them: those in shared memory could change in between. What is encoded is kept as it
+came until then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+import numpy as np
+
+from psdist.compression import segments
 from psdist.consistency import BSP
-from psdist.errors import InvalidArgumentError, NonFiniteGradientError
+from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
+from psdist_server.kernels.encoded import is_encoded
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
@@ -31,9 +36,21 @@ class PendingGradient:
 
 
 class PendingGradients:
-    """The contributions of one parameter set that are not used yet."""
+    """The contributions of one parameter set that are not used yet.
 
-    def __init__(self, spec: ParametersSpec, slicing: Slicing, counters: Counters) -> None:
+    prepare_decoding: called when the first encoded push begins.
+    """
+
+    def __init__(
+        self,
+        spec: ParametersSpec,
+        slicing: Slicing,
+        counters: Counters,
+        prepare_decoding: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._prepare_decoding = prepare_decoding
+        #: There was a push whose payloads are encoded.
+        self._has_encoded = False
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -41,14 +58,22 @@ class PendingGradients:
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
         self._by_token: dict[int, PendingGradient] = {}
 
-    def check_norm(self, call: Call) -> None:
-        """Raises InvalidArgumentError where a push must bring its gradient's global norm and does not."""
+    def begin_push(self, call: Call) -> None:
+        """A push whose header was read. Raises InvalidArgumentError where it must bring its gradient's global norm and
+        does not."""
         needed = self._needs_norm and not call.abstain
         if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
             raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
+        if call.is_encoded and not self._has_encoded:
+            self._has_encoded = True
+            self._prepare_decoding()
 
     def decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
-        """A payload's elements, in place. Raises InvalidArgumentError where they are not as many as the slice's."""
+        """A payload's elements, or its bytes where it is encoded, in place. Raises InvalidArgumentError where they are
+        not as many as the slice's, or more than it can have."""
+        if call.is_encoded and not call.abstain:
+            self.check_size(index, len(payload))
+            return np.frombuffer(payload, np.uint8)
         expected = 0 if call.abstain else self._slicing.size(index) * ITEM_BYTES[call.dtype]
         if len(payload) != expected:
             raise InvalidArgumentError(
@@ -56,15 +81,38 @@ class PendingGradients:
             )
         return gradient_of(payload, call.dtype)
 
+    def check_size(self, index: int, size: int) -> None:
+        """Raises MalformedPayloadError where no encoding of slice ``index`` has ``size`` bytes."""
+        elements = self._slicing.size(index)
+        most = segments.payload_limit(elements)
+        if not 0 < size <= most:
+            raise MalformedPayloadError(
+                f"slice {index}, of {elements} elements, has 1 to {most} bytes as segments, not {size}", slice=index
+            )
+
     def is_finite(self, call: Call, index: int, values: Gradient) -> bool:
         """Whether all elements are finite. Raises NonFiniteGradientError where they are not and the policy is to
-        reject."""
-        if kernels.all_finite(values):
+        reject, MalformedPayloadError where they are encoded and cannot be decoded."""
+        if self._check_encoded(call, index, values) if call.is_encoded else kernels.all_finite(values):
             return True
         self._counters.of(call.identity.worker_id).non_finite += 1
         if self._spec.non_finite == "skip":
             return False
         raise self._non_finite(index)
+
+    def _check_encoded(self, call: Call, index: int, values: Gradient) -> bool:
+        """``is_finite`` of an encoded payload."""
+        elements, is_finite = self._slicing.size(index), True
+        try:
+            segments.check(values.view(np.uint8), elements)
+        except NonFiniteGradientError:
+            is_finite = False
+        except MalformedPayloadError as error:
+            raise MalformedPayloadError(
+                f"slice {index}: {error.message}", **(error.details | {"slice": index})
+            ) from None
+        self._counters.of(call.identity.worker_id).saved_bytes += elements * ITEM_BYTES["float32"] - values.nbytes
+        return is_finite
 
     def _non_finite(self, index: int) -> NonFiniteGradientError:
         start, stop = self._slicing.bounds(index)
@@ -80,8 +128,12 @@ class PendingGradients:
         self._by_token[token] = gradient
 
     def values(self, tokens: Iterable[int]) -> list[Gradient]:
-        """The elements of contributions."""
+        """The elements of contributions, or what they are encoded as."""
         return [self._by_token[token].values for token in tokens]
+
+    def are_encoded(self, values: Iterable[Gradient]) -> bool:
+        """Whether some of these contributions are encoded."""
+        return self._has_encoded and any(map(is_encoded, values))
 
     def norm(self, token: int) -> float:
         """The global norm of the gradient that a contribution is part of, as the worker sent it."""

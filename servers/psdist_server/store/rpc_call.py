@@ -12,13 +12,17 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Final
 
-from psdist.errors import FencedError, PsdistError, UnknownCodecError
+from psdist.errors import FencedError, InvalidArgumentError, PsdistError, UnknownCodecError
 from psdist.types import Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, limits
 
 _tokens = itertools.count(1)
+
+_CODECS: Final = (common_pb2.CODEC_RAW, common_pb2.CODEC_SEGMENTS)
+_CODEC_NAMES: Final = ", ".join(f"{common_pb2.Codec.Name(codec)} ({codec})" for codec in _CODECS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,8 @@ class Call:
     wants_weights: bool
     step: int = 0
     dtype: str = "float32"
+    #: Its payloads are segments (``psdist.compression.segments``).
+    is_encoded: bool = False
     pull_dtype: str = "float32"
     abstain: bool = False
     grad_norm: float = 0.0
@@ -73,12 +79,17 @@ class Call:
         return reason
 
     def read_header(self, header: server_pb2.PushHeader) -> None:
-        """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype."""
-        if header.codec != common_pb2.CODEC_RAW:
-            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use CODEC_RAW (1)")
+        """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for a dtype that is unknown or
+        not the codec's."""
+        if header.codec not in _CODECS:
+            raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
         self.step, self.abstain, self.grad_norm = header.step, header.abstain, header.grad_norm
         self.mark = header.mark
         self.dtype = convert.payload_dtype_from_proto(header.dtype)
+        if header.codec == common_pb2.CODEC_SEGMENTS:
+            if self.dtype != "float32":
+                raise InvalidArgumentError(f"segments decode to float32, not {self.dtype}: send DTYPE_FLOAT32")
+            self.is_encoded = True
         self.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if self.wants_weights else "float32"
 
     def ask(self, index: int) -> int:

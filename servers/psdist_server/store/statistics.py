@@ -25,6 +25,7 @@ class WorkerCounters:
     rejected: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
+    saved_bytes: int = 0
 
     def answered(self, ignored: bool, late: bool, staleness: int) -> None:
         """Counts one acknowledged contribution."""

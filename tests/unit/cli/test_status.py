@@ -37,6 +37,17 @@ def table(report: pb.GetStatusResponse) -> list[list[str]]:
     return [line.split() for line in file.getvalue().splitlines()]
 
 
+def test_each_member_has_how_much_smaller_its_encoded_pushes_are() -> None:
+    report = answer()
+    for rank in range(3):
+        report.parameters[0].entry.members.add(worker_id=f"worker-{rank}", rank=rank)
+    counted = report.members[2].statistics.parameters.add(parameters="model")
+    counted.workers.add(worker_id="worker-0", push_bytes=1000, saved_bytes=3010)
+    counted.workers.add(worker_id="worker-1", push_bytes=1000)
+    (parameters,) = status.as_json(report)["parameters"]
+    assert [member["compression"] for member in parameters["members"]] == [4.01, None, None]
+
+
 def test_each_worker_has_its_speed_and_its_share_of_waiting() -> None:
     members = status.as_json(answer())["members"]
     assert [member["steps_per_second"] for member in members] == [{"model": 2.0}, {"model": 2.0}, {}]

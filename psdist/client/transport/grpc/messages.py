@@ -21,7 +21,7 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
     header = pb.PushHeader(
         pull_dtype=convert.dtype_to_proto(push.target.dtype) if push.target is not None else None,
         identity=push.sender.identity(route.epoch),
-        codec=common_pb2.CODEC_RAW,
+        codec=common_pb2.CODEC_RAW if push.encoded is None else common_pb2.CODEC_SEGMENTS,
         dtype=convert.dtype_to_proto(push.codec.dtype),
     )
     number_push(header, push)
@@ -30,7 +30,7 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
 
 def number_push(header: pb.PushHeader, push: PushRequest) -> None:
     """Writes into a header what differs from push to push."""
-    header.step, header.abstain, header.grad_norm = push.progress.number, push.flat is None, push.grad_norm
+    header.step, header.abstain, header.grad_norm = push.progress.number, push.abstains, push.grad_norm
     header.mark = push.mark
 
 

@@ -40,7 +40,7 @@ from psdist.errors import (
     SharingUnavailableError,
 )
 from psdist.types import ITEM_BYTES, Slicing
-from psdist.v1 import server_pb2
+from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import fd_passing, frames
 from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
@@ -192,6 +192,7 @@ class SharedStream(CallConnection[PendingCall]):
         else:
             self._stage(request, slices)  # Before the server is told to read it.
             encoded = self.encode_push(request, route, slices)
+            encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has elements.
         response = await self._call_server(encoded, wait)
         wait.progress()
         read = await self._read(request, response.answers, owner)
@@ -204,16 +205,14 @@ class SharedStream(CallConnection[PendingCall]):
 
     def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
         """Writes the gradient into the arena, unless it lies there."""
-        if push.flat is None:
+        if push.abstains:
             return
-        lies_there = push.flat.__array_interface__["data"][0] == self._arena.address
+        lies_there = push.flat is not None and push.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
             start, stop = self.slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:
-                encoded = push.codec.encode(push.flat[start:stop], part)
-                if encoded is not part:  # No cast was needed.
-                    part[...] = encoded
+                push.write_decoded(index, part)
             push.traffic.sent += part.nbytes
 
     async def _call_server(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse:

@@ -128,7 +128,7 @@ class TcpStream(CallConnection[TcpCall]):
             encoded = self.encode_push(request, route, slices)
         try:
             with self.sent(encoded, call):
-                if isinstance(request, PushRequest) and request.flat is not None:
+                if isinstance(request, PushRequest) and not request.abstains:
                     await self._send_payloads(request, call, slices)
                 await call.result()
         finally:

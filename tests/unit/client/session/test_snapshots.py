@@ -16,7 +16,7 @@ import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
-from psdist.client.session.worker_state import WorkerStates
+from psdist.client.session.worker_state import OWN, WorkerStates
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -471,6 +471,29 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
     await part.start_incarnation(mine)
     assert len(restored) == 1 and not part.goes_on and part.generation == scheduler.generation
     scheduler.save_answers.put_nowait(saved())  # For what is saved when the client closes.
+
+
+async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
+    setup = await Setup().start()
+    weights, scheduler = setup.weights, setup.scheduler
+    own, users = list[dict[str, np.ndarray]](), list[dict[str, np.ndarray]]()
+    try:
+        part = weights.exchange.participation
+        await part.keep_state(lambda: {"rest": np.ones(3)}, own.append, prefix=OWN)
+        await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
+        scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
+        _, scheduler.state = await scheduler.states.get()
+        roll_back(setup, 2, until=3)
+        await weights.push_pull(gradient())
+        assert [state["rest"].tolist() for state in own] == [[1.0] * 3]
+        assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]
+        await weights.keep_state(lambda: {}, users.append)  # In a run that goes on from it, too.
+        assert len(users) == 2 and list(users[1]) == ["rest"] and users[1]["rest"].size == 2
+        with pytest.raises(errors.InvalidArgumentError, match=r"'psdist\.rest' in the state of 'p' begins with"):
+            await weights.keep_state(lambda: {"psdist.rest": np.zeros(2)}, users.append)
+    finally:
+        scheduler.save_answers.put_nowait(saved())
+        await setup.stop()
 
 
 async def test_who_joins_a_training_under_way_is_given_no_state() -> None:

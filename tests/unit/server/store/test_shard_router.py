@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from psdist import BSP, optim
-from psdist.errors import FencedError, InternalError, InvalidArgumentError, StaleEpochError
+from psdist.errors import FencedError, InternalError, InvalidArgumentError, MalformedPayloadError, StaleEpochError
 from psdist.types import Identity, ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.events import Apply, Effect, SliceLoaded
 from psdist_server.core.role_changes import make_shard
@@ -16,6 +16,7 @@ from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters
+from tests.support.segments import raw
 
 SLICE = 16
 ME = Replica("server-0", 1)
@@ -58,6 +59,32 @@ def test_a_push_becomes_an_event_of_its_slices_machine(routed: Routed) -> None:
     assert [values.tolist() for values in routed.gradients.values(effect.parts)] == [[1.0] * SLICE]
     routed.gradients.used(2, effect.parts, ())
     assert routed.counters.bytes_held == 0
+
+
+def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
+    prepared: list[bool] = []
+    routed.gradients = PendingGradients(SPEC, ENTRY.slicing, routed.counters, lambda: prepared.append(True))
+    routed.router = ShardRouter(ENTRY, routed.calls, routed.gradients, routed.counters, routed.run)
+    routed.router.follow(5, [0])
+    routed.router.add(0, make_shard(routed.router.slices_of(0), MEMBERS, SPEC.consistency, False))
+    call = call_of()
+    call.is_encoded = True
+    routed.gradients.begin_push(call)
+    routed.gradients.begin_push(call)
+    payload = raw(np.ones(SLICE, np.float16))
+    with pytest.raises(MalformedPayloadError, match="slice 2"):
+        routed.router.push(call, 2, 0, memoryview(payload[:-4]))
+    assert routed.effects == [] and routed.counters.bytes_held == 0
+    routed.router.push(call, 2, 0, memoryview(payload))
+    (effect,) = routed.effects
+    assert isinstance(effect, Apply)
+    (values,) = routed.gradients.values(effect.parts)
+    assert values.tobytes() == payload and routed.gradients.are_encoded([values])
+    assert routed.counters.bytes_held == len(payload)
+    counted = routed.counters.of("worker-0")
+    assert (counted.push_bytes, counted.saved_bytes) == (len(payload), 4 * SLICE - len(payload))
+    routed.gradients.used(2, effect.parts, ())
+    assert routed.counters.bytes_held == 0 and prepared == [True]
 
 
 def test_what_is_not_served_here_is_refused_and_changes_nothing(routed: Routed) -> None:

@@ -1,0 +1,130 @@
+"""What a step costs a server whose workers compress: ``python -m benchmarks.encoded_updates``, one thread.
+
+What it is: for each codec, the time that a kernel thread takes for a step of several workers, from the payloads as they
+came to the new weights (``DenseParameters.apply``), and the time that their checks take on arrival. Beside it the
+update by one float32 gradient, and by those of all the workers. What it is not: a test; it asserts nothing, and its
+figures are those of this machine at this moment.
+
+All take turns, round by round, so that a noisy moment hits all alike; medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist import BSP, compression, optim
+from psdist.compression import segments
+from psdist.compression.segments import PushNumber
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard, Slicing, TensorSpec
+from psdist_server.kernels.arrays import DenseParameters, Update
+
+Floats = NDArray[np.float32]
+Parts = list[list[NDArray[Any]]]
+
+#: What is measured: a title, and the codec of all workers.
+CASES: list[tuple[str, compression.Codec]] = [("Int8", compression.Int8())]
+OPTIMIZERS = {"SGD": optim.SGD(lr=0.01), "Adam": optim.Adam()}
+
+
+def encoded(codec: compression.Codec, slicing: Slicing, gradient: Floats, rank: int) -> list[NDArray[np.uint8]]:
+    """The payloads of a worker's push, by slice; the vector is one matrix."""
+    tensor = TensorSpec("w", (gradient.size // 1000, 1000), "float32")
+    regions = segments.regions([tensor], codec)
+    prepared = [segments.prepare(one, gradient[one.start : one.stop], PushNumber(rank, 0)) for one in regions]
+    payloads = []
+    for start, stop in map(slicing.bounds, range(slicing.count)):
+        out = np.empty(segments.payload_limit(stop - start), np.uint8)
+        payloads.append(out[: segments.encode(prepared, start, stop, out)].copy())
+    return payloads
+
+
+class Server:
+    """The arrays of a parameter set, and the contributions of some workers to a step."""
+
+    def __init__(self, optimizer: optim.Optimizer, elements: int) -> None:
+        spec = ParametersSpec("p", optimizer, BSP(), slice_elements=1 << 20)
+        self.dense = DenseParameters(ParametersEntry(spec, elements, (Shard(Replica("server-0", 1)),), ready=True))
+        self.slicing = self.dense.slicing
+        self.dense.hold(range(self.slicing.count))
+        for index in self.dense.indices:
+            self.dense.install(index, np.ones(self.slicing.size(index), np.float32))
+        self._step = 0
+
+    def update(self, parts: Parts, is_encoded: bool) -> None:
+        """A step: slice by slice, as a kernel thread that keeps up does it."""
+        for index, contributions in enumerate(parts):
+            self.dense.apply([Update(index, self._step, contributions, is_encoded=is_encoded)])
+        self._step += 1
+
+    def check(self, parts: Parts) -> None:
+        """What the event loop does when the payloads come."""
+        for index, contributions in enumerate(parts):
+            for payload in contributions:
+                segments.check(payload, self.slicing.size(index))
+
+
+def steps(server: Server, gradients: Sequence[Floats]) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+    """What is measured, by title, and the bytes that one worker sends for it. A codec is that of all workers."""
+    bounds = [server.slicing.bounds(index) for index in range(server.slicing.count)]
+    raw: Parts = [[gradient[start:stop] for gradient in gradients] for start, stop in bounds]
+    found = {
+        "float32, 1 worker": lambda: server.update([parts[:1] for parts in raw], False),
+        f"float32, {len(gradients)} workers": lambda: server.update(raw, False),
+    }
+    sizes = dict.fromkeys(found, gradients[0].nbytes)
+    for title, codec in CASES:
+        pushes = [encoded(codec, server.slicing, gradient, rank) for rank, gradient in enumerate(gradients)]
+        parts: Parts = [list(contributions) for contributions in zip(*pushes, strict=True)]
+        found[title] = lambda parts=parts: server.update(parts, True)  # type: ignore[misc]
+        found[f"{title}, checks"] = lambda parts=parts: server.check(parts)  # type: ignore[misc]
+        sizes[title] = sizes[f"{title}, checks"] = sum(payload.nbytes for payload in pushes[0])
+    return found, sizes
+
+
+def measure(measured: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+    """The median of each, in seconds, after one round that does not count."""
+    times: dict[str, list[float]] = {title: [] for title in measured}
+    for _ in range(rounds + 1):
+        for title, step in measured.items():
+            begin = time.perf_counter()
+            step()
+            times[title].append(time.perf_counter() - begin)
+    return {title: statistics.median(seconds[1:]) for title, seconds in times.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Prints a table for each optimizer, and writes it as JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.encoded_updates", description="Server cost of codecs.")
+    parser.add_argument("--elements", type=int, default=25_000_000, help="float32 parameters (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=8, help="contributions of a step (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    options = parser.parse_args(arguments)
+    elements = options.elements // 1000 * 1000
+    gradients = [np.random.default_rng(rank).standard_normal(elements, np.float32) for rank in range(options.workers)]
+    results = []
+    for name, optimizer in OPTIMIZERS.items():
+        server = Server(optimizer, elements)
+        measured, sizes = steps(server, gradients)
+        medians = measure(measured, options.rounds)
+        plain = medians["float32, 1 worker"]
+        print(f"{name}, {elements:,} parameters: milliseconds, times the first, bytes per parameter of a worker")
+        for title, seconds in medians.items():
+            print(f"  {title:32}{1e3 * seconds:9.1f}{seconds / plain:8.2f}x{sizes[title] / elements:9.3f}", flush=True)
+            results.append({"optimizer": name, "case": title, "seconds": seconds, "ratio": seconds / plain})
+        server.dense.close()
+    if options.json:
+        options.json.write_text(json.dumps({"elements": elements, "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

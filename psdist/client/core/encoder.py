@@ -1,0 +1,234 @@
+"""Encoding gradients with error feedback: what a codec leaves out of one push is added to the next. Pure.
+
+The flat vector has regions, each with one codec (``psdist.compression.regions``). The gradient of a push is taken
+region by region, as its slices are encoded: the residual is added, the sum is encoded, and what is left is the next
+residual. That is another vector than the residual before the push, which a snapshot may need.
+
+Invariants: a slice of a push is encoded once, or abstains once. Its residual changes with the first and not with the
+second. So the sum of what was sent and the residual is the sum of all gradients that did not abstain, up to rounding.
+Everything follows from the gradients, the rank and the state, so that a run that goes on from a state makes the same
+bytes.
+
+Not here: threads, and when a push begins and ends (``encoding``); the bytes (``psdist.compression.segments``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client.core.buckets import ReadySlices
+from psdist.client.core.partition import Flat, grad_norm
+from psdist.compression import Codec, Compressor, segments
+from psdist.compression.regions import Region, regions
+from psdist.types import Layout, Slicing
+
+State = dict[str, NDArray[Any]]
+Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
+
+#: Beginning of the names of what codecs keep, in a state.
+_KEPT: Final = "kept."
+_NOTHING: Final = np.empty(0)
+
+
+@dataclass
+class EncodedSlices:
+    """The slices of one push, as far as it is encoded.
+
+    prepared: regions whose values are all known, by number. payloads: slices as they are sent. abstained: slices that
+    are sent without values.
+    """
+
+    slicing: Slicing
+    prepared: dict[int, segments.PreparedRegion] = field(default_factory=dict)
+    payloads: dict[int, bytes] = field(default_factory=dict)
+    abstained: set[int] = field(default_factory=set)
+
+    def settled(self, ready: ReadySlices) -> ReadySlices:
+        """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
+        abstaining = {index for index in ready.abstaining if index not in self.payloads}
+        abstaining.update(index for index in ready.valued if index in self.abstained)
+        self.abstained |= abstaining
+        valued = {*ready.valued, *ready.abstaining} - abstaining
+        return ReadySlices(tuple(sorted(valued)), tuple(sorted(abstaining)))
+
+    def payload(self, index: int) -> memoryview:
+        """A slice as it is sent."""
+        return memoryview(self.payloads[index])
+
+    def decode_into(self, index: int, out: Flat) -> None:
+        """Writes a slice as a server decodes it."""
+        out.fill(0.0)
+        segments.accumulate(self.payloads[index], out)
+
+    def norm(self) -> float:
+        """The L2 norm of what servers decode: squares in float64, summed by slice, the sums added in slice order."""
+        total, decoded = 0.0, np.empty(self.slicing.slice_elements, np.float32)
+        for index in sorted(self.payloads):
+            part = decoded[: self.slicing.size(index)]
+            self.decode_into(index, part)
+            total += float(np.square(part, dtype=np.float64).sum())
+        return float(np.sqrt(total))
+
+
+@dataclass
+class Totals:
+    """What was encoded so far. overflows: residuals that were forgotten, as the next gradient made them infinite."""
+
+    elements: int = 0
+    bytes: int = 0
+    overflows: int = 0
+
+    def add(self, push: EncodedSlices) -> None:
+        """Counts a push that is over."""
+        self.elements += sum(push.slicing.size(index) for index in push.payloads)
+        self.bytes += sum(len(payload) for payload in push.payloads.values())
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of the gradients, by the bytes that they were encoded in; 1 before the first."""
+        return 4 * self.elements / self.bytes if self.bytes else 1.0
+
+
+class GradientEncoder:
+    """The encoder of one worker's pushes.
+
+    rank: of the worker; what is chosen by chance differs from rank to rank.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout, slicing: Slicing, rank: int) -> None:
+        self.slicing = slicing
+        self._regions = regions(layout.tensors, codec)
+        self._starts = [region.start for region in self._regions]
+        self._rank = rank
+        self._name = np.frombuffer(repr(codec).encode(), np.uint8)
+        #: Whether anything is left out of one push and added to the next.
+        self.feeds_back = any(_feedback(region) for region in self._regions)
+        size = slicing.total if self.feeds_back else 0
+        #: What was left out before the push under way.
+        self.residual = np.zeros(size, np.float32)
+        #: What is left out after it, where it is encoded; and what of it is encoded.
+        self._next = np.zeros(size, np.float32)
+        self._sums = np.zeros(size, np.float32)
+        #: Pushes of which something was encoded, and what codecs keep of the last one, by region.
+        self._ordinal = 0
+        self._kept: dict[int, NDArray[Any]] = {}
+        self._push: EncodedSlices | None = None
+        self.totals = Totals()
+
+    # --- a push -------------------------------------------------------------------------------------------------------
+
+    def begin_push(self) -> EncodedSlices:
+        """The push under way, or the next one."""
+        if self._push is None:
+            self._push = EncodedSlices(self.slicing)
+        return self._push
+
+    def encode(self, push: EncodedSlices, flat: Flat, slices: Iterable[int], run: Run = map) -> bool:
+        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in ``flat``, and finite.
+        Returns False where the push is over.
+
+        run: as ``map``; may run several at once.
+        Raises NonFiniteGradientError for what a codec cannot hold.
+        """
+        if push is not self._push:
+            return False
+        todo = [index for index in slices if index not in push.payloads]
+        numbers = {number for index in todo for number in self._regions_of(index)}.difference(push.prepared)
+        for number, prepared in run(lambda number: (number, self._prepared(flat, number)), sorted(numbers)):
+            push.prepared[number] = prepared
+        for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
+            push.payloads[index] = payload
+        return True
+
+    def _regions_of(self, index: int) -> range:
+        start, stop = self.slicing.bounds(index)
+        return range(bisect_right(self._starts, start) - 1, bisect_left(self._starts, stop))
+
+    def _encode_slice(self, push: EncodedSlices, index: int) -> bytes:
+        start, stop = self.slicing.bounds(index)
+        prepared = [push.prepared[number] for number in self._regions_of(index)]
+        out = np.empty(segments.payload_limit(stop - start), np.uint8)
+        rest = self._next if self.feeds_back else None
+        size = segments.encode(prepared, start, stop, out, rest)
+        for region in (one.region for one in prepared if rest is not None):
+            if not _feedback(region):
+                self._next[max(start, region.start) : min(stop, region.stop)] = 0.0
+        return out[:size].tobytes()
+
+    def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
+        """A region with its values. Those of one that is not compressed are read as its slices are encoded."""
+        region = self._regions[number]
+        values = flat[region.start : region.stop]
+        if _feedback(region):
+            values = self._with_residual(region, values)
+        about = segments.PushNumber(self._rank, self._ordinal)
+        return segments.prepare(region, values, about, self._kept.get(region.start))
+
+    def _with_residual(self, region: Region, values: Flat) -> Flat:
+        codec, part = region.codec, slice(region.start, region.stop)
+        assert isinstance(codec, Compressor)
+        total = self._sums[part]
+        if not segments.add_decayed(values, self.residual[part], codec.residual_decay, total):
+            total[...] = values
+            self.totals.overflows += 1
+        return total
+
+    def discard_push(self) -> None:
+        """Forgets the push under way: nothing of it was sent."""
+        self._push = None
+
+    def end_push(self) -> bool:
+        """The push under way is over: what was encoded of it counts as sent. Returns whether anything was."""
+        push, self._push = self._push, None
+        if push is None or not push.payloads:
+            return False
+        self.totals.add(push)
+        self._ordinal += 1
+        kept = {one.region.start: one.state for one in push.prepared.values() if one.state is not None}
+        self._kept = self._kept | kept
+        if self.feeds_back:
+            for index in set(range(self.slicing.count)).difference(push.payloads):
+                start, stop = self.slicing.bounds(index)
+                self._next[start:stop] = self.residual[start:stop]
+            self.residual, self._next = self._next, self.residual
+        return True
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> State:
+        """What the next push begins with. The arrays stay as they are until the push after it begins."""
+        kept = {f"{_KEPT}{start}": array for start, array in self._kept.items()}
+        ordinal = np.array([self._ordinal], np.int64)
+        return {"residual": self.residual, "ordinal": ordinal, "codec": self._name, **kept}
+
+    def restore(self, state: State) -> None:
+        """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten.
+
+        The state may be another codec's: what it left out is not lost where this one feeds back.
+        """
+        self._push = None
+        self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
+        residual = state.get("residual", _NOTHING)
+        fits = residual.shape == self.residual.shape
+        self.residual = residual.astype(np.float32) if fits else np.zeros_like(self.residual)
+        is_mine = np.array_equal(state.get("codec", _NOTHING), self._name)
+        kept = {name: array for name, array in state.items() if name.startswith(_KEPT) and is_mine}
+        self._kept = {int(name.removeprefix(_KEPT)): array for name, array in kept.items()}
+
+    # --- what there is to know ----------------------------------------------------------------------------------------
+
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of the residual."""
+        return grad_norm(self.residual, self.slicing.slice_elements)
+
+
+def _feedback(region: Region) -> bool:
+    """Whether what is left out of a region is added to the next push."""
+    return isinstance(region.codec, Compressor) and bool(region.codec.feedback)

@@ -1,0 +1,227 @@
+"""The gradients of one handle that are compressed: when the encoder works, and in which thread.
+
+The kernels that encode are compiled by numba, which takes long the first time on a machine, while a client must not
+miss heartbeats. So a thread loads them from the opening of the handle on, and the first push waits for it. Large
+gradients are encoded in threads, too.
+
+Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. The encoder's
+state follows the numbers of pushes, so that each is counted as sent or as not begun.
+
+Not here: what is encoded, and what is kept of it (``core.encoder``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from threading import Lock
+from typing import TYPE_CHECKING, Final
+
+from psdist.client.core.buckets import ReadySlices
+from psdist.client.core.partition import Flat
+from psdist.client.participation import Participation
+from psdist.client.process import codec_kernels
+from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
+from psdist.client.session.worker_state import OWN, State
+from psdist.compression import Cast, Codec
+from psdist.errors import FencedError
+from psdist.types import Layout
+
+if TYPE_CHECKING:
+    from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+
+logger = logging.getLogger("psdist")
+
+#: Loading that takes longer is told in the log.
+_SLOW_SECONDS: Final = 10.0
+#: Threads that encode one gradient, where there are as many processors.
+_THREADS: Final = 4
+
+
+class EncodedPush:
+    """The gradient of one push, as far as it is encoded.
+
+    flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
+    """
+
+    def __init__(self, encoder: GradientEncoder, flat: Flat | None, slices: EncodedSlices, lock: Lock) -> None:
+        self._encoder = encoder
+        self._flat = flat
+        self._slices = slices
+        self._lock = lock
+
+    def settled(self, ready: ReadySlices) -> ReadySlices:
+        """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
+        return self._slices.settled(ready)
+
+    async def encode(self, slices: Sequence[int]) -> None:
+        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in the gradient.
+
+        Raises FencedError where the push is over meanwhile, and NonFiniteGradientError for what its codec cannot hold.
+        """
+        flat = self._flat
+        if flat is None or not slices:
+            return
+        elements = sum(self._encoder.slicing.size(index) for index in slices)
+        run = map if elements < LARGE_ELEMENTS else _threads().map
+
+        def encode() -> bool:
+            with self._lock:
+                return self._encoder.encode(self._slices, flat, slices, run)
+
+        overflows = self._encoder.totals.overflows
+        if not await off_loop(elements, encode):
+            raise FencedError("the push was dropped while it was encoded")
+        if self._encoder.totals.overflows > overflows == 0:
+            logger.warning(
+                "the gradient and what compression had left out of earlier ones are too large for float32 together: "
+                "the latter is forgotten. Lower the learning rate, or scale the loss; it is not said again"
+            )
+
+    async def norm(self) -> float:
+        """The L2 norm of what the servers decode."""
+        return await off_loop(self._encoder.slicing.total, self._slices.norm)
+
+    def payload(self, index: int) -> memoryview:
+        """A slice as it is sent."""
+        return self._slices.payload(index)
+
+    def decode_into(self, index: int, out: Flat) -> None:
+        """Writes a slice as a server decodes it."""
+        self._slices.decode_into(index, out)
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Threads of the process that encode. The interpreter's lock is not held while they do."""
+    return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "psdist-encode")
+
+
+class Encoding:
+    """What compresses the gradients of one handle by ``codec``. participation: whose pushes they are."""
+
+    def __init__(self, codec: Codec, layout: Layout, participation: Participation) -> None:
+        self._codec = codec
+        self._layout = layout
+        self._participation = participation
+        self._encoder: GradientEncoder | None = None
+        #: Held while the encoder works, and while its push begins or ends.
+        self._lock = Lock()
+        #: What was restored before the kernels were there.
+        self._restored: State = {}
+        self._is_kept = False
+        #: The push that the encoder is at: who numbered it, and its number.
+        self._begun = (participation.origin, -1)
+        #: What the last push that was dropped took with it, for a message.
+        self.lost = ""
+        self._loading = codec_kernels.load()
+
+    @classmethod
+    def of(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
+        """The encoding of a handle; None where its gradients are not compressed, or never pushed."""
+        if isinstance(codec, Cast) or not participation.is_member:
+            return None
+        return cls(codec, layout, participation)
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    async def keep_state(self) -> None:
+        """Has the encoder's state in snapshots, and restores it where the run goes on from one."""
+        if not self._is_kept:
+            await self._participation.keep_state(self.save, self.restore, prefix=OWN)
+            self._is_kept = True
+
+    def save(self) -> State:
+        """The state between the last push that is over and the next one."""
+        self._end_if_over()
+        return self._restored if self._encoder is None else self._encoder.state()
+
+    def restore(self, state: State) -> None:
+        """Goes on from ``state``, or from the beginning if it is empty. A push under way is forgotten."""
+        if self._encoder is None:
+            self._restored = state
+            return
+        with self._lock:
+            self._encoder.restore(state)
+
+    # --- a push -------------------------------------------------------------------------------------------------------
+
+    async def begin(self, flat: Flat | None) -> EncodedPush:
+        """Before each push, or the first bucket of a step. Of a push that is made again, what was encoded stays."""
+        if self._encoder is None:
+            self._encoder = await self._load()
+        self._end_if_over()
+        part = self._participation
+        with self._lock:
+            if not part.sequence.unfinished:  # No server has anything of it.
+                self._encoder.discard_push()
+            self._begun, self.lost = (part.origin, part.sequence.step), ""
+            return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
+
+    async def _load(self) -> GradientEncoder:
+        waiting = asyncio.wrap_future(self._loading)
+        await asyncio.wait({waiting}, timeout=_SLOW_SECONDS)
+        if not waiting.done():
+            logger.warning(
+                "the kernels of %r are compiled, once on this machine: the first push of %r waits for that",
+                self._codec, self._participation.name,
+            )  # fmt: skip
+            await asyncio.wait({waiting})
+        waiting.result()
+        from psdist.client.core.encoder import GradientEncoder
+
+        part = self._participation
+        encoder = GradientEncoder(self._codec, self._layout, part.entry.slicing, part.origin.rank)
+        encoder.restore(self._restored)
+        self._restored = {}
+        return encoder
+
+    async def encode_push(self, flat: Flat | None, *, with_norm: bool) -> tuple[EncodedPush | None, float]:
+        """Encodes a whole gradient; None abstains. Returns what is sent, None to abstain, and its norm if wanted.
+
+        A push that is made again is what it was.
+        """
+        push = await self.begin(flat)
+        every = tuple(range(self._participation.entry.slicing.count))
+        ready = push.settled(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
+        if ready.abstaining:
+            return None, 0.0
+        await push.encode(ready.valued)
+        return push, await push.norm() if with_norm else 0.0
+
+    def end_push(self) -> bool:
+        """The push that was begun is over: what was encoded of it counts as sent. Returns whether anything was."""
+        if self._encoder is None:
+            return False
+        with self._lock:
+            return self._encoder.end_push()
+
+    def drop_push(self) -> None:
+        """The push that was begun, if any was, does not go on. Servers may have any part of it, so it is not sent
+        again. ``lost`` says what is lost with it."""
+        if self.end_push() and self._encoder is not None and self._encoder.feeds_back:
+            self.lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
+
+    def _end_if_over(self) -> None:
+        """Ends a push that the others went on without."""
+        origin, number = self._begun
+        if origin is not self._participation.origin:
+            self.drop_push()
+        elif number < self._participation.sequence.step:
+            self.end_push()
+
+    # --- what there is to know ----------------------------------------------------------------------------------------
+
+    @property
+    def ratio(self) -> float:
+        """Bytes of all gradients that were encoded, by the bytes that they were encoded in; 1 before the first."""
+        return self._encoder.totals.ratio if self._encoder is not None else 1.0
+
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of what was left out of the gradients so far."""
+        return self._encoder.residual_norm if self._encoder is not None else 0.0

@@ -1,0 +1,254 @@
+"""Compressed gradients with real servers: the very bytes of a plain single-process reference that decodes what the
+encoders make, over each transport, through the loss of a server, and through a resume with what compression left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from psdist import AsyncClient, AsyncParameters, optim
+from psdist.client.core import partition
+from psdist.client.core.encoder import GradientEncoder
+from psdist.compression import Codec, Float32, Int8
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import TransportName
+from psdist.types import Slicing
+from tests.integration.test_exact import SLICE, TOTAL, gradient, initial, joined, split
+from tests.support import reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ADAM = optim.Adam(lr=1e-2)
+WORKERS, STEPS = 2, 4
+LAYOUT = partition.layout_of(split(initial()))
+SLICING = Slicing(TOTAL, SLICE)
+#: By name, the codec of each rank.
+CODECS: dict[str, tuple[Codec, Codec]] = {
+    "int8": (Int8(), Int8()),
+    "by chance": (Int8(stochastic=True, seed=5), Int8(stochastic=True, error_feedback=True)),
+    "mixed": (Int8(block=100, residual_decay=0.9), Float32()),
+}
+BRIEFLY = [pytest.param(name, marks=[] if name in ("int8", "mixed") else [pytest.mark.long]) for name in CODECS]
+_numbers = itertools.count()
+
+
+def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
+    """What servers get of a gradient."""
+    if encoder is None:
+        return flat
+    push, out = encoder.begin_push(), np.empty(TOTAL, np.float32)
+    assert encoder.encode(push, flat, range(SLICING.count))
+    for index in range(SLICING.count):
+        start, stop = SLICING.bounds(index)
+        push.decode_into(index, out[start:stop])
+    encoder.end_push()
+    return out
+
+
+def reference_run(codecs: Sequence[Codec], steps: int) -> list[bytes]:
+    """The weights after every step, in one process."""
+    encoders = [
+        None if isinstance(codec, Float32) else GradientEncoder(codec, LAYOUT, SLICING, rank)
+        for rank, codec in enumerate(codecs)
+    ]
+    weights, mean = initial(), np.empty(TOTAL, np.float32)
+    states = (np.zeros_like(weights), np.zeros_like(weights))
+    history = []
+    for step in range(steps):
+        parts = [decoded(encoder, gradient(step, rank)) for rank, encoder in enumerate(encoders)]
+        reference.combine(mean, parts, len(parts))
+        reference.update(ADAM, ADAM.group_values(0), weights, states, mean, step, 1.0)
+        history.append(weights.tobytes())
+    return history
+
+
+class Workers:
+    """The workers of a cluster, in this process."""
+
+    def __init__(self, cluster: EmbeddedCluster, transport: TransportName = "auto") -> None:
+        self.clients = [
+            AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(WORKERS)
+        ]
+        self.handles: list[AsyncParameters] = []
+
+    async def open(
+        self, codecs: Sequence[Codec], consistency: Consistency | None = None, optimizer: optim.Optimizer = ADAM
+    ) -> None:
+        await asyncio.gather(*(client.connect() for client in self.clients))
+        name = f"p-{next(_numbers)}" if not self.handles else self.handles[0].name
+        self.handles = await asyncio.gather(
+            *(
+                client.parameters(
+                    name, split(initial()), optimizer, consistency or BSP(), codec, slice_elements=SLICE,
+                    non_finite="skip",
+                )
+                for client, codec in zip(self.clients, codecs, strict=True)
+            )
+        )  # fmt: skip
+
+    async def step(self, step: int) -> bytes:
+        results = await asyncio.gather(
+            *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(self.handles))
+        )
+        assert joined(results[0]) == joined(results[1])
+        return joined(results[0])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster() -> AsyncIterator[EmbeddedCluster]:
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
+    yield cluster
+    await asyncio.to_thread(cluster.close)
+
+
+async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
+    """A step in buckets: the last layers first."""
+    buckets = [await handle.push_pull_async({name: values[name]}) for name in reversed(values)]
+    weights: dict[str, np.ndarray] = {}
+    for bucket in buckets:
+        weights |= {name: array.copy() for name, array in (await bucket).items()}
+    return joined(weights)
+
+
+async def in_buffers(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
+    """A step of the gradient buffers, which stay as they are."""
+    buffers = await handle.gradient_buffers()
+    for name, array in buffers.items():
+        array[...] = values[name]
+    weights = await handle.push_pull(buffers)
+    assert all((buffers[name] == values[name]).all() for name in buffers)
+    return joined(weights)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc", "shm"])
+@pytest.mark.parametrize("name", BRIEFLY)
+async def test_weights_are_the_references(cluster: EmbeddedCluster, name: str, transport: TransportName) -> None:
+    workers, expected = Workers(cluster, transport), reference_run(CODECS[name], STEPS)
+    try:
+        await workers.open(CODECS[name])
+        for step, push in enumerate((in_buckets, in_buffers)):
+            results = await asyncio.gather(
+                *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))
+            )
+            assert results == [expected[step]] * WORKERS, f"step {step}"
+        for step in range(2, STEPS):
+            assert await workers.step(step) == expected[step], f"step {step}"
+        statistics = workers.handles[0].statistics()
+        assert statistics.transport == transport and 1.5 < statistics.compression.ratio < 4
+        if transport != "shm":
+            assert statistics.push_bytes == pytest.approx(4 * TOTAL * STEPS / statistics.compression.ratio)
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_skips_a_step_keeps_what_was_left_out(cluster: EmbeddedCluster) -> None:
+    workers, codecs = Workers(cluster), CODECS["int8"]
+    try:
+        await workers.open(codecs)
+        await workers.step(0)
+        before = workers.handles[0].statistics().compression.residual_norm
+        assert before > 0
+        broken = gradient(1, 0)
+        broken[5] = np.nan
+        await asyncio.gather(workers.handles[0].push(split(broken)), workers.handles[1].push(split(gradient(1, 1))))
+        statistics = workers.handles[0].statistics()
+        assert statistics.abstained == 1 and statistics.compression.residual_norm == before
+        await workers.step(2)
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("consistency", [ASP(), pytest.param(SSP(1), marks=pytest.mark.long)], ids=["asp", "ssp"])
+async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedCluster, consistency: Consistency) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(CODECS["int8"], consistency, optim.SGD(lr=1.0))
+
+        async def train(rank: int, handle: AsyncParameters) -> None:
+            for step in range(STEPS):
+                await handle.push_pull(split(gradient(step, rank)))
+
+        await asyncio.gather(*(train(rank, handle) for rank, handle in enumerate(workers.handles)))
+        weights = np.frombuffer(joined(await workers.handles[0].pull()), np.float32)
+        encoders = [GradientEncoder(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(CODECS["int8"])]
+        sent = sum(
+            decoded(encoder, gradient(step, rank)).astype(np.float64)
+            for step in range(STEPS)
+            for rank, encoder in enumerate(encoders)
+        )
+        np.testing.assert_allclose(weights, initial() - sent, atol=1e-3)
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [("int8", "tcp"), *(pytest.param("mixed", name, marks=pytest.mark.long) for name in ("grpc", "shm"))],
+)
+async def test_a_killed_server_changes_not_a_bit(name: str, transport: TransportName) -> None:
+    expected = reference_run(CODECS[name], 12)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
+    workers = Workers(cluster, transport)
+    try:
+        await workers.open(CODECS[name])
+        for step in range(12):
+            stepping = asyncio.create_task(workers.step(step))
+            if step == 3:
+                await asyncio.sleep(0)
+                cluster.processes[2].kill()
+            assert await stepping == expected[step], f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [("int8", (2, 3)), *(pytest.param(name, (1, 2, 3, 5), marks=pytest.mark.long) for name in CODECS)],
+)
+async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name: str, numbers: Sequence[int]) -> None:
+    """Each life makes two steps; the snapshot is of the first of them, so that the second is made again."""
+    codecs, names = CODECS[name], ("mine", "others")
+    expected = reference_run(codecs, len(numbers) + 1)
+    for life, servers in enumerate(numbers):
+        cluster = await asyncio.to_thread(EmbeddedCluster, servers, storage=tmp_path / "storage", run_id="resumed")
+        clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(WORKERS)]
+        kept = [{"mine": np.full(3, rank)} for rank in range(WORKERS)]
+        given: list[dict[str, np.ndarray]] = []
+        try:
+            await asyncio.gather(*(client.connect() for client in clients))
+            handles = await asyncio.gather(
+                *(
+                    client.parameters("p", split(initial()), ADAM, BSP(), codec, slice_elements=SLICE)
+                    for client, codec in zip(clients, codecs, strict=True)
+                )
+            )
+            await handles[1].keep_state(lambda kept=kept: kept[1], given.append)
+            assert [list(state) for state in given] == [list(names[:1])] * (life > 0)
+            for step in (life, life + 1):
+                assert {handle.step for handle in handles} == {step}
+                values = await asyncio.gather(
+                    *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(handles))
+                )
+                assert [joined(one) for one in values] == [expected[step]] * WORKERS, f"life {life}, step {step}"
+                if step == life:
+                    await asyncio.gather(*(client.snapshot(timeout=60) for client in clients))
+        finally:
+            await asyncio.gather(*(psdist_close(client) for client in clients))
+            await asyncio.to_thread(cluster.close)
+
+
+async def psdist_close(client: AsyncClient) -> None:
+    """Leaves without another snapshot."""
+    await client.close("failed")

@@ -1,0 +1,134 @@
+"""Contributions that came encoded give the bytes of the update by what they decode to: whatever others there are in the
+step, however many slices are updated together, and where some values are not finite or their sum overflows."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from psdist import optim
+from psdist_server.kernels import encoded, kernels
+from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.optimizers import clip_factor
+from tests.property.test_dense import make
+from tests.support.segments import integers, raw
+
+pytestmark = pytest.mark.usefixtures("execution")
+
+SPECS: list[optim.Optimizer] = [
+    optim.SGD(lr=0.1, weight_decay=0.1),
+    optim.SGD(lr=0.1, momentum=0.9, overrides=(optim.override("*", lr=0.5),)),
+    optim.Adam(lr=0.1, overrides=(optim.override("*", eps=0.1),)),
+    optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
+]
+Part = NDArray[Any]
+
+
+def encoded_part(rng: np.random.Generator, size: int, data: st.DataObject) -> Part:
+    """A random encoding of ``size`` elements, in up to three segments."""
+    borders = [0, *sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
+    return np.frombuffer(b"".join(_segment(rng, stop - start, data) for start, stop in pairwise(borders)), np.uint8)
+
+
+def _segment(rng: np.random.Generator, size: int, data: st.DataObject) -> bytes:
+    kind = data.draw(st.sampled_from(["float32", "float16", "bfloat16", 8, 4, 2]))
+    if isinstance(kind, str):
+        return raw(_values(rng, size).astype(kernels.DTYPES[kind]))
+    block = data.draw(st.sampled_from([16, 100, 4096]))
+    codes = rng.integers(-(1 << (kind - 1)), 1 << (kind - 1), size)
+    return integers(codes, rng.random(-(-size // block)).astype(np.float32), kind, block)
+
+
+def _values(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
+    """Random values, with zeros of both signs among them."""
+    values = rng.standard_normal(size).astype(np.float32)
+    values[rng.random(size) < 0.3] = 0.0
+    values[rng.random(size) < 0.3] *= np.float32(-0.0)
+    return values
+
+
+def draw_parts(rng: np.random.Generator, size: int, data: st.DataObject) -> list[Part]:
+    """Contributions of which at least one is encoded."""
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), max_size=4))
+    kinds.insert(data.draw(st.integers(0, len(kinds))), "encoded")
+    return [
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(kernels.DTYPES[kind])
+        for kind in kinds
+    ]
+
+
+def poison(parts: list[Part], data: st.DataObject) -> None:
+    """Perhaps makes something that is not encoded not finite, or a sum overflow."""
+    for part in parts:
+        if part.dtype == np.float32 and data.draw(st.booleans()):
+            part[data.draw(st.integers(0, part.size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 3e38]))
+
+
+def same_bytes(one: DenseParameters, other: DenseParameters) -> bool:
+    return all(one.digest(index) == other.digest(index) for index in one.indices)
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.kind)
+@settings(max_examples=12)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_an_update_gives_the_bytes_of_the_update_by_decoded_parts(
+    spec: optim.Optimizer, seed: int, data: st.DataObject
+) -> None:
+    ours, theirs = make(spec)[0], make(spec)[0]
+    rng = np.random.default_rng(seed)
+    for step in range(2):
+        updates, plain = [], []
+        for index in data.draw(st.permutations(ours.indices)):
+            size = ours.slicing.size(index)
+            parts = draw_parts(rng, size, data) if data.draw(st.booleans()) else [_values(rng, size)]
+            poison(parts, data)
+            factor = clip_factor(7.0, 2.0) if len(parts) == 1 and data.draw(st.booleans()) else None
+            mean = np.empty(size, np.float32) if data.draw(st.booleans()) else None
+            is_encoded = any(map(encoded.is_encoded, parts))
+            updates.append(Update(index, step, parts, 0.5, factor, mean, is_encoded=is_encoded))
+            mean = np.empty(size, np.float32) if mean is not None else None
+            decoded = encoded.decoded(parts, size)
+            plain.append(dataclasses.replace(updates[-1], parts=decoded, mean=mean, is_encoded=False))
+        cut = data.draw(st.integers(0, len(updates)))
+        left_out = ours.apply(updates[:cut]) + ours.apply(updates[cut:])
+        assert left_out == theirs.apply(plain)
+        assert same_bytes(ours, theirs)
+        assert ours.weights.sequence.tolist() == theirs.weights.sequence.tolist()
+        for one, other in zip(updates, plain, strict=True):
+            if one.mean is not None and other.mean is not None:
+                assert np.array_equal(one.mean, other.mean, equal_nan=True)
+                assert np.array_equal(np.signbit(one.mean), np.signbit(other.mean)) or np.isnan(one.mean).any()
+    ours.close()
+    theirs.close()
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.DataObject) -> None:
+    dense = make(SPECS[0])[0]
+    index = data.draw(st.sampled_from(dense.indices))
+    size = dense.slicing.size(index)
+    parts = draw_parts(np.random.default_rng(seed), size, data)
+    poison(parts, data)
+    ours, our_square, our_bad = dense.combine(index, parts, is_encoded=True)
+    theirs, their_square, their_bad = dense.combine(index, encoded.decoded(parts, size))
+    assert (our_bad, np.float64(our_square).tobytes()) == (their_bad, np.float64(their_square).tobytes())
+    assert (ours is None) == (theirs is None)
+    if ours is not None and theirs is not None:
+        assert ours.tobytes() == theirs.tobytes()
+    dense.close()
+
+
+@settings(max_examples=30)
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(2, 9000), data=st.data())
+def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObject) -> None:
+    parts = draw_parts(np.random.default_rng(seed), size, data)
+    total = encoded.total(parts, size)
+    assert not np.signbit(total[total == 0]).any()

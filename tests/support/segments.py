@@ -1,0 +1,34 @@
+"""Encoded payloads as docs/compression.md specifies them, written by hand."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+_RAW = {"float32": (1, 32), "float16": (2, 16), "bfloat16": (3, 16)}
+_INTEGER = 4
+
+
+def segment(kind: int, bits: int, elements: int, body: bytes, parameter: int = 0, phase: int = 0) -> bytes:
+    """A segment: its header, and its body with the padding."""
+    header = struct.pack("<BBHIII", kind, bits, phase, elements, len(body), parameter)
+    return header + body + bytes(-len(body) % 4)
+
+
+def raw(values: NDArray[np.generic]) -> bytes:
+    """Elements as they are, float32, float16 or bfloat16."""
+    kind, bits = _RAW[values.dtype.name]
+    return segment(kind, bits, values.size, values.tobytes())
+
+
+def integers(codes: Sequence[int], scales: Sequence[float], bits: int = 8, block: int = 16) -> bytes:
+    """Whole numbers times the scale of their block."""
+    fields = np.asarray(codes, np.int64) & ((1 << bits) - 1)
+    per_byte = 8 // bits
+    fields = np.concatenate([fields, np.zeros(-fields.size % per_byte, np.int64)]).reshape(-1, per_byte)
+    packed = (fields << (bits * np.arange(per_byte))).sum(axis=1).astype(np.uint8)
+    body = np.asarray(scales, np.float32).tobytes() + packed.tobytes()
+    return segment(_INTEGER, bits, len(codes), body, parameter=block)

@@ -1,0 +1,186 @@
+"""The encoder: what is sent of gradients, what is kept of them, and what happens to that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psdist.client.core.buckets import ReadySlices
+from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+from psdist.compression import Codec, Float16, Int8, PerTensor
+from psdist.compression.segments import accumulate
+from psdist.errors import NonFiniteGradientError
+from psdist.types import Layout, Slicing, TensorSpec
+
+#: Tensors that begin and end anywhere in slices of 500 elements.
+LAYOUT = Layout(
+    (
+        TensorSpec("w1", (30, 41)),
+        TensorSpec("b1", (41,)),
+        TensorSpec("none", (0, 3)),
+        TensorSpec("w2", (41, 17)),
+        TensorSpec("scale", ()),
+        TensorSpec("w3", (3000,)),
+    )
+)
+SLICING = Slicing(LAYOUT.total, 500)
+EVERY = range(SLICING.count)
+INT8 = PerTensor({"*": Int8(block=64)}, min_elements=64, min_vector=64)
+
+
+def encoder_of(codec: Codec = INT8, rank: int = 0) -> GradientEncoder:
+    return GradientEncoder(codec, LAYOUT, SLICING, rank)
+
+
+def gradient(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(LAYOUT.total).astype(np.float32)
+
+
+def decoded(push: EncodedSlices) -> np.ndarray:
+    out = np.zeros(LAYOUT.total, np.float32)
+    for index, payload in push.payloads.items():
+        start, stop = SLICING.bounds(index)
+        accumulate(payload, out[start:stop])
+    return out
+
+
+def pushed(encoder: GradientEncoder, flat: np.ndarray, slices: Any = EVERY) -> np.ndarray:
+    """What servers get of a push."""
+    push = encoder.begin_push()
+    assert encoder.encode(push, flat, slices)
+    got = decoded(push)
+    assert encoder.end_push()
+    return got
+
+
+def test_what_was_sent_and_the_residual_are_all_that_was_given() -> None:
+    encoder, sent, given = encoder_of(), np.zeros(LAYOUT.total), np.zeros(LAYOUT.total)
+    for step in range(20):
+        sent += pushed(encoder, gradient(step))
+        given += gradient(step)
+    np.testing.assert_allclose(sent + encoder.residual, given, atol=1e-5)
+    assert encoder.residual_norm == pytest.approx(np.linalg.norm(encoder.residual), rel=1e-6) and encoder.residual_norm
+    assert 3.4 < encoder.totals.ratio < 4
+    # Tensors that are not compressed leave nothing.
+    assert not encoder.residual[LAYOUT.offsets[1] : LAYOUT.offsets[2]].any()
+
+
+def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
+    encoder = encoder_of()
+    pushed(encoder, gradient(0))
+    push = encoder.begin_push()
+    encoder.encode(push, gradient(1), EVERY)
+    before = dict(push.payloads)
+    again = encoder.begin_push()
+    encoder.encode(again, gradient(2), EVERY)
+    assert again.payloads == before
+    # Nothing of it was sent: it is another one then, and the residual is that of the pushes before.
+    residual = encoder.residual.copy()
+    encoder.discard_push()
+    assert encoder.residual.tobytes() == residual.tobytes()
+    other = encoder.begin_push()
+    encoder.encode(other, gradient(1), EVERY)
+    assert other.payloads == before
+    assert not encoder.encode(push, gradient(3), EVERY), "of a push that is over nothing is encoded"
+
+
+def test_slices_that_abstain_keep_their_residual() -> None:
+    encoder = encoder_of()
+    pushed(encoder, gradient(0))
+    before = encoder.residual.copy()
+    push = encoder.begin_push()
+    ready = push.settled(ReadySlices((0, 1, 3), (2, 4)))
+    assert ready == ReadySlices((0, 1, 3), (2, 4))
+    encoder.encode(push, gradient(1), ready.valued)
+    # What was decided stays decided.
+    assert push.settled(ReadySlices((2, 5), (1, 6))) == ReadySlices((1, 5), (2, 6))
+    assert encoder.end_push()
+    for index in EVERY:
+        start, stop = SLICING.bounds(index)
+        same = encoder.residual[start:stop].tobytes() == before[start:stop].tobytes()
+        assert same == (index not in (0, 1, 3))
+    assert not encoder.end_push() and not encoder.end_push(), "a push is over once"
+
+
+def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
+    one, other = encoder_of(), encoder_of()
+    for step in range(3):
+        whole, pieces = one.begin_push(), other.begin_push()
+        one.encode(whole, gradient(step), EVERY)
+        for index in np.random.default_rng(step).permutation(SLICING.count).tolist():
+            other.encode(pieces, gradient(step), [index])
+        assert whole.payloads == pieces.payloads
+        one.end_push(), other.end_push()
+    assert one.residual.tobytes() == other.residual.tobytes()
+
+
+@pytest.mark.parametrize("codec", [INT8, Int8(stochastic=True, seed=3, error_feedback=True), Int8(residual_decay=0.5)])
+def test_an_encoder_goes_on_from_its_state(codec: Codec) -> None:
+    one, other = encoder_of(codec, rank=1), encoder_of(codec, rank=1)
+    pushed(other, gradient(9))
+    for step in range(3):
+        pushed(one, gradient(step))
+    under_way = one.begin_push()
+    one.encode(under_way, gradient(7), EVERY)  # A state has nothing of it.
+    other.restore({name: array.copy() for name, array in one.state().items()})
+    one.discard_push()
+    for step in range(3, 6):
+        assert pushed(one, gradient(step)).tobytes() == pushed(other, gradient(step)).tobytes()
+    other.restore({})
+    first = encoder_of(codec, rank=1)
+    assert pushed(other, gradient(0)).tobytes() == pushed(first, gradient(0)).tobytes()
+
+
+def test_the_arrays_of_a_state_stay_until_the_push_after_it_is_over() -> None:
+    encoder = encoder_of()
+    pushed(encoder, gradient(0))
+    state = encoder.state()
+    copies = {name: array.tobytes() for name, array in state.items()}
+    push = encoder.begin_push()
+    encoder.encode(push, gradient(1), EVERY)
+    assert {name: array.tobytes() for name, array in state.items()} == copies
+    encoder.end_push()
+    assert {name: array.tobytes() for name, array in state.items()} == copies
+
+
+def test_without_error_feedback_nothing_is_kept() -> None:
+    encoder = encoder_of(Int8(error_feedback=False))
+    assert not encoder.feeds_back and encoder.residual.size == 0
+    one = pushed(encoder, gradient(0))
+    assert one.tobytes() == pushed(encoder, gradient(0)).tobytes()
+    assert encoder.residual_norm == 0.0 and encoder.state()["residual"].size == 0
+
+
+def test_of_another_codecs_state_the_residual_is_used() -> None:
+    one, other = encoder_of(), encoder_of(Int8(block=128))
+    pushed(one, gradient(0))
+    other.restore(one.state())
+    assert other.residual.tobytes() == one.residual.tobytes() and other.residual is not one.residual
+    other.restore({"residual": np.ones(3), "ordinal": np.array([4])})
+    assert not other.residual.any()
+
+
+def test_what_overflows_is_refused_or_forgotten() -> None:
+    encoder = encoder_of(PerTensor({"w3": Float16()}, min_vector=64))
+    flat = gradient(0)
+    flat[-1] = 1e5
+    push = encoder.begin_push()
+    with pytest.raises(NonFiniteGradientError):
+        encoder.encode(push, flat, EVERY)
+    encoder = encoder_of(Int8(block=64))
+    huge = np.full(LAYOUT.total, 3.4e38, np.float32)
+    for _ in range(3):
+        assert np.isfinite(pushed(encoder, huge)).all()
+    assert np.isfinite(encoder.residual).all()
+
+
+def test_the_norm_is_that_of_what_is_decoded() -> None:
+    encoder = encoder_of()
+    push = encoder.begin_push()
+    encoder.encode(push, gradient(0), EVERY)
+    assert push.norm() == pytest.approx(np.linalg.norm(decoded(push)), rel=1e-6)
+    out = np.full(500, 7.0, np.float32)
+    push.decode_into(1, out)
+    assert out.tobytes() == decoded(push)[500:1000].tobytes()

@@ -1,0 +1,259 @@
+"""Compressed pushes of a client whose servers break: what is sent again is the same bytes, and what compression leaves
+out is sent once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import Break, Setup
+
+import psdist
+from psdist import errors
+from psdist.client.process import codec_kernels
+from psdist.compression import Int8, PerTensor
+from psdist.v1 import common_pb2
+from psdist.v1 import scheduler_pb2 as pb
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
+#: Rough, so that much is left out.
+CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
+
+
+def gradient(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in INIT.items()}
+
+
+def joined(values: dict[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate([np.asarray(values[name]).reshape(-1) for name in INIT])
+
+
+Start = Callable[..., Awaitable[Setup]]
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start() -> AsyncIterator[Start]:
+    """Starts clients, which leave without the snapshot for what is kept."""
+    setups: list[Setup] = []
+
+    async def start(**settings: Any) -> Setup:
+        setups.append(Setup())
+        return await setups[-1].start(INIT, compression=CODEC, **settings)
+
+    yield start
+    for setup in setups:
+        await setup.client.close("failed")
+        await setup.stop()
+
+
+def residual(setup: Setup) -> np.ndarray:
+    return setup.weights._steps.encoding._encoder.residual
+
+
+def same_bytes(setup: Setup) -> bool:
+    """Whether each slice of each push was the same whenever it was sent."""
+    sent = defaultdict[tuple[int, int], set[bytes]](set)
+    for server in setup.servers:
+        for step, index, payload in server.payloads:
+            sent[step, index].add(payload)
+    return all(len(payloads) == 1 for payloads in sent.values())
+
+
+async def is_all_there(setup: Setup, *seeds: int) -> None:
+    """What servers have and the residual are all gradients of these seeds, once."""
+    given = sum(joined(gradient(seed)).astype(np.float64) for seed in seeds)
+    weights = joined(await setup.weights.pull())
+    np.testing.assert_allclose(weights + residual(setup), given, atol=1e-5)
+
+
+async def test_what_is_left_out_is_added_to_the_next_push(start: Start) -> None:
+    setup = await start()
+    for seed in range(5):
+        await setup.weights.push_pull(gradient(seed))
+    await is_all_there(setup, *range(5))
+    headers = [header for server in setup.servers for header in server.headers]
+    assert {(header.codec, header.dtype) for header in headers} == {
+        (common_pb2.CODEC_SEGMENTS, common_pb2.DTYPE_FLOAT32)
+    }
+    statistics = setup.weights.statistics()
+    assert residual(setup).any()
+    assert statistics.compression.residual_norm == pytest.approx(np.linalg.norm(residual(setup)), rel=1e-6)
+    sent = sum(len(payload) for server in setup.servers for _, _, payload in server.payloads)
+    assert statistics.push_bytes == sent and statistics.compression.ratio == pytest.approx(5 * 4 * 168 / sent)
+
+
+@pytest.mark.parametrize("lose_answer", [False, True])
+@pytest.mark.parametrize("bucketed", [False, True])
+async def test_what_is_sent_again_is_the_same_bytes(start: Start, bucketed: bool, lose_answer: bool) -> None:
+    setup = await start()
+    await setup.weights.push_pull(gradient(0))
+    for server in setup.servers:
+        server.breaks = [Break(2, lose_answer=lose_answer), Break(1, lose_answer=lose_answer)]
+    if bucketed:
+        for name, values in gradient(1).items():
+            bucket = await setup.weights.push_pull_async({name: values})
+        await bucket
+    else:
+        await setup.weights.push_pull(gradient(1))
+    assert setup.weights.statistics().resent and same_bytes(setup)
+    await is_all_there(setup, 0, 1)
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+async def test_a_push_that_failed_is_made_again_with_the_same_bytes(start: Start, bucketed: bool) -> None:
+    setup = await start()
+    await setup.weights.push_pull(gradient(0))
+
+    async def push(values: dict[str, np.ndarray]) -> None:
+        await (await setup.weights.push_pull_async(values) if bucketed else setup.weights.push(values))
+
+    setup.servers[0].breaks = [Break(2, errors.InternalError("broken on purpose"))]
+    with pytest.raises(errors.InternalError, match="on purpose"):
+        await push(gradient(1))
+    # Also where others are given, which count for nothing.
+    await push(gradient(8))
+    assert setup.weights.step == 2 and same_bytes(setup)
+    await is_all_there(setup, 0, 1)
+
+
+async def test_nothing_is_encoded_of_a_gradient_that_is_refused_or_skipped(start: Start) -> None:
+    setup = await start(non_finite="skip")
+    await setup.weights.push_pull(gradient(0))
+    before = residual(setup).tobytes()
+    broken = gradient(1)
+    broken["v"][3, 3] = np.nan
+    await setup.weights.push_pull(broken)
+    assert setup.weights.statistics().abstained == 1 and residual(setup).tobytes() == before
+    # In buckets only the slices abstain that the tensor touches.
+    for name in INIT:
+        bucket = await setup.weights.push_pull_async({name: broken[name]})
+    await bucket
+    assert residual(setup)[:80].tobytes() == before[: 4 * 80] and residual(setup)[90:].tobytes() != before[4 * 90 :]
+    setup = await start()
+    with pytest.raises(errors.NonFiniteGradientError, match="gradient 'v' holds 1 NaN"):
+        await setup.weights.push(broken)
+    await setup.weights.push(gradient(0))
+    await is_all_there(setup, 0)
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+async def test_a_push_goes_on_in_the_next_incarnation(start: Start, bucketed: bool) -> None:
+    setup = await start()
+    await setup.weights.push_pull(gradient(0))
+    setup.servers[1].breaks = [Break(1, hang=asyncio.Event())]
+
+    async def push() -> None:
+        if bucketed:
+            await (await setup.weights.push_pull_async(gradient(1)))
+        else:
+            await setup.weights.push(gradient(1))
+
+    call = asyncio.create_task(push())
+    await setup.servers[1].hanging.wait()
+    setup.scheduler.resumes = True
+    setup.scheduler.expel()
+    await call
+    assert setup.weights.statistics().resumed == 1 and setup.client.incarnation == 2 and same_bytes(setup)
+    await setup.weights.push(gradient(2))
+    await is_all_there(setup, 0, 1, 2)
+
+
+@pytest.mark.parametrize("bucketed", [False, True])
+async def test_what_a_dropped_push_carried_is_lost_with_it_and_said(
+    start: Start, bucketed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = await start()
+    await setup.weights.push_pull(gradient(0))
+    setup.servers[1].breaks = [Break(0, hang=asyncio.Event())]
+    encoder = setup.weights._steps.encoding._encoder
+    if bucketed:
+        bucket = await setup.weights.push_pull_async(gradient(1))
+        call = asyncio.create_task(bucket.wait())
+    else:
+        call = asyncio.create_task(setup.weights.push(gradient(1)))
+    await setup.servers[1].hanging.wait()
+    setup.expel(first_step=5)
+    if bucketed:
+        with pytest.raises(errors.FencedError, match="dropped"):
+            await call
+    else:
+        await call
+    await setup.weights.pull()
+    [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
+    assert "what compression had left out of earlier gradients was in it, and is lost, too" in told
+    # As if it had arrived: what its encoding left out is the next push's.
+    assert encoder is setup.weights._steps.encoding._encoder and encoder.state()["ordinal"].tolist() == [2]
+    kept = residual(setup).astype(np.float64)
+    before = joined(await setup.weights.pull())
+    await setup.weights.push(gradient(2))
+    after = joined(await setup.weights.pull())
+    np.testing.assert_allclose(after - before + residual(setup), kept + joined(gradient(2)), atol=1e-5)
+
+
+def roll_back(setup: Setup, step: int) -> None:
+    """The run goes back to its snapshot before ``step``."""
+    setup.scheduler.restored, setup.scheduler.generation = "000000000002-1-1-abcdef", setup.scheduler.generation + 1
+    for server in setup.servers:
+        server.taken = {(number, index) for number, index in server.taken if number < step}
+    setup.scheduler.ready = False
+    setup.expel(first_step=step)
+
+
+async def test_the_residual_goes_back_with_the_run(start: Start) -> None:
+    setup = await start()
+    given = list[dict[str, np.ndarray]]()
+    await setup.weights.keep_state(lambda: {"mine": np.ones(2)}, given.append)
+    await setup.weights.push_pull(gradient(0))
+    setup.scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 1}))
+    _, setup.scheduler.state = await setup.scheduler.states.get()
+    before = residual(setup).tobytes()
+    await setup.weights.push_pull(gradient(1))
+    roll_back(setup, 1)
+    await setup.expelled()
+    await setup.weights.pull()
+    assert residual(setup).tobytes() == before and setup.weights.step == 1
+    assert [list(state) for state in given] == [["mine"]]
+    await setup.weights.push(gradient(1))
+    assert same_bytes(setup), "the step that is made again is another one"
+    setup.scheduler.state = b""
+    roll_back(setup, 0)
+    await setup.expelled()
+    await setup.weights.pull()
+    assert not residual(setup).any() and given[-1] == {}
+
+
+async def test_the_norm_for_clipping_is_that_of_what_is_sent(start: Start) -> None:
+    setup = await start(consistency=psdist.ASP())
+    steps = setup.weights._steps
+    steps._needs_norm = True  # The fake servers do not clip.
+    await setup.weights.push(gradient(0))
+    norms = {header.grad_norm for server in setup.servers for header in server.headers}
+    assert sorted(norms) == [pytest.approx(np.linalg.norm(joined(await setup.weights.pull())), rel=1e-6)]
+
+
+async def test_kernels_that_take_long_are_waited_for_and_told(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load: Callable[[], Any] = codec_kernels.load
+    later: Any = type(load())()
+    monkeypatch.setattr(codec_kernels, "load", lambda: later)
+    monkeypatch.setattr("psdist.client.encoding._SLOW_SECONDS", 0.01)
+    setup = await start()
+    call = asyncio.create_task(setup.weights.push(gradient(0)))
+    with caplog.at_level(logging.WARNING, "psdist"):
+        while "are compiled, once on this machine: the first push of 'p' waits" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert setup.weights.statistics().compression.residual_norm == 0.0
+    load().result()
+    later.set_result(None)
+    await call
+    await is_all_there(setup, 0)
