@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, grad_norm
-from psdist.compression import Codec, Compressor, segments
+from psdist.compression import Chain, Codec, Compressor, TopK, segments
 from psdist.compression.regions import Region, regions
 from psdist.types import Layout, Slicing
 
@@ -95,6 +95,31 @@ class Totals:
         return 4 * self.elements / self.bytes if self.bytes else 1.0
 
 
+class Carried:
+    """A vector that goes on from push to push. before: as it was when the push under way began, which stays until that
+    is over. after: as it is after it, in slices that are encoded.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.before: Flat = np.zeros(size, np.float32)
+        self.after: Flat = np.zeros(size, np.float32)
+
+    def __bool__(self) -> bool:
+        return self.before.size > 0
+
+    def end_push(self, unchanged: Iterable[slice]) -> None:
+        """The push is over, and nothing of it was sent in these ranges."""
+        if self:
+            for part in unchanged:
+                self.after[part] = self.before[part]
+            self.before, self.after = self.after, self.before
+
+    def restore(self, values: NDArray[Any]) -> None:
+        """Begins anew with these values, or with zeros where they are of another size."""
+        fits = values.shape == self.before.shape
+        self.before = values.astype(np.float32) if fits else np.zeros_like(self.before)
+
+
 class GradientEncoder:
     """The encoder of one worker's pushes.
 
@@ -110,10 +135,10 @@ class GradientEncoder:
         #: Whether anything is left out of one push and added to the next.
         self.feeds_back = any(_feedback(region) for region in self._regions)
         size = slicing.total if self.feeds_back else 0
-        #: What was left out before the push under way.
-        self.residual = np.zeros(size, np.float32)
-        #: What is left out after it, where it is encoded; and what of it is encoded.
-        self._next = np.zeros(size, np.float32)
+        #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
+        self._residual = Carried(size)
+        self._velocity = Carried(size if any(_momentum(region) for region in self._regions) else 0)
+        #: What of a push is encoded.
         self._sums = np.zeros(size, np.float32)
         #: Pushes of which something was encoded, and what codecs keep of the last one, by region.
         self._ordinal = 0
@@ -154,11 +179,14 @@ class GradientEncoder:
         start, stop = self.slicing.bounds(index)
         prepared = [push.prepared[number] for number in self._regions_of(index)]
         out = np.empty(segments.payload_limit(stop - start), np.uint8)
-        rest = self._next if self.feeds_back else None
+        rest = self._residual.after if self.feeds_back else None
         size = segments.encode(prepared, start, stop, out, rest)
         for region in (one.region for one in prepared if rest is not None):
+            part = slice(max(start, region.start), min(stop, region.stop))
             if not _feedback(region):
-                self._next[max(start, region.start) : min(stop, region.stop)] = 0.0
+                self._residual.after[part] = 0.0
+            elif _momentum(region):  # What was sent begins anew.
+                self._velocity.after[part] *= self._residual.after[part] == self._sums[part]
         return out[:size].tobytes()
 
     def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
@@ -174,7 +202,13 @@ class GradientEncoder:
         codec, part = region.codec, slice(region.start, region.stop)
         assert isinstance(codec, Compressor)
         total = self._sums[part]
-        if not segments.add_decayed(values, self.residual[part], codec.residual_decay, total):
+        if momentum := _momentum(region):
+            before, after = self._velocity.before[part], self._velocity.after[part]
+            if not segments.add_decayed(values, before, momentum, after):
+                after[...] = values
+                self.totals.overflows += 1
+            values = after
+        if not segments.add_decayed(values, self._residual.before[part], codec.residual_decay, total):
             total[...] = values
             self.totals.overflows += 1
         return total
@@ -192,11 +226,10 @@ class GradientEncoder:
         self._ordinal += 1
         kept = {one.region.start: one.state for one in push.prepared.values() if one.state is not None}
         self._kept = self._kept | kept
-        if self.feeds_back:
-            for index in set(range(self.slicing.count)).difference(push.payloads):
-                start, stop = self.slicing.bounds(index)
-                self._next[start:stop] = self.residual[start:stop]
-            self.residual, self._next = self._next, self.residual
+        missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
+        unchanged = [slice(*self.slicing.bounds(index)) for index in missing]
+        self._residual.end_push(unchanged)
+        self._velocity.end_push(unchanged)
         return True
 
     # --- the state ----------------------------------------------------------------------------------------------------
@@ -205,7 +238,8 @@ class GradientEncoder:
         """What the next push begins with. The arrays stay as they are until the push after it begins."""
         kept = {f"{_KEPT}{start}": array for start, array in self._kept.items()}
         ordinal = np.array([self._ordinal], np.int64)
-        return {"residual": self.residual, "ordinal": ordinal, "codec": self._name, **kept}
+        vectors = {"residual": self._residual.before, "velocity": self._velocity.before}
+        return {"ordinal": ordinal, "codec": self._name, **vectors, **kept}
 
     def restore(self, state: State) -> None:
         """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten.
@@ -214,9 +248,8 @@ class GradientEncoder:
         """
         self._push = None
         self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
-        residual = state.get("residual", _NOTHING)
-        fits = residual.shape == self.residual.shape
-        self.residual = residual.astype(np.float32) if fits else np.zeros_like(self.residual)
+        self._residual.restore(state.get("residual", _NOTHING))
+        self._velocity.restore(state.get("velocity", _NOTHING))
         is_mine = np.array_equal(state.get("codec", _NOTHING), self._name)
         kept = {name: array for name, array in state.items() if name.startswith(_KEPT) and is_mine}
         self._kept = {int(name.removeprefix(_KEPT)): array for name, array in kept.items()}
@@ -224,9 +257,20 @@ class GradientEncoder:
     # --- what there is to know ----------------------------------------------------------------------------------------
 
     @property
+    def residual(self) -> Flat:
+        """What was left out of the pushes before the one under way."""
+        return self._residual.before
+
+    @property
     def residual_norm(self) -> float:
         """The L2 norm of the residual."""
         return grad_norm(self.residual, self.slicing.slice_elements)
+
+
+def _momentum(region: Region) -> float:
+    """The momentum of deep gradient compression; 0 for none."""
+    sparse = region.codec.sparse if isinstance(region.codec, Chain) else region.codec
+    return sparse.momentum if isinstance(sparse, TopK) and _feedback(region) else 0.0
 
 
 def _feedback(region: Region) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
-from psdist.compression import Codec, Float16, Int8, PerTensor
+from psdist.compression import Chain, ChunkedTopK, Codec, Float16, Int2, Int4, Int8, PerTensor, TopK
 from psdist.compression.segments import accumulate
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, Slicing, TensorSpec
@@ -116,7 +116,17 @@ def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
     assert one.residual.tobytes() == other.residual.tobytes()
 
 
-@pytest.mark.parametrize("codec", [INT8, Int8(stochastic=True, seed=3, error_feedback=True), Int8(residual_decay=0.5)])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        Int8(stochastic=True, seed=3, error_feedback=True),
+        Int4(residual_decay=0.5),
+        TopK(0.05, momentum=0.9, warm_up=4),
+        ChunkedTopK(8, 256, bits=2),
+        Chain(TopK(0.05), Int2()),
+    ],
+    ids=repr,
+)
 def test_an_encoder_goes_on_from_its_state(codec: Codec) -> None:
     one, other = encoder_of(codec, rank=1), encoder_of(codec, rank=1)
     pushed(other, gradient(9))
@@ -143,6 +153,28 @@ def test_the_arrays_of_a_state_stay_until_the_push_after_it_is_over() -> None:
     assert {name: array.tobytes() for name, array in state.items()} == copies
     encoder.end_push()
     assert {name: array.tobytes() for name, array in state.items()} == copies
+
+
+def test_momentum_sums_gradients_up_until_they_are_sent() -> None:
+    """Lin et al. 2018, algorithm 2, in plain numpy."""
+    codec = TopK(0.1, momentum=0.5)
+    encoder = encoder_of(PerTensor({"*": codec}, min_elements=64, min_vector=64))
+    part = slice(LAYOUT.offsets[5], LAYOUT.offsets[6])
+    velocity, total = np.zeros(3000, np.float32), np.zeros(3000, np.float32)
+    for step in range(6):
+        velocity = np.float32(0.5) * velocity + gradient(step)[part]
+        total = total + velocity
+        sent = np.argsort(-np.abs(total), kind="stable")[:300]
+        expected = np.zeros(3000, np.float32)
+        expected[sent] = total[sent]
+        got = pushed(encoder, gradient(step))
+        np.testing.assert_array_equal(got[part], expected)
+        velocity[sent] = total[sent] = 0.0
+        state = encoder.state()
+        np.testing.assert_array_equal(state["velocity"][part], velocity)
+        np.testing.assert_array_equal(state["residual"][part], total)
+    # The small tensor is sent as it is.
+    assert got[LAYOUT.offsets[1] : LAYOUT.offsets[2]].tobytes() == gradient(5)[slice(*LAYOUT.offsets[1:3])].tobytes()
 
 
 def test_without_error_feedback_nothing_is_kept() -> None:
