@@ -11,11 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from psdist.compression.regions import PerTensor
-from psdist.compression.specifications import BFloat16, Cast, Codec, Compressor, Float16, Float32, Int8
+from psdist.compression.specifications import (
+    BFloat16,
+    Cast,
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Compressor,
+    Float16,
+    Float32,
+    Int2,
+    Int4,
+    Int8,
+    TopK,
+)
 from psdist.errors import UnknownCodecError
 
 __all__ = [
-    "CODECS", "BFloat16", "Cast", "Codec", "Compressor", "Float16", "Float32", "Int8", "PerTensor", "resolve",
+    "CODECS", "BFloat16", "Cast", "Chain", "ChunkedTopK", "Codec", "Compressor", "Float16", "Float32", "Int2", "Int4",
+    "Int8", "PerTensor", "TopK", "resolve",
 ]  # fmt: skip
 
 #: Codecs by the names users may give instead.
@@ -25,6 +39,10 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "float16": Float16,
     "bfloat16": BFloat16,
     "int8": Int8,
+    "int4": Int4,
+    "int2": Int2,
+    "topk": TopK,
+    "chunked_topk": ChunkedTopK,
 }
 
 

@@ -22,6 +22,7 @@ ErrorFeedback = bool | Literal["ef21"]
 
 _SEED_LAST = 2**63 - 1
 _BLOCK_LAST = 65536
+_WARM_UP_RATIO = 0.25
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,98 @@ class Int8(Integers):
     """A quarter of the bytes: whole numbers from -127 to 127 times the block's scale."""
 
     bits: ClassVar[int] = 8
+
+
+@dataclass(frozen=True)
+class Int4(Integers):
+    """An eighth of the bytes: whole numbers from -7 to 7 times the block's scale."""
+
+    bits: ClassVar[int] = 4
+    block: int = 128
+
+
+@dataclass(frozen=True)
+class Int2(Integers):
+    """A sixteenth of the bytes, and the scales: -1, 0 or 1 times the block's largest magnitude."""
+
+    bits: ClassVar[int] = 2
+    block: int = 64
+
+
+@dataclass(frozen=True)
+class TopK(Compressor):
+    """The ``ratio`` of a tensor's elements that are the largest in magnitude, as they are.
+
+    warm_up: over so many pushes the ratio falls from a quarter, by the same factor in each.
+    momentum: of deep gradient compression: the worker sums up its gradients with this momentum before it selects from
+        them, and forgets it for elements that were sent. 0 is none.
+    """
+
+    ratio: float = 0.01
+    momentum: float = 0.0
+    warm_up: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("ratio", self.ratio, 0.0, 1.0)
+        check_integer("warm_up", self.warm_up, 0, _SEED_LAST)
+        if self.momentum != 0.0:
+            check_number("momentum", self.momentum, 0.0, 1.0)
+
+    def ratio_at(self, ordinal: int) -> float:
+        """The ratio of push number ``ordinal``, from 0."""
+        if ordinal >= self.warm_up or self.ratio >= _WARM_UP_RATIO:
+            return self.ratio
+        return float(_WARM_UP_RATIO * (self.ratio / _WARM_UP_RATIO) ** (ordinal / self.warm_up))
+
+
+@dataclass(frozen=True)
+class ChunkedTopK(Compressor):
+    """The ``k`` elements of each ``chunk`` of a tensor that are the largest in magnitude.
+
+    bits: of their values. 32: as they are. 16: bfloat16. 8: whole numbers times the chunk's scale. 2: the sign, and
+        whether it is the chunk's scale or twice that.
+    """
+
+    k: int = 64
+    chunk: int = 4096
+    bits: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("chunk", self.chunk, 16, _BLOCK_LAST)
+        check_integer("k", self.k, 1, self.chunk)
+        if self.bits not in (32, 16, 8, 2):
+            raise InvalidArgumentError(f"bits={self.bits!r:.40}: use 32, 16, 8 or 2")
+
+
+@dataclass(frozen=True)
+class Chain(Compressor):
+    """The elements that ``sparse`` selects, their values as ``values`` encodes them: BFloat16, Int8 or Int2.
+
+    chunk: elements of the tensor, kept or not, that one scale stands for; ChunkedTopK has its own. The error feedback
+    is that of the chain.
+    """
+
+    sparse: TopK | ChunkedTopK
+    values: Codec
+    chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("chunk", self.chunk, 16, _BLOCK_LAST)
+        if not isinstance(self.sparse, TopK | ChunkedTopK):
+            raise InvalidArgumentError(f"sparse={self.sparse!r:.60}: use TopK or ChunkedTopK")
+        if type(self.values) not in _VALUE_BITS or (isinstance(self.values, Integers) and self.values.stochastic):
+            raise InvalidArgumentError(f"values={self.values!r:.60}: use BFloat16(), Int8() or Int2(), not stochastic")
+
+    @property
+    def bits(self) -> int:
+        """Of each value."""
+        return _VALUE_BITS[type(self.values)]
+
+
+_VALUE_BITS: dict[type[Codec], int] = {BFloat16: 16, Int8: 8, Int2: 2}
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

@@ -26,7 +26,8 @@ BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
 _U, _I, _F = np.uint32, np.int64, np.float32
 # numba takes single numbers as constants.
 _HEADER: Final = HEADER_BYTES
-_RAW32, _RAW16, _BRAIN16, _INTEGER = (int(kind) for kind in (Kind.RAW32, Kind.RAW16, Kind.BRAIN16, Kind.INTEGER))
+_RAW32, _RAW16, _BRAIN16 = int(Kind.RAW32), int(Kind.RAW16), int(Kind.BRAIN16)
+_INTEGER, _SPARSE = int(Kind.INTEGER), int(Kind.SPARSE)
 _NONE, _LENGTH, _BAD_HEADER, _BODY = (int(f) for f in (Defect.NONE, Defect.LENGTH, Defect.HEADER, Defect.BODY))
 _PADDING, _VALUE, _NON_FINITE = int(Defect.PADDING), int(Defect.VALUE), int(Defect.NON_FINITE)
 _BLOCK_FIRST, _BLOCK_STOP = numpy_decoding.BLOCK_FIRST, numpy_decoding.BLOCK_STOP
@@ -66,6 +67,12 @@ def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, param
             return _BAD_HEADER
         codes = (elements * bits + 7) // 8
         return _NONE if size == 4 * block_count(phase, elements, parameter) + codes else _BODY
+    if kind == _SPARSE:
+        if bits == 32 or bits == 16:
+            return _BAD_HEADER if phase != 0 or parameter != 0 else _NONE if size >= 4 else _BODY
+        if bits not in (8, 2) or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
+            return _BAD_HEADER
+        return _NONE if size >= 4 + 4 * block_count(phase, elements, parameter) else _BODY
     return _BAD_HEADER
 
 
@@ -116,6 +123,35 @@ def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any)
 
 
 @part
+def _check_gaps(gaps: Any, count: Any, elements: Any) -> Any:
+    """BODY unless the gaps lead to ``count`` places below ``elements``, the last byte to the last one."""
+    position, found = _I(-1), _I(0)
+    for i in range(gaps.size):
+        gap = _I(gaps[i])
+        position += gap + (gap != 255)
+        found += gap != 255
+    is_open = gaps.size > 0 and gaps[gaps.size - 1] == 255
+    return _BODY if found != count or is_open or position >= elements else _NONE
+
+
+@part
+def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -> Any:
+    count, scales_end = word(body, 0), 4 + (4 * block_count(phase, elements, chunk) if chunk else 0)
+    values_end = scales_end + (count * bits + 7) // 8
+    if count > elements or values_end > body.size:
+        return _BODY
+    defect = _check_gaps(body[values_end:], count, elements)
+    if defect != _NONE:
+        return defect
+    values = body[scales_end:values_end]
+    if bits == 32:
+        return _check_floats(values)
+    if bits == 16:
+        return _check_words(values, _BRAIN_INFINITY)
+    return _PADDING if _has_spare_bits(values, bits * count) else _check_scales(body[4:scales_end], bits)
+
+
+@part
 def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
     """The defect of a body whose size is that of its header."""
     if kind == _RAW32:
@@ -124,6 +160,8 @@ def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any,
         return _check_words(body, _HALF_INFINITY)
     if kind == _BRAIN16:
         return _check_words(body, _BRAIN_INFINITY)
+    if kind == _SPARSE:
+        return _check_sparse(bits, phase, parameter, elements, body)
     return _check_integers(bits, phase, parameter, elements, body)
 
 
@@ -223,12 +261,77 @@ def _add_floats(body: Any, out: Any) -> None:
 
 
 @part
+def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
+    """Adds float32 values at the places that ``gaps`` lead to. False where there are not as many places in ``out``."""
+    position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(values.size))
+    for i in range(gaps.size):
+        gap = _I(gaps[i])
+        position += gap + (gap != 255)
+        if gap != 255:
+            if position >= elements or k >= present:
+                return False
+            out[position] += values[k]
+            k += 1
+    return k == count
+
+
+@part
+def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: Any, chunk: Any, out: Any) -> Any:
+    """As ``_add_at_gaps``, with the scale of the chunk that each place is in."""
+    position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(codes.size))
+    border, number = _I(chunk - phase), _I(0)
+    for i in range(gaps.size):
+        gap = _I(gaps[i])
+        position += gap + (gap != 255)
+        if gap != 255:
+            if position >= elements or k >= present:
+                return False
+            while position >= border:
+                border, number = border + chunk, number + 1
+            out[position] += _F(codes[k]) * scales[number]
+            k += 1
+    return k == count
+
+
+@part
+def _signed_sizes(packed: Any, out: Any) -> None:
+    """1, 2, -1 or -2 for codes of 2 bits."""
+    for i in range(out.size):
+        code = _I(packed[i >> 2] >> np.uint8(2 * (i & 3))) & 3
+        out[i] = (1 + (code & 1)) * (1 - (code & 2))
+
+
+@part
+def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
+    """Adds the values that are sent. False where a place is beyond the segment."""
+    count, scales_end = word(body, 0), 4 + (4 * block_count(phase, out.size, chunk) if chunk else 0)
+    values_end = scales_end + (count * bits + 7) // 8
+    if values_end > body.size or count > out.size:
+        return False
+    scales, values, gaps = body[4:scales_end].view(np.float32), body[scales_end:values_end], body[values_end:]
+    if bits == 32:
+        return _add_at_gaps(gaps, count, values.view(np.float32), out)
+    if bits == 16:
+        wide, brains = np.empty(count, np.float32), values.view(np.uint16)
+        for i in range(count):
+            wide[i] = widen_brain_one(brains[i])
+        return _add_at_gaps(gaps, count, wide, out)
+    if bits == 8:
+        return _add_codes_at_gaps(gaps, count, values.view(np.int8), scales, phase, chunk, out)
+    sizes = np.empty(count, np.int8)
+    _signed_sizes(values, sizes)
+    return _add_codes_at_gaps(gaps, count, sizes, scales, phase, chunk, out)
+
+
+@part
 def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
     """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
     if kind == _RAW32:
         _add_floats(body, out)
     elif kind == _INTEGER:
         _add_integers(bits, phase, parameter, body, out)
+    elif kind == _SPARSE:
+        return _add_sparse(bits, phase, parameter, body, out)
     else:
         _add_words(kind, body, out)
     return True

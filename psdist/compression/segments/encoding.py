@@ -21,7 +21,8 @@ from psdist.compression.regions import Region
 from psdist.compression.segments import random_numbers
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, Kind, padded, payload_limit
 from psdist.compression.segments.integers import encode_integers
-from psdist.compression.specifications import Cast, Codec, Integers
+from psdist.compression.segments.sparse import largest, select_above, select_chunks, write_sparse
+from psdist.compression.specifications import Cast, Chain, ChunkedTopK, Codec, Integers, TopK
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, UnknownCodecError
 
 Bytes = NDArray[np.uint8]
@@ -106,6 +107,77 @@ class PreparedIntegers(PreparedRegion):
         return finish(out, Kind.INTEGER, bits, start % block, stop - start, size, block)
 
 
+@dataclass(frozen=True)
+class PreparedSparse(PreparedRegion):
+    """A tensor of which some elements are sent.
+
+    bits, chunk: of their values; chunk is 0 without scales.
+    """
+
+    bits: int
+    chunk: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        """Writes the places in [first, last) that are kept; returns how many. -1 where a value is not finite."""
+        raise NotImplementedError
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of the whole chunks that elements [start, stop) are in."""
+        return whole_chunks(start, stop, self.chunk or 1, self.region.size)
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        first, last = self.reach(start, stop)
+        where = np.empty(last - first + 1, np.int64)
+        count = self.select(first, last, where)
+        if count < 0:
+            raise self.refuse(start, stop)
+        where, body = where[:count], out[HEADER_BYTES:]
+        size = write_sparse(self.values, start, stop, self.bits, self.chunk, where, body, residual)
+        if size < 0:
+            return self._write_raw(start, stop, where, out)
+        phase = start % self.chunk if self.chunk else 0
+        return finish(out, Kind.SPARSE, self.bits, phase, stop - start, size, self.chunk)
+
+    def _write_raw(self, start: int, stop: int, where: NDArray[np.int64], out: Bytes) -> int:
+        """Writes zeros for what is not kept: fewer bytes where most are."""
+        inside = where[np.searchsorted(where, start) : np.searchsorted(where, stop)]
+        size = 4 * (stop - start)
+        values = out[HEADER_BYTES : HEADER_BYTES + size].view(np.float32)
+        values[:] = 0.0
+        values[inside - start] = self.values[inside]
+        return finish(out, Kind.RAW32, 32, 0, stop - start, size, 0)
+
+
+@dataclass(frozen=True)
+class PreparedTopK(PreparedSparse):
+    """A tensor whose largest elements are sent. threshold, ties_stop: as ``sparse.largest`` returned them."""
+
+    threshold: int
+    ties_stop: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        return int(select_above(self.values, first, last, self.threshold, self.ties_stop, where))
+
+
+@dataclass(frozen=True)
+class PreparedChunkedTopK(PreparedSparse):
+    """A tensor of which the largest elements of each chunk are sent. period: elements of such a chunk."""
+
+    kept: int
+    period: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        return int(select_chunks(self.values, first, last, self.period, self.kept, where))
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        return whole_chunks(start, stop, self.period, self.region.size)
+
+
+def whole_chunks(start: int, stop: int, chunk: int, size: int) -> tuple[int, int]:
+    """The range of the whole chunks that elements [start, stop) of a tensor of ``size`` elements are in."""
+    return start // chunk * chunk, min(-(-stop // chunk) * chunk, size)
+
+
 def finish(out: Bytes, kind: Kind, bits: int, phase: int, elements: int, size: int, parameter: int) -> int:
     """Writes the header and the padding of a segment whose body is there. Returns the bytes of it all."""
     HEADER.pack_into(out.data, 0, kind, bits, phase, elements, size, parameter)
@@ -114,7 +186,7 @@ def finish(out: Bytes, kind: Kind, bits: int, phase: int, elements: int, size: i
     return end
 
 
-def prepare(region: Region, values: Floats, push: PushNumber, state: AnyArray | None = None) -> PreparedRegion:
+def prepare(region: Region, values: Floats, number: PushNumber, state: AnyArray | None = None) -> PreparedRegion:
     """``region`` with its values, float32[region.size], ready to be written.
 
     values: contiguous, and kept. state: ``PreparedRegion.state`` of the region's last push; None for the first one.
@@ -122,27 +194,60 @@ def prepare(region: Region, values: Floats, push: PushNumber, state: AnyArray | 
     ShapeMismatchError, UnknownCodecError.
     """
     check_vector("values", values, _FLOAT32, region.size)
-    return _prepare(region.codec, region, values, push, state)
+    return _prepare(region.codec, region, values, number, state)
 
 
 @singledispatch
-def _prepare(codec: Codec, region: Region, values: Floats, push: PushNumber, state: AnyArray | None) -> PreparedRegion:
+def _prepare(
+    codec: Codec, region: Region, values: Floats, number: PushNumber, state: AnyArray | None
+) -> PreparedRegion:
     raise UnknownCodecError(f"codec {codec!r:.60} cannot be a tensor's")
 
 
 @_prepare.register
-def _(codec: Cast, region: Region, values: Floats, push: PushNumber, state: AnyArray | None) -> PreparedRegion:
+def _(codec: Cast, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
     return PreparedCast(region, values)
 
 
 @_prepare.register
-def _(codec: Integers, region: Region, values: Floats, push: PushNumber, state: AnyArray | None) -> PreparedRegion:
-    return PreparedIntegers(region, values, codec, key_of(codec.seed, region, push))
+def _(codec: Integers, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
+    return PreparedIntegers(region, values, codec, key_of(codec.seed, region, number))
 
 
-def key_of(seed: int, region: Region, push: PushNumber) -> int:
+@_prepare.register
+def _(codec: TopK, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
+    return _prepare_top_k(codec, 32, 0, region, values, number)
+
+
+@_prepare.register
+def _(codec: ChunkedTopK, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
+    return _prepare_chunked(codec, codec.bits, region, values)
+
+
+@_prepare.register
+def _(codec: Chain, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
+    if isinstance(codec.sparse, TopK):
+        return _prepare_top_k(codec.sparse, codec.bits, codec.chunk, region, values, number)
+    return _prepare_chunked(codec.sparse, codec.bits, region, values)
+
+
+def _prepare_top_k(
+    codec: TopK, bits: int, chunk: int, region: Region, values: Floats, number: PushNumber
+) -> PreparedRegion:
+    kept = max(1, round(codec.ratio_at(number.ordinal) * values.size))
+    threshold, ties_stop = largest(values, kept)
+    if threshold < 0:
+        raise PreparedRegion(region, values).refuse(0, values.size)
+    return PreparedTopK(region, values, bits, chunk if bits < 16 else 0, threshold, ties_stop)
+
+
+def _prepare_chunked(codec: ChunkedTopK, bits: int, region: Region, values: Floats) -> PreparedRegion:
+    return PreparedChunkedTopK(region, values, bits, codec.chunk if bits < 16 else 0, codec.k, codec.chunk)
+
+
+def key_of(seed: int, region: Region, number: PushNumber) -> int:
     """The key of a region's random numbers."""
-    return random_numbers.key(seed, push.rank, push.ordinal, region.start)
+    return random_numbers.key(seed, number.rank, number.ordinal, region.start)
 
 
 def encode(

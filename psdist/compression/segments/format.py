@@ -18,6 +18,7 @@ class Kind(IntEnum):
     RAW16 = 2
     BRAIN16 = 3
     INTEGER = 4
+    SPARSE = 5
 
 
 #: kind, bits, phase, elements, bytes of the body without its padding, parameter.

@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
     def blocks(self) -> int:
         """The blocks that it touches."""
-        return -(-(self.phase + self.elements) // self.parameter)
+        return -(-(self.phase + self.elements) // self.parameter) if self.parameter else 0
 
     def per_element(self, values: Floats) -> Floats:
         """One value of each block, repeated for its elements."""
@@ -108,6 +108,13 @@ def structure(s: Segment) -> Defect:
         if s.bits not in (8, 4, 2) or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
             return Defect.HEADER
         return Defect.NONE if s.length == 4 * s.blocks() + -(-s.elements * s.bits // 8) else Defect.BODY
+    if s.kind == Kind.SPARSE:
+        if s.bits in (32, 16):
+            if s.phase or s.parameter:
+                return Defect.HEADER
+        elif s.bits not in (8, 2) or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
+            return Defect.HEADER
+        return Defect.NONE if s.length >= 4 + 4 * s.blocks() else Defect.BODY
     return Defect.HEADER
 
 
@@ -116,10 +123,70 @@ def check_body(s: Segment) -> Defect:
     if s.kind in _DTYPES:
         values = s.body.view(NUMPY_DTYPES[_DTYPES[Kind(s.kind)]])
         return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
+    if s.kind == Kind.SPARSE:
+        return check_sparse(s)
     scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
     if has_spare_bits(codes, s.bits * s.elements):
         return Defect.PADDING
     return check_scales(scales, s.bits)
+
+
+class Sparse(NamedTuple):
+    """The body of a SPARSE segment in its parts, and the places that its gaps lead to."""
+
+    kept: int
+    scales: Floats
+    values: Bytes
+    places: NDArray[np.int64]
+    is_open: bool
+
+
+def sparse(s: Segment) -> Sparse | None:
+    """The parts of a SPARSE segment; None where the body is too short for its values."""
+    count, scales_end = int(s.body[:4].view("<u4")[0]), 4 + 4 * s.blocks()
+    values_end = scales_end + -(-count * s.bits // 8)
+    if values_end > s.body.size:
+        return None
+    gaps = s.body[values_end:].astype(np.int64)
+    places = np.cumsum(gaps + (gaps != 255)) - 1
+    is_open = bool(gaps.size and gaps[-1] == 255)
+    scales, values = s.body[4:scales_end].view(np.float32), s.body[scales_end:values_end]
+    return Sparse(count, scales, values, places[gaps != 255], is_open)
+
+
+def check_sparse(s: Segment) -> Defect:
+    """The defect of the body of a SPARSE segment."""
+    body = sparse(s)
+    if body is None or body.kept > s.elements or body.places.size != body.kept or body.is_open:
+        return Defect.BODY
+    if body.kept and body.places[-1] >= s.elements:
+        return Defect.BODY
+    if s.bits in (32, 16):
+        values = body.values.view(NUMPY_DTYPES["float32" if s.bits == 32 else "bfloat16"])
+        return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
+    if has_spare_bits(body.values, s.bits * body.kept):
+        return Defect.PADDING
+    return check_scales(body.scales, s.bits)
+
+
+def add_sparse(s: Segment, out: Floats) -> bool:
+    """Adds the values that are sent. False where a place is beyond the segment."""
+    body = sparse(s)
+    if body is None or body.places.size != body.kept or (body.kept and body.places[-1] >= out.size):
+        return False
+    if s.bits in (32, 16):
+        values = np.empty(body.kept, np.float32)
+        sent = body.values.view(NUMPY_DTYPES["float32" if s.bits == 32 else "bfloat16"])
+        if s.bits == 32:
+            values[:] = sent
+        else:
+            numpy_casts.widen(sent, values)
+    else:
+        codes = unpack(body.values, s.bits, body.kept)
+        sizes = codes.astype(np.float32) if s.bits == 8 else np.array([1, 2, -1, -2], np.float32)[codes & 3]
+        values = sizes * body.scales[(body.places + s.phase) // s.parameter]
+    out[body.places] += values
+    return True
 
 
 def has_spare_bits(codes: Bytes, used: int) -> bool:
@@ -154,6 +221,8 @@ def add_body(s: Segment, out: Floats) -> bool:
     """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
     if s.kind == Kind.RAW32:
         out += s.body.view(np.float32)
+    elif s.kind == Kind.SPARSE:
+        return add_sparse(s, out)
     elif s.kind == Kind.INTEGER:
         scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
         out += unpack(codes, s.bits, s.elements).astype(np.float32) * s.per_element(scales)

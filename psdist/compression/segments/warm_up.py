@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Final
 
 from psdist.compression.compiled import Kernel
-from psdist.compression.segments import decoding, integers, residuals
+from psdist.compression.segments import decoding, integers, residuals, sparse
 
 #: ``check`` and ``accumulate``.
 DECODERS: Final[tuple[Kernel, ...]] = decoding.KERNELS
 #: All kernels of segments.
-KERNELS: Final[tuple[Kernel, ...]] = (*DECODERS, *integers.KERNELS, *residuals.KERNELS)
+KERNELS: Final[tuple[Kernel, ...]] = (*DECODERS, *integers.KERNELS, *sparse.KERNELS, *residuals.KERNELS)

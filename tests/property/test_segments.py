@@ -1,0 +1,110 @@
+"""Segments against plain Python, for any tensor and any cut into slices, compiled and interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import segment_reference as reference
+from hypothesis import given
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+
+from psdist.compression import BFloat16, Chain, ChunkedTopK, Codec, Int2, Int4, Int8, PerTensor, TopK
+from psdist.compression.segments import PushNumber, accumulate, check, encode, payload_limit, prepare, regions
+from psdist.compression.segments.warm_up import KERNELS
+from psdist.types import TensorSpec
+
+Floats = NDArray[np.float32]
+
+#: Deterministic codecs, and what they do to a tensor.
+CODECS = {
+    Int8(block=32): lambda v: reference.integers(v, 8, 32),
+    Int4(block=48): lambda v: reference.integers(v, 4, 48),
+    Int2(block=16): lambda v: reference.integers(v, 2, 16),
+    TopK(0.05): lambda v: reference.top_k(v, max(1, round(0.05 * v.size))),
+    TopK(1.0): lambda v: reference.top_k(v, v.size),
+    ChunkedTopK(5, 64): lambda v: reference.chunked(v, 5, 64, 32),
+    ChunkedTopK(64, 64): lambda v: reference.chunked(v, 64, 64, 32),
+    ChunkedTopK(3, 20, bits=16): lambda v: reference.chunked(v, 3, 20, 16),
+    ChunkedTopK(9, 64, bits=8): lambda v: reference.chunked(v, 9, 64, 8),
+    ChunkedTopK(7, 64, bits=2): lambda v: reference.chunked(v, 7, 64, 2),
+    Chain(TopK(0.1), BFloat16()): lambda v: reference.top_k(v, max(1, round(0.1 * v.size)), 16),
+    Chain(TopK(0.1), Int8(), chunk=100): lambda v: reference.top_k(v, max(1, round(0.1 * v.size)), 8, 100),
+    Chain(TopK(0.3), Int2(), chunk=128): lambda v: reference.top_k(v, max(1, round(0.3 * v.size)), 2, 128),
+    Chain(ChunkedTopK(2, 32), Int2()): lambda v: reference.chunked(v, 2, 32, 2),
+}
+BY_CHANCE = (Int8(32, stochastic=True), Int4(48, stochastic=True, seed=5), Int2(16, stochastic=True))
+
+_LARGEST = float(np.finfo(np.float32).max)
+_ELEMENTS = st.one_of(
+    st.floats(-1, 1, width=32),
+    st.floats(-_LARGEST, _LARGEST, width=32, allow_subnormal=True),
+    st.sampled_from([0.0, -0.0, 1.0, -1.0, 1e-45, -1e-45, 1e-39, _LARGEST, -_LARGEST]),
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> Floats:
+    """A tensor that is compressed: of any values, or of those of gradients."""
+    size = draw(st.integers(64, 700))
+    if draw(st.booleans()):
+        return draw(arrays(np.float32, size, elements=_ELEMENTS, fill=_ELEMENTS))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    return (rng.standard_normal(size) * 10.0 ** rng.integers(-3, 3, size)).astype(np.float32)
+
+
+@contextmanager
+def interpreted(wanted: bool) -> Iterator[None]:
+    """Has kernels interpreted, or compiled."""
+    before = [kernel._current for kernel in KERNELS]
+    for kernel in KERNELS:
+        kernel._current = kernel.interpreted if wanted else None
+    try:
+        yield
+    finally:
+        for kernel, one in zip(KERNELS, before, strict=True):
+            kernel._current = one
+
+
+def by_slices(values: Floats, codec: Codec, borders: list[int]) -> tuple[list[bytes], Floats, Floats]:
+    """The payloads of slices, what they decode to, and the residual."""
+    policy = PerTensor({"*": codec}, min_elements=64, min_vector=64)
+    cut = regions([TensorSpec("first", (3,)), TensorSpec("w", (values.size - 3,))], policy)
+    prepared = [prepare(r, values[r.start : r.stop], PushNumber(3, 4)) for r in cut]
+    decoded, residual, payloads = np.zeros_like(values), np.full_like(values, np.nan), []
+    for start, stop in zip([0, *borders], [*borders, values.size], strict=True):
+        out = np.full(payload_limit(stop - start), 0xAA, np.uint8)
+        payload = out[: encode(prepared, start, stop, out, residual)].tobytes()
+        check(payload, stop - start)
+        accumulate(payload, decoded[start:stop])
+        payloads.append(payload)
+    return payloads, decoded, residual
+
+
+def same(one: Floats, other: Floats) -> bool:
+    return one.tobytes() == other.tobytes()
+
+
+@pytest.mark.parametrize("codec", [*CODECS, *BY_CHANCE], ids=repr)
+@given(data=st.data(), values=tensors())
+def test_all_ways_agree(codec: Codec, data: st.DataObject, values: Floats) -> None:
+    flat = np.concatenate([np.ones(3, np.float32), values])
+    borders = sorted(data.draw(st.sets(st.integers(1, flat.size - 1), max_size=4)))
+    with interpreted(False):
+        payloads, decoded, residual = by_slices(flat, codec, borders)
+        _, whole, whole_residual = by_slices(flat, codec, [])
+    with interpreted(True):
+        interpreted_payloads, *interpreted_rest = by_slices(flat, codec, borders)
+    assert payloads == interpreted_payloads
+    assert same(decoded, interpreted_rest[0]) and same(residual, interpreted_rest[1])
+    assert same(decoded, whole) and same(residual, whole_residual)
+    assert same(residual, flat - decoded)
+    sizes = np.diff([0, *borders, flat.size])
+    parts = [reference.decode(payload, int(size)) for payload, size in zip(payloads, sizes, strict=True)]
+    assert same(decoded, np.concatenate(parts))
+    if codec in CODECS:
+        assert same(decoded, np.concatenate([flat[:3], CODECS[codec](values)]) + np.float32(0))

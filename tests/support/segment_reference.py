@@ -1,0 +1,164 @@
+"""What codecs do to a tensor, in plain Python and numpy, one element or one block after another.
+
+Nothing of ``psdist.compression.segments`` is used here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+
+_LARGEST = np.finfo(np.float32).max
+
+
+def blocks(values: Floats, size: int) -> list[Floats]:
+    """A tensor in blocks."""
+    return [values[at : at + size] for at in range(0, values.size, size)]
+
+
+def integers(values: Floats, bits: int, block: int) -> Floats:
+    """What INTEGER decodes to."""
+    limit = 2 ** (bits - 1) - 1
+    decoded = []
+    for one in blocks(values, block):
+        scale = min(np.float32(np.abs(one).max()) / np.float32(limit), _LARGEST / np.float32(limit + 1))
+        for value in one:
+            code = min(max(round(Fraction(float(value / scale))), -limit), limit) if scale else 0
+            decoded.append(np.float32(code) * scale)
+    return np.array(decoded, np.float32)
+
+
+def largest(values: Floats, kept: int) -> list[int]:
+    """The places of the largest magnitudes, of equal ones the first; without zeros."""
+    order = sorted(range(values.size), key=lambda i: (-abs(values[i]), i))
+    return sorted(i for i in order[:kept] if values[i])
+
+
+def top_k(values: Floats, kept: int, bits: int = 32, chunk: int = 0) -> Floats:
+    """What TopK decodes to."""
+    return _sparse(values, largest(values, kept), bits, chunk)
+
+
+def chunked(values: Floats, kept: int, chunk: int, bits: int) -> Floats:
+    """What ChunkedTopK decodes to."""
+    where: list[int] = []
+    for number, one in enumerate(blocks(values, chunk)):
+        where += [number * chunk + i for i in largest(one, -(-kept * one.size // chunk))]
+    return _sparse(values, where, bits, chunk)
+
+
+def _sparse(values: Floats, where: list[int], bits: int, chunk: int) -> Floats:
+    decoded = np.zeros(values.size, np.float32)
+    if bits == 32:
+        decoded[where] = values[where]
+    elif bits == 16:
+        with np.errstate(all="ignore"):
+            decoded[where] = [_brain(value) for value in values[where]]
+    else:
+        for begin in range(0, values.size, chunk):
+            inside = [i for i in where if begin <= i < begin + chunk]
+            if inside:
+                decoded[inside] = (_eight if bits == 8 else _two)(values[inside])
+    return decoded
+
+
+def _brain(value: np.float32) -> np.float32:
+    """The nearest finite bfloat16."""
+    near = np.float32(ml_dtypes.bfloat16(value))
+    return near if np.isfinite(near) else np.float32(np.copysign(float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), value))
+
+
+def _eight(kept: Floats) -> Floats:
+    return integers(kept, 8, kept.size)
+
+
+def _two(kept: Floats) -> Floats:
+    """Once or twice a scale: that of the least squares, where those above 1.2 times the mean are twice it."""
+    magnitudes = [abs(float(value)) for value in kept]
+    split = sum(magnitudes) / len(magnitudes) * 1.2
+    factors = [2 if magnitude > split else 1 for magnitude in magnitudes]
+    scale = np.float32(sum(m * f for m, f in zip(magnitudes, factors, strict=True)) / sum(f * f for f in factors))
+    scale = min(scale, _LARGEST / np.float32(2))
+    sizes = [np.float32(2 if abs(value) > np.float32(1.5) * scale else 1) * scale for value in kept]
+    return np.copysign(np.array(sizes, np.float32), kept)
+
+
+def decode(payload: bytes, elements: int) -> Floats:
+    """What a valid payload encodes, as ``docs/compression.md`` says."""
+    out = np.zeros(elements, np.float32)
+    at = done = 0
+    while at < len(payload):
+        kind, bits, phase, count, length, parameter = struct.unpack_from("<BBHIII", payload, at)
+        body = payload[at + 16 : at + 16 + length]
+        for i, value in enumerate(_DECODERS[kind](body, bits, phase, count, parameter)):
+            out[done + i] += value
+        done, at = done + count, at + 16 + -(-length // 4) * 4
+    assert done == elements
+    return out
+
+
+def _codes(data: bytes, bits: int, count: int) -> list[int]:
+    """Unsigned codes."""
+    number = int.from_bytes(data, "little")
+    return [number >> bits * i & (1 << bits) - 1 for i in range(count)]
+
+
+def _signed(code: int, bits: int) -> int:
+    return code - (1 << bits) if code >> (bits - 1) else code
+
+
+def _raw(body: bytes, bits: int, phase: int, count: int, parameter: int) -> list[np.float32]:
+    return list(np.frombuffer(body, "<f4"))
+
+
+def _raw16(body: bytes, bits: int, phase: int, count: int, parameter: int) -> list[np.float32]:
+    return list(np.frombuffer(body, "<f2").astype(np.float32))
+
+
+def _brain16(body: bytes, bits: int, phase: int, count: int, parameter: int) -> list[np.float32]:
+    return list(np.frombuffer(body, ml_dtypes.bfloat16).astype(np.float32))
+
+
+def _integer(body: bytes, bits: int, phase: int, count: int, block: int) -> list[np.float32]:
+    scales = np.frombuffer(body[: 4 * (-(-(phase + count) // block))], "<f4")
+    codes = _codes(body[scales.nbytes :], bits, count)
+    return [np.float32(_signed(code, bits)) * scales[(phase + i) // block] for i, code in enumerate(codes)]
+
+
+def _sparse_values(body: bytes, bits: int, phase: int, count: int, chunk: int) -> list[np.float32]:
+    (kept,) = struct.unpack_from("<I", body)
+    scales = np.frombuffer(body[4 : 4 + (4 * -(-(phase + count) // chunk) if chunk else 0)], "<f4")
+    values_at = 4 + scales.nbytes
+    gaps_at = values_at + -(-kept * bits // 8)
+    values, place, out = body[values_at:gaps_at], -1, [np.float32(0)] * count
+    codes = iter(_codes(values, bits, kept))
+    for gap in body[gaps_at:]:
+        place += gap if gap == 255 else gap + 1
+        if gap == 255:
+            continue
+        code = next(codes)
+        if bits == 32:
+            out[place] = np.frombuffer(struct.pack("<I", code), "<f4")[0]
+        elif bits == 16:
+            out[place] = np.frombuffer(struct.pack("<I", code << 16), "<f4")[0]
+        elif bits == 8:
+            out[place] = np.float32(_signed(code, 8)) * scales[(phase + place) // chunk]
+        else:
+            out[place] = np.float32((1, 2, -1, -2)[code]) * scales[(phase + place) // chunk]
+    return out
+
+
+_DECODERS: dict[int, Callable[[bytes, int, int, int, int], list[np.float32]]] = {
+    1: _raw,
+    2: _raw16,
+    3: _brain16,
+    4: _integer,
+    5: _sparse_values,
+}
