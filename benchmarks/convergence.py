@@ -17,7 +17,7 @@ import argparse
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,6 +33,10 @@ from psdist import compression
 from psdist.launch.embedded import EmbeddedCluster
 
 WORKERS, BATCH, LOOKS = 2, 64, 30
+OPTIMIZERS: Mapping[str, Callable[[float, psdist.optim.Schedule], psdist.optim.Optimizer]] = {
+    "sgd": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.9, schedule=schedule),
+    "adam": lambda lr, schedule: psdist.optim.Adam(lr=lr, schedule=schedule),
+}
 #: Part of the loss without compression at its end that a codec must come down to, for the time that it takes.
 TARGET = 1.05
 RESULTS = ("<!-- results of benchmarks.convergence -->", "<!-- end of results -->")
@@ -51,10 +55,15 @@ def variants(codec: compression.Codec) -> dict[str, compression.Codec]:
 
 
 async def train(
-    clients: Sequence[psdist.AsyncClient], name: str, model: Model, codec: compression.Codec, seed: int, steps: int
+    clients: Sequence[psdist.AsyncClient],
+    name: str,
+    model: Model,
+    codec: compression.Codec,
+    seed: int,
+    optimizer: psdist.optim.Optimizer,
+    steps: int,
 ) -> dict[str, Any]:
     """One run: the losses after equal parts of its steps, and the bytes of a push for each parameter."""
-    optimizer = psdist.optim.Adam(lr=model.lr, schedule=psdist.optim.Cosine(steps))
     initial = model.initial(seed)
     handles = await asyncio.gather(
         *(client.parameters(name, init=initial, optimizer=optimizer, compression=codec) for client in clients)
@@ -86,13 +95,14 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
         for model_name in options.model:
             model = MODELS[model_name]()
             steps = options.steps or model.steps
+            optimizer = OPTIMIZERS[options.optimizer](model.lr[options.optimizer], psdist.optim.Cosine(steps))
             of_model = results[model_name] = {}
             for codec_name in dict.fromkeys(["none", *options.codec]):
                 for variant, codec in variants(CODECS[codec_name]).items():
                     runs = []
                     for seed in range(options.seeds):
                         name = f"{model_name}-{len(of_model)}-{variant}-{seed}"
-                        runs.append(await train(clients, name, model, codec, seed, steps))
+                        runs.append(await train(clients, name, model, codec, seed, optimizer, steps))
                     one = of_model.setdefault(codec_name, {})[variant] = summary(runs)
                     print(f"{model_name:11} {codec_name:30} {variant:8} {one['loss']:.4f}", flush=True)
     finally:
@@ -174,6 +184,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--codec", nargs="+", choices=list(CODECS), default=list(CODECS), help="default: all")
     line.add_argument("--seeds", type=int, default=5, help="runs of each (default: %(default)s)")
     line.add_argument("--steps", type=int, help="default: so many that the loss hardly falls any more")
+    line.add_argument(
+        "--optimizer", choices=list(OPTIMIZERS), default="sgd", help="of the servers (default: %(default)s)"
+    )
     line.add_argument("--page", type=Path, metavar="FILE", help="write the results into this page")
     line.add_argument("--json", type=Path, metavar="FILE")
     return line

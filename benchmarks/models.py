@@ -7,7 +7,7 @@ not see, and take seconds to train on one core.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,14 +25,14 @@ Gradients = Callable[[Arrays, NDArray[np.int64]], tuple[float, Arrays]]
 @dataclass(frozen=True)
 class Model:
     """samples: how many there are to train on. gradients: of the samples of these numbers. loss: of what training does
-    not see. lr: for Adam. steps: after which the loss hardly falls any more."""
+    not see. lr: of SGD with momentum 0.9, and of Adam. steps: after which the loss hardly falls any more."""
 
     name: str
     initial: Callable[[int], Arrays]
     samples: int
     gradients: Gradients
     loss: Callable[[Arrays], float]
-    lr: float
+    lr: Mapping[str, float]
     steps: int
 
 
@@ -52,7 +52,7 @@ def digits_model() -> Model:
     def loss(weights: Arrays) -> float:
         return float(digits.gradients(weights, images[seen:count], labels[seen:count])[0])
 
-    return Model("digits", digits.initial, seen, gradients, loss, 3e-3, 600)
+    return Model("digits", digits.initial, seen, gradients, loss, {"sgd": 0.1, "adam": 3e-3}, 600)
 
 
 # --- characters -------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def characters_model() -> Model:
         probabilities = _forward(weights, held_out[:, :-1])[2]
         return _cross_entropy(probabilities, held_out[:, -1])
 
-    return Model("characters", _initial_characters, len(seen), gradients, loss, 2e-3, 1500)
+    return Model("characters", _initial_characters, len(seen), gradients, loss, {"sgd": 0.2, "adam": 2e-3}, 1500)
 
 
 def _initial_characters(seed: int) -> Arrays:
