@@ -23,13 +23,16 @@ from psdist.compression.specifications import (
     Int2,
     Int4,
     Int8,
+    OneBit,
+    PowerSGD,
+    RandomK,
     TopK,
 )
 from psdist.errors import UnknownCodecError
 
 __all__ = [
     "CODECS", "BFloat16", "Cast", "Chain", "ChunkedTopK", "Codec", "Compressor", "Float16", "Float32", "Int2", "Int4",
-    "Int8", "PerTensor", "TopK", "resolve",
+    "Int8", "OneBit", "PerTensor", "PowerSGD", "RandomK", "TopK", "resolve",
 ]  # fmt: skip
 
 #: Codecs by the names users may give instead.
@@ -43,6 +46,9 @@ CODECS: dict[str, Callable[[], Codec]] = {
     "int2": Int2,
     "topk": TopK,
     "chunked_topk": ChunkedTopK,
+    "randomk": RandomK,
+    "onebit": OneBit,
+    "powersgd": PowerSGD,
 }
 
 

@@ -194,6 +194,56 @@ class ChunkedTopK(Compressor):
 
 
 @dataclass(frozen=True)
+class RandomK(Compressor):
+    """One element of each 1 / ``ratio`` of a tensor, at a place that is drawn anew for each push, and not sent.
+
+    Without an error feedback values are divided by the ratio, so that their mean is right.
+    """
+
+    ratio: float = 0.01
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("ratio", self.ratio, 0.0, 1.0)
+        check_integer("1 / ratio", self.period, 1, _BLOCK_LAST)
+        check_integer("seed", self.seed, 0, _SEED_LAST)
+
+    @property
+    def period(self) -> int:
+        """The elements of which one is sent."""
+        return round(1.0 / self.ratio)
+
+
+@dataclass(frozen=True)
+class OneBit(Compressor):
+    """The signs, times the mean magnitude of each ``block`` elements of a tensor."""
+
+    block: int = 256
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("block", self.block, 16, _BLOCK_LAST)
+
+
+@dataclass(frozen=True)
+class PowerSGD(Compressor):
+    """Matrices as products of two thin ones, of ``rank`` columns each: one step of power iteration for each push.
+
+    A tensor of more dimensions is taken as a matrix with its first one as rows. A tensor that would not get smaller is
+    sent as it is. seed: of where the iteration begins.
+    """
+
+    rank: int = 4
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_integer("rank", self.rank, 1, 255)
+        check_integer("seed", self.seed, 0, _SEED_LAST)
+
+
+@dataclass(frozen=True)
 class Chain(Compressor):
     """The elements that ``sparse`` selects, their values as ``values`` encodes them: BFloat16, Int8 or Int2.
 
@@ -201,21 +251,23 @@ class Chain(Compressor):
     is that of the chain.
     """
 
-    sparse: TopK | ChunkedTopK
+    sparse: TopK | ChunkedTopK | RandomK
     values: Codec
     chunk: int = 4096
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_integer("chunk", self.chunk, 16, _BLOCK_LAST)
-        if not isinstance(self.sparse, TopK | ChunkedTopK):
-            raise InvalidArgumentError(f"sparse={self.sparse!r:.60}: use TopK or ChunkedTopK")
+        if not isinstance(self.sparse, TopK | ChunkedTopK | RandomK):
+            raise InvalidArgumentError(f"sparse={self.sparse!r:.60}: use TopK, ChunkedTopK or RandomK")
+        if isinstance(self.sparse, RandomK) and type(self.values) is not BFloat16:
+            raise InvalidArgumentError(f"values={self.values!r:.60}: use BFloat16() with RandomK")
         if type(self.values) not in _VALUE_BITS or (isinstance(self.values, Integers) and self.values.stochastic):
             raise InvalidArgumentError(f"values={self.values!r:.60}: use BFloat16(), Int8() or Int2(), not stochastic")
 
     @property
     def bits(self) -> int:
-        """Of each value."""
+        """The width of each value."""
         return _VALUE_BITS[type(self.values)]
 
 

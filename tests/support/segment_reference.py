@@ -155,10 +155,55 @@ def _sparse_values(body: bytes, bits: int, phase: int, count: int, chunk: int) -
     return out
 
 
+def _signs(body: bytes, bits: int, phase: int, count: int, block: int) -> list[np.float32]:
+    scales = np.frombuffer(body[: 4 * (-(-(phase + count) // block))], "<f4")
+    codes = _codes(body[scales.nbytes :], 1, count)
+    return [np.float32(-1 if code else 1) * scales[(phase + i) // block] for i, code in enumerate(codes)]
+
+
+def _draw(key: int, number: int) -> int:
+    mask = 0xFFFFFFFF
+    x = (number * 0x9E3779B9 + (key & mask) + (number >> 32) * 0x85EBCA6B) & mask
+    x = (x ^ x >> 16) * 0x21F0AAAD & mask
+    x = x + (key >> 32) & mask
+    x = (x ^ x >> 15) * 0x735A2D97 & mask
+    return x ^ x >> 15
+
+
+def _random(body: bytes, bits: int, phase: int, count: int, period: int) -> list[np.float32]:
+    key, position = struct.unpack_from("<QQ", body)
+    raw = np.frombuffer(body[16:], "<f4" if bits == 32 else ml_dtypes.bfloat16).astype(np.float32)
+    values, out = iter(raw), [np.float32(0)] * count
+    for number in range(position // period, (position + count - 1) // period + 1):
+        place = number * period + (_draw(key, number) * period >> 32) - position
+        if 0 <= place < count:
+            out[place] = next(values)
+    assert next(values, None) is None
+    return out
+
+
+def _low_rank(body: bytes, rank: int, phase: int, count: int, columns: int) -> list[np.float32]:
+    (column,) = struct.unpack_from("<I", body)
+    rows = -(-(column + count) // columns)
+    p = np.frombuffer(body[4 : 4 + 4 * rank * rows], "<f4").reshape(rows, rank)
+    q = np.frombuffer(body[4 + 4 * rank * rows :], "<f4").reshape(rank, columns)
+    out = []
+    for at in range(column, column + count):
+        i, j = divmod(at, columns)
+        value = p[i, 0] * q[0, j]
+        for k in range(1, rank):
+            value = value + p[i, k] * q[k, j]
+        out.append(value)
+    return out
+
+
 _DECODERS: dict[int, Callable[[bytes, int, int, int, int], list[np.float32]]] = {
     1: _raw,
     2: _raw16,
     3: _brain16,
     4: _integer,
     5: _sparse_values,
+    6: _signs,
+    7: _random,
+    8: _low_rank,
 }

@@ -17,7 +17,7 @@ A client::
     # each push; acc is the flat vector, float32, with what the last residual adds to it:
     prepared = [prepare(r, acc[r.start : r.stop], PushNumber(rank, ordinal), states.get(r.start)) for r in cut]
     size = encode(prepared, start, stop, out, residual)        # each slice, in any order, in any thread
-    states = {p.region.start: p.state for p in prepared if p.state is not None}
+    states = {p.region.start: p.next_state for p in prepared if p.next_state is not None}
 
 ``out`` has at least ``payload_limit(stop - start)`` bytes. ``residual`` is a vector beside ``acc``, never ``acc``
 itself: a slice may need values of its neighbours. Its elements [start, stop) are overwritten with acc - decoded; None
@@ -27,9 +27,10 @@ bytes. ``add_decayed`` makes ``acc`` of a gradient and a residual.
 """
 
 from psdist.compression.regions import Region, regions
-from psdist.compression.segments.encoding import PreparedRegion, PushNumber, encode, prepare
+from psdist.compression.segments.encoding import PushNumber, encode, prepare
 from psdist.compression.segments.format import payload_limit
 from psdist.compression.segments.payload import accumulate, check
+from psdist.compression.segments.prepared import PreparedRegion
 from psdist.compression.segments.residuals import add_decayed
 from psdist.compression.segments.warm_up import DECODERS, KERNELS
 

@@ -8,18 +8,19 @@ without a compiler, with the same results and bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numba import types
 
 from psdist.compression.casts import INFINITY, widen_brain_one, widen_half_one
 from psdist.compression.compiled import OUT, kernel
 from psdist.compression.segments import numpy_decoding
-from psdist.compression.segments.format import HEADER_BYTES, Kind
+from psdist.compression.segments.format import HEADER_BYTES, POSITION_STOP, Kind
+from psdist.compression.segments.low_rank import PRODUCT_LARGEST, add_product
 from psdist.compression.segments.numpy_decoding import Defect
+from psdist.compression.segments.random_numbers import part
+from psdist.compression.segments.random_places import place, place_count
 
 BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
 
@@ -27,18 +28,14 @@ _U, _I, _F = np.uint32, np.int64, np.float32
 # numba takes single numbers as constants.
 _HEADER: Final = HEADER_BYTES
 _RAW32, _RAW16, _BRAIN16 = int(Kind.RAW32), int(Kind.RAW16), int(Kind.BRAIN16)
-_INTEGER, _SPARSE = int(Kind.INTEGER), int(Kind.SPARSE)
+_INTEGER, _SPARSE, _ONE_BIT = int(Kind.INTEGER), int(Kind.SPARSE), int(Kind.ONE_BIT)
+_RANDOM, _LOW_RANK, _POSITION_STOP = int(Kind.RANDOM), int(Kind.LOW_RANK), POSITION_STOP
 _NONE, _LENGTH, _BAD_HEADER, _BODY = (int(f) for f in (Defect.NONE, Defect.LENGTH, Defect.HEADER, Defect.BODY))
 _PADDING, _VALUE, _NON_FINITE = int(Defect.PADDING), int(Defect.VALUE), int(Defect.NON_FINITE)
 _BLOCK_FIRST, _BLOCK_STOP = numpy_decoding.BLOCK_FIRST, numpy_decoding.BLOCK_STOP
 _LARGEST: Final = _U(0x7F7FFFFF)  # the bits of the largest finite float32
 _ONE_EXPONENT: Final = _U(1 << 23)
 _HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
-
-
-def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled into the kernels that call it."""
-    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
 @part
@@ -62,8 +59,9 @@ def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, param
         if bits != 8 * width or phase != 0 or parameter != 0:
             return _BAD_HEADER
         return _NONE if size == width * elements else _BODY
-    if kind == _INTEGER:
-        if bits not in (8, 4, 2) or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
+    if kind in (_INTEGER, _ONE_BIT):
+        is_width = bits == 1 if kind == _ONE_BIT else bits in (8, 4, 2)
+        if not is_width or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
             return _BAD_HEADER
         codes = (elements * bits + 7) // 8
         return _NONE if size == 4 * block_count(phase, elements, parameter) + codes else _BODY
@@ -73,6 +71,14 @@ def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, param
         if bits not in (8, 2) or not _BLOCK_FIRST <= parameter < _BLOCK_STOP or phase >= parameter:
             return _BAD_HEADER
         return _NONE if size >= 4 + 4 * block_count(phase, elements, parameter) else _BODY
+    if kind == _RANDOM:
+        if bits not in (32, 16) or phase != 0 or not 1 <= parameter < _BLOCK_STOP:
+            return _BAD_HEADER
+        return _NONE if size >= 16 else _BODY
+    if kind == _LOW_RANK:
+        if bits == 0 or phase != 0 or parameter == 0:
+            return _BAD_HEADER
+        return _NONE if size >= 4 else _BODY
     return _BAD_HEADER
 
 
@@ -152,6 +158,62 @@ def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -
 
 
 @part
+def _long_word(body: Any, at: Any) -> Any:
+    """The unsigned 64-bit number at a byte, as a signed one."""
+    return word(body, at) | (word(body, at + 4) << 32)
+
+
+@part
+def _random_count(body: Any, period: Any, elements: Any) -> Any:
+    """The values that a RANDOM segment has; -1 where its first element cannot be."""
+    position = _long_word(body, 8)
+    if not 0 <= position < _POSITION_STOP:
+        return _I(-1)
+    return place_count(_U(word(body, 0)), _U(word(body, 4)), period, position, position + elements)
+
+
+@part
+def _check_random(bits: Any, period: Any, elements: Any, body: Any) -> Any:
+    count = _random_count(body, period, elements)
+    if count < 0:
+        return _VALUE
+    if body.size != 16 + count * (bits // 8):
+        return _BODY
+    return _check_floats(body[16:]) if bits == 32 else _check_words(body[16:], _BRAIN_INFINITY)
+
+
+@part
+def _rows(columns: Any, column: Any, elements: Any) -> Any:
+    """The rows that a segment touches which begins in ``column``."""
+    return (column + elements + columns - 1) // columns
+
+
+@part
+def _has_factors(rank: Any, columns: Any, column: Any, elements: Any, size: Any) -> Any:
+    """Whether a LOW_RANK body has the size of its two factors."""
+    return column < columns and size == 4 + 4 * rank * (_rows(columns, column, elements) + columns)
+
+
+@part
+def _check_low_rank(rank: Any, columns: Any, elements: Any, body: Any) -> Any:
+    column = word(body, 0)
+    if not _has_factors(rank, columns, column, elements, body.size):
+        return _BODY
+    split = 4 + 4 * rank * _rows(columns, column, elements)
+    most_p, most_q = _largest(body[4:split]), _largest(body[split:])
+    return _NONE if most_p * most_q * rank <= PRODUCT_LARGEST else _NON_FINITE
+
+
+@part
+def _largest(body: Any) -> Any:
+    """The largest magnitude of float32 values; NaN or Inf where one is."""
+    bits, most = body.view(np.uint32), _U(0)
+    for i in range(bits.size):
+        most = max(most, _U(bits[i] & _U(0x7FFFFFFF)))
+    return np.float64(_U(most).view(np.float32))
+
+
+@part
 def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
     """The defect of a body whose size is that of its header."""
     if kind == _RAW32:
@@ -162,6 +224,10 @@ def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any,
         return _check_words(body, _BRAIN_INFINITY)
     if kind == _SPARSE:
         return _check_sparse(bits, phase, parameter, elements, body)
+    if kind == _RANDOM:
+        return _check_random(bits, parameter, elements, body)
+    if kind == _LOW_RANK:
+        return _check_low_rank(bits, parameter, elements, body)
     return _check_integers(bits, phase, parameter, elements, body)
 
 
@@ -324,6 +390,57 @@ def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
 
 
 @part
+def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
+    """Adds the block's scale with the element's sign."""
+    blocks = block_count(phase, out.size, block)
+    scales, signs = body[: 4 * blocks].view(np.uint32), body[4 * blocks :]
+    start = _I(0)
+    for b in range(blocks):
+        stop = min((b + 1) * block - phase, out.size)
+        part_out, scale = out[start:stop], scales[b]
+        for i in range(part_out.size):
+            at = start + i
+            sign = _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))
+            part_out[i] += _U(scale ^ sign).view(np.float32)
+        start = stop
+
+
+@part
+def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
+    """Adds the values that are sent. False where there are not as many as places."""
+    count, position = _random_count(body, period, out.size), _long_word(body, 8)
+    low, high = _U(word(body, 0)), _U(word(body, 4))
+    values = body[16:]
+    if count < 0 or values.size != count * (bits // 8) or not 0 <= position < _POSITION_STOP:
+        return False
+    wide = np.empty(count, np.float32)
+    if bits == 32:
+        wide[:] = values.view(np.float32)
+    else:
+        brains = values.view(np.uint16)
+        for i in range(count):
+            wide[i] = widen_brain_one(brains[i])
+    k = _I(0)
+    for number in range(position // period, (position + out.size - 1) // period + 1):
+        at = place(low, high, _I(number), period) - position
+        if 0 <= at < out.size and k < count:
+            out[at] += wide[k]
+            k += 1
+    return k == count
+
+
+@part
+def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
+    """Adds rows of the product. False where the factors do not have its size."""
+    column = word(body, 0)
+    if not _has_factors(rank, columns, column, out.size, body.size):
+        return False
+    split = 4 + 4 * rank * _rows(columns, column, out.size)
+    add_product(body[4:split].view(np.float32), body[split:].view(np.float32), rank, columns, column, out)
+    return True
+
+
+@part
 def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
     """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
     if kind == _RAW32:
@@ -332,6 +449,12 @@ def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: 
         _add_integers(bits, phase, parameter, body, out)
     elif kind == _SPARSE:
         return _add_sparse(bits, phase, parameter, body, out)
+    elif kind == _ONE_BIT:
+        _add_signs(phase, parameter, body, out)
+    elif kind == _RANDOM:
+        return _add_random(bits, parameter, body, out)
+    elif kind == _LOW_RANK:
+        return _add_low_rank(bits, parameter, body, out)
     else:
         _add_words(kind, body, out)
     return True

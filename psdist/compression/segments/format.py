@@ -19,11 +19,17 @@ class Kind(IntEnum):
     BRAIN16 = 3
     INTEGER = 4
     SPARSE = 5
+    ONE_BIT = 6
+    RANDOM = 7
+    LOW_RANK = 8
 
 
 #: kind, bits, phase, elements, bytes of the body without its padding, parameter.
 HEADER: Final = Struct("<BBHIII")
 HEADER_BYTES: Final = 16
+
+#: Numbers of 64 bits in RANDOM segments: the place of the first element is below this.
+POSITION_STOP: Final = 2**62
 
 #: Elements that one scale may stand for; phases have 16 bits.
 BLOCK_ELEMENTS: Final = range(16, 65537)

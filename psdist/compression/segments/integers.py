@@ -13,8 +13,7 @@ from numba import types
 
 from psdist.compression.compiled import IN, OUT, kernel
 from psdist.compression.segments import numpy_integers
-from psdist.compression.segments.decoding import part
-from psdist.compression.segments.random_numbers import centred, draw
+from psdist.compression.segments.random_numbers import centred, draw, part
 
 OUT_BYTES = types.Array(types.uint8, 1, "C")
 

@@ -11,7 +11,9 @@ from numpy.typing import NDArray
 
 from psdist.compression import numpy_casts
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.segments.format import BLOCK_ELEMENTS, HEADER, HEADER_BYTES, Kind, padded
+from psdist.compression.segments.format import BLOCK_ELEMENTS, HEADER, HEADER_BYTES, POSITION_STOP, Kind, padded
+from psdist.compression.segments.low_rank import add_product_by_numpy, is_product_finite
+from psdist.compression.segments.random_places import places
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -104,8 +106,9 @@ def structure(s: Segment) -> Defect:
         if s.bits != 8 * width or s.phase or s.parameter:
             return Defect.HEADER
         return Defect.NONE if s.length == width * s.elements else Defect.BODY
-    if s.kind == Kind.INTEGER:
-        if s.bits not in (8, 4, 2) or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
+    if s.kind in (Kind.INTEGER, Kind.ONE_BIT):
+        widths = (8, 4, 2) if s.kind == Kind.INTEGER else (1,)
+        if s.bits not in widths or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
             return Defect.HEADER
         return Defect.NONE if s.length == 4 * s.blocks() + -(-s.elements * s.bits // 8) else Defect.BODY
     if s.kind == Kind.SPARSE:
@@ -115,6 +118,14 @@ def structure(s: Segment) -> Defect:
         elif s.bits not in (8, 2) or s.parameter not in BLOCK_ELEMENTS or s.phase >= s.parameter:
             return Defect.HEADER
         return Defect.NONE if s.length >= 4 + 4 * s.blocks() else Defect.BODY
+    if s.kind == Kind.RANDOM:
+        if s.bits not in (32, 16) or s.phase or not 1 <= s.parameter < BLOCK_STOP:
+            return Defect.HEADER
+        return Defect.NONE if s.length >= 16 else Defect.BODY
+    if s.kind == Kind.LOW_RANK:
+        if not s.bits or s.phase or not s.parameter:
+            return Defect.HEADER
+        return Defect.NONE if s.length >= 4 else Defect.BODY
     return Defect.HEADER
 
 
@@ -125,6 +136,14 @@ def check_body(s: Segment) -> Defect:
         return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
     if s.kind == Kind.SPARSE:
         return check_sparse(s)
+    if s.kind == Kind.RANDOM:
+        return check_random(s)
+    if s.kind == Kind.LOW_RANK:
+        found = low_rank_factors(s)
+        if found is None:
+            return Defect.BODY
+        with np.errstate(all="ignore"):
+            return Defect.NONE if is_product_finite(found[0], found[1], s.bits) else Defect.NON_FINITE
     scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
     if has_spare_bits(codes, s.bits * s.elements):
         return Defect.PADDING
@@ -175,18 +194,60 @@ def add_sparse(s: Segment, out: Floats) -> bool:
     if body is None or body.places.size != body.kept or (body.kept and body.places[-1] >= out.size):
         return False
     if s.bits in (32, 16):
-        values = np.empty(body.kept, np.float32)
-        sent = body.values.view(NUMPY_DTYPES["float32" if s.bits == 32 else "bfloat16"])
-        if s.bits == 32:
-            values[:] = sent
-        else:
-            numpy_casts.widen(sent, values)
+        values = _wide(body.values, s.bits)
     else:
         codes = unpack(body.values, s.bits, body.kept)
         sizes = codes.astype(np.float32) if s.bits == 8 else np.array([1, 2, -1, -2], np.float32)[codes & 3]
         values = sizes * body.scales[(body.places + s.phase) // s.parameter]
     out[body.places] += values
     return True
+
+
+def random_places_of(s: Segment) -> NDArray[np.int64] | None:
+    """The places of the values of a RANDOM segment; None where its first element cannot be."""
+    key, position = (int(number) for number in s.body[:16].view("<u8"))
+    if position >= POSITION_STOP:
+        return None
+    return places(key, s.parameter, position, position + s.elements) - position
+
+
+def check_random(s: Segment) -> Defect:
+    """The defect of the body of a RANDOM segment."""
+    found = random_places_of(s)
+    if found is None:
+        return Defect.VALUE
+    if s.body.size != 16 + found.size * (s.bits // 8):
+        return Defect.BODY
+    values = s.body[16:].view(NUMPY_DTYPES["float32" if s.bits == 32 else "bfloat16"])
+    return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
+
+
+def add_random(s: Segment, out: Floats) -> bool:
+    """Adds the values that are sent. False where there are not as many as places."""
+    found = random_places_of(s)
+    if found is None or s.body.size != 16 + found.size * (s.bits // 8):
+        return False
+    out[found] += _wide(s.body[16:], s.bits)
+    return True
+
+
+def low_rank_factors(s: Segment) -> tuple[Floats, Floats, int] | None:
+    """The two factors of a LOW_RANK segment, flat, and its first column; None where the body has another size."""
+    column = int(s.body[:4].view("<u4")[0])
+    rows = -(-(column + s.elements) // s.parameter)
+    if column >= s.parameter or s.body.size != 4 + 4 * s.bits * (rows + s.parameter):
+        return None
+    values = s.body[4:].view(np.float32)
+    return values[: s.bits * rows], values[s.bits * rows :], column
+
+
+def _wide(values: Bytes, bits: int) -> Floats:
+    """Values of 32 bits, or bfloat16, as float32."""
+    if bits == 32:
+        return values.view(np.float32)
+    wide = np.empty(values.size // 2, np.float32)
+    numpy_casts.widen(values.view(NUMPY_DTYPES["bfloat16"]), wide)
+    return wide
 
 
 def has_spare_bits(codes: Bytes, used: int) -> bool:
@@ -223,6 +284,17 @@ def add_body(s: Segment, out: Floats) -> bool:
         out += s.body.view(np.float32)
     elif s.kind == Kind.SPARSE:
         return add_sparse(s, out)
+    elif s.kind == Kind.RANDOM:
+        return add_random(s, out)
+    elif s.kind == Kind.LOW_RANK:
+        found = low_rank_factors(s)
+        if found is None:
+            return False
+        add_product_by_numpy(found[0], found[1], s.bits, s.parameter, found[2], out)
+    elif s.kind == Kind.ONE_BIT:
+        scales, signs = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
+        each = s.per_element(scales)
+        out += np.where(np.unpackbits(signs, count=s.elements, bitorder="little"), -each, each)
     elif s.kind == Kind.INTEGER:
         scales, codes = s.body[: 4 * s.blocks()].view(np.float32), s.body[4 * s.blocks() :]
         out += unpack(codes, s.bits, s.elements).astype(np.float32) * s.per_element(scales)

@@ -6,6 +6,7 @@ is for secrets. The functions take numbers, of numba too, and arrays alike.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numba
@@ -18,6 +19,11 @@ _FIFTEEN, _SIXTEEN, _EIGHT = _U(15), _U(16), _U(8)
 _PLACE: Final = np.float32(2.0**-24)
 _HALF: Final = np.float32(0.5 - 2.0**-25)
 _MASK64: Final = 2**64 - 1
+
+
+def part(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled into the kernels that call it."""
+    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
 def key(seed: int, rank: int, ordinal: int, start: int) -> int:
@@ -47,8 +53,8 @@ def _centred(bits: Any) -> Any:
     return np.float32(np.float32(_U(bits >> _EIGHT)) * _PLACE - _HALF)
 
 
-draw = numba.njit(error_model="numpy")(_draw)
-centred = numba.njit(error_model="numpy")(_centred)
+draw = part(_draw)
+centred = part(_centred)
 
 
 def draw_all(number_key: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:

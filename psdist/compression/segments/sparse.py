@@ -15,8 +15,8 @@ from numba import types
 from psdist.compression.casts import narrow_brain_one, widen_brain_one
 from psdist.compression.compiled import IN, OUT, kernel
 from psdist.compression.segments import numpy_sparse
-from psdist.compression.segments.decoding import part
 from psdist.compression.segments.integers import OUT_BYTES, pack
+from psdist.compression.segments.random_numbers import part
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _MAGNITUDE, _INFINITY, _SIGN = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x80000000)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 from psdist.compression.compiled import Kernel
-from psdist.compression.segments import decoding, integers, residuals, sparse
+from psdist.compression.segments import decoding, integers, low_rank, random_places, residuals, signs, sparse
 
 #: ``check`` and ``accumulate``.
 DECODERS: Final[tuple[Kernel, ...]] = decoding.KERNELS
 #: All kernels of segments.
-KERNELS: Final[tuple[Kernel, ...]] = (*DECODERS, *integers.KERNELS, *sparse.KERNELS, *residuals.KERNELS)
+KERNELS: Final[tuple[Kernel, ...]] = (
+    *(*DECODERS, *integers.KERNELS, *sparse.KERNELS, *signs.KERNELS, *random_places.KERNELS, *low_rank.KERNELS),
+    *residuals.KERNELS,
+)

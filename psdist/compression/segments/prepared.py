@@ -1,0 +1,258 @@
+"""Regions of the flat vector that are ready to be written, one class for each kind of segment.
+
+Each is written slice by slice: a header, by ``finish``, and a body, by kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression.casts import narrow
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.regions import Region
+from psdist.compression.segments.format import HEADER, HEADER_BYTES, Kind, padded
+from psdist.compression.segments.integers import encode_integers
+from psdist.compression.segments.low_rank import add_low_rank
+from psdist.compression.segments.random_places import places, select_random
+from psdist.compression.segments.signs import encode_signs
+from psdist.compression.segments.sparse import select_above, select_chunks, write_sparse
+from psdist.compression.specifications import Integers
+from psdist.errors import NonFiniteGradientError
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+AnyArray = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PreparedRegion:
+    """A region whose segments can be written.
+
+    values: of the region, float32[n]. They must not change until all is written.
+    """
+
+    region: Region
+    values: Floats
+
+    @property
+    def next_state(self) -> Floats | None:
+        """What ``prepare`` wants of this region for the next push; None where it wants nothing."""
+        return None
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        """Writes the segment of elements [start, stop) of the region to ``out``; returns its bytes.
+
+        residual: of the region, which gets what the segment leaves out of these elements; empty where it is not wanted.
+        Raises NonFiniteGradientError.
+        """
+        raise NotImplementedError
+
+    def refuse(self, start: int, stop: int) -> NonFiniteGradientError:
+        """The error for a NaN or Inf among elements [start, stop)."""
+        at = self.region.start
+        return NonFiniteGradientError(f"elements [{at + start}, {at + stop}) of the gradient have NaN or Inf")
+
+
+@dataclass(frozen=True)
+class PreparedCast(PreparedRegion):
+    """A region that is sent in a dtype of the wire."""
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        values, name = self.values[start:stop], self.region.codec.dtype  # type: ignore[attr-defined]
+        dtype = NUMPY_DTYPES[name]
+        size = values.size * dtype.itemsize
+        sent = values
+        if name != "float32":
+            sent = np.empty(values.size, dtype)
+            narrow(values, sent)
+        if not np.isfinite(sent).all():
+            raise self.refuse(start, stop)
+        out[HEADER_BYTES : HEADER_BYTES + size] = sent.view(np.uint8)
+        if residual.size:
+            residual[start:stop] = 0.0 if name == "float32" else values - sent.astype(np.float32)
+        return finish(out, _CAST_KINDS[name], 8 * dtype.itemsize, 0, values.size, size, 0)
+
+
+_CAST_KINDS: Final = {"float32": Kind.RAW32, "float16": Kind.RAW16, "bfloat16": Kind.BRAIN16}
+
+
+@dataclass(frozen=True)
+class PreparedIntegers(PreparedRegion):
+    """A tensor that is sent in whole numbers of scales."""
+
+    codec: Integers
+    key: int
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        bits, block = self.codec.bits, self.codec.block
+        blocks = -(-stop // block) - start // block
+        size = 4 * blocks + -(-(stop - start) * bits // 8)
+        body = out[HEADER_BYTES : HEADER_BYTES + size]
+        stochastic = self.codec.stochastic
+        if not encode_integers(self.values, start, stop, bits, block, stochastic, self.key, body, residual):
+            raise self.refuse(start, stop)
+        return finish(out, Kind.INTEGER, bits, start % block, stop - start, size, block)
+
+
+@dataclass(frozen=True)
+class PreparedSparse(PreparedRegion):
+    """A tensor of which some elements are sent.
+
+    bits, chunk: of their values; chunk is 0 without scales.
+    """
+
+    bits: int
+    chunk: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        """Writes the places in [first, last) that are kept; returns how many. -1 where a value is not finite."""
+        raise NotImplementedError
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        """The range of the whole chunks that elements [start, stop) are in."""
+        return whole_chunks(start, stop, self.chunk or 1, self.region.size)
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        first, last = self.reach(start, stop)
+        where = np.empty(last - first + 1, np.int64)
+        count = self.select(first, last, where)
+        if count < 0:
+            raise self.refuse(start, stop)
+        where, body = where[:count], out[HEADER_BYTES:]
+        size = write_sparse(self.values, start, stop, self.bits, self.chunk, where, body, residual)
+        if size < 0:
+            return self._write_raw(start, stop, where, out)
+        phase = start % self.chunk if self.chunk else 0
+        return finish(out, Kind.SPARSE, self.bits, phase, stop - start, size, self.chunk)
+
+    def _write_raw(self, start: int, stop: int, where: NDArray[np.int64], out: Bytes) -> int:
+        """Writes zeros for what is not kept: fewer bytes where most are."""
+        inside = where[np.searchsorted(where, start) : np.searchsorted(where, stop)]
+        size = 4 * (stop - start)
+        values = out[HEADER_BYTES : HEADER_BYTES + size].view(np.float32)
+        values[:] = 0.0
+        values[inside - start] = self.values[inside]
+        return finish(out, Kind.RAW32, 32, 0, stop - start, size, 0)
+
+
+@dataclass(frozen=True)
+class PreparedTopK(PreparedSparse):
+    """A tensor whose largest elements are sent. threshold, ties_stop: as ``sparse.largest`` returned them."""
+
+    threshold: int
+    ties_stop: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        return int(select_above(self.values, first, last, self.threshold, self.ties_stop, where))
+
+
+@dataclass(frozen=True)
+class PreparedChunkedTopK(PreparedSparse):
+    """A tensor of which the largest elements of each chunk are sent. period: elements of such a chunk."""
+
+    kept: int
+    period: int
+
+    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
+        return int(select_chunks(self.values, first, last, self.period, self.kept, where))
+
+    def reach(self, start: int, stop: int) -> tuple[int, int]:
+        return whole_chunks(start, stop, self.period, self.region.size)
+
+
+@dataclass(frozen=True)
+class PreparedSigns(PreparedRegion):
+    """A tensor that is sent as signs, with the mean magnitude of each block."""
+
+    block: int
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        size = 4 * (-(-stop // self.block) - start // self.block) + -(-(stop - start) // 8)
+        body = out[HEADER_BYTES : HEADER_BYTES + size]
+        if not encode_signs(self.values, start, stop, self.block, body, residual):
+            raise self.refuse(start, stop)
+        return finish(out, Kind.ONE_BIT, 1, start % self.block, stop - start, size, self.block)
+
+
+@dataclass(frozen=True)
+class PreparedRandom(PreparedRegion):
+    """A tensor of which one element of each period is sent, times ``factor``. bits: of its value."""
+
+    period: int
+    key: int
+    bits: int
+    factor: float
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        sent = np.empty((stop - start) // self.period + 2, np.float32)
+        key, factor = np.uint64(self.key), np.float32(self.factor)
+        count = select_random(self.values, start, stop, key, self.period, factor, sent, residual)
+        if count < 0:
+            raise self.refuse(start, stop)
+        sent, size = sent[:count], 16 + count * (self.bits // 8)
+        body = out[HEADER_BYTES : HEADER_BYTES + size]
+        body[:16] = np.array([self.key, start], np.uint64).view(np.uint8)
+        if self.bits == 32:
+            body[16:] = sent.view(np.uint8)
+        else:
+            self._write_brains(sent, start, body[16:], residual[start:stop])
+        return finish(out, Kind.RANDOM, self.bits, 0, stop - start, size, self.period)
+
+    def _write_brains(self, sent: Floats, start: int, out: Bytes, residual: Floats) -> None:
+        """Writes values as finite bfloat16, and adds what that leaves out to the residual of the segment's elements."""
+        brains = np.empty(sent.size, NUMPY_DTYPES["bfloat16"])
+        narrow(sent, brains)
+        words = brains.view(np.uint16)
+        words[(words & 0x7FFF) == 0x7F80] -= 1
+        out[:] = words.view(np.uint8)
+        if residual.size:
+            where = places(self.key, self.period, start, start + residual.size) - start
+            residual[where] = sent - brains.astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PreparedLowRank(PreparedRegion):
+    """A matrix that is sent as rows of a product of two factors: p (rows, rank) and q (rank, columns)."""
+
+    p: Floats
+    q: Floats
+
+    @property
+    def next_state(self) -> Floats | None:
+        return self.q
+
+    def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
+        rank, columns = self.q.shape
+        first, column = divmod(start, columns)
+        p, q = self.p[first : -(-stop // columns)].reshape(-1), self.q.reshape(-1)
+        size = 4 + 4 * (p.size + q.size)
+        is_raw = size > 4 * (stop - start)
+        decoded = np.zeros(stop - start if residual.size or is_raw else 0, np.float32)
+        add_low_rank(p, q, rank, columns, column, decoded)
+        if residual.size:
+            np.subtract(self.values[start:stop], decoded, out=residual[start:stop])
+        if is_raw:
+            out[HEADER_BYTES : HEADER_BYTES + decoded.nbytes] = decoded.view(np.uint8)
+            return finish(out, Kind.RAW32, 32, 0, stop - start, decoded.nbytes, 0)
+        body = out[HEADER_BYTES : HEADER_BYTES + size]
+        body[:4] = np.array([column], np.uint32).view(np.uint8)
+        body[4 : 4 + p.nbytes] = p.view(np.uint8)
+        body[4 + p.nbytes :] = q.view(np.uint8)
+        return finish(out, Kind.LOW_RANK, rank, 0, stop - start, size, columns)
+
+
+def whole_chunks(start: int, stop: int, chunk: int, size: int) -> tuple[int, int]:
+    """The range of the whole chunks that elements [start, stop) of a tensor of ``size`` elements are in."""
+    return start // chunk * chunk, min(-(-stop // chunk) * chunk, size)
+
+
+def finish(out: Bytes, kind: Kind, bits: int, phase: int, elements: int, size: int, parameter: int) -> int:
+    """Writes the header and the padding of a segment whose body is there. Returns the bytes of it all."""
+    HEADER.pack_into(out.data, 0, kind, bits, phase, elements, size, parameter)
+    end = HEADER_BYTES + padded(size)
+    out[HEADER_BYTES + size : end] = 0
+    return end
