@@ -100,7 +100,7 @@ def check_codec(codec: Codec) -> Codec:
     for one in codec.codecs.values() if isinstance(codec, PerTensor) else (codec,):
         if isinstance(one, Compressor) and one.feedback == "ef21":
             raise InvalidArgumentError(
-                'error_feedback="ef21" needs servers that keep an estimate of each gradient, which these do not: use True'
+                'error_feedback="ef21" needs servers that keep estimates of gradients, which these do not: use True'
             )
     return codec
 

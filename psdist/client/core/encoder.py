@@ -231,7 +231,7 @@ class GradientEncoder:
             return False
         self.totals.add(push)
         self._ordinal += 1
-        kept = {one.region.start: one.state for one in push.prepared.values() if one.state is not None}
+        kept = {one.region.start: one.next_state for one in push.prepared.values() if one.next_state is not None}
         self._kept = self._kept | kept
         missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
         unchanged = [slice(*self.slicing.bounds(index)) for index in missing]
