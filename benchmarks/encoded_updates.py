@@ -31,7 +31,11 @@ Floats = NDArray[np.float32]
 Parts = list[list[NDArray[Any]]]
 
 #: What is measured: a title, and the codec of all workers.
-CASES: list[tuple[str, compression.Codec]] = [("Int8", compression.Int8())]
+CASES: list[tuple[str, compression.Codec]] = [
+    ("Int8", compression.Int8()),
+    ("TopK(0.01)", compression.TopK(0.01)),
+    ("ChunkedTopK, 2 bits", compression.ChunkedTopK(bits=2)),
+]
 OPTIMIZERS = {"SGD": optim.SGD(lr=0.01), "Adam": optim.Adam()}
 
 

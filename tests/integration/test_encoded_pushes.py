@@ -24,7 +24,7 @@ from tests.integration import test_connect_stream as by_tcp
 from tests.integration import test_share_stream as by_memory
 from tests.integration.test_connect_stream import COUNT, STEPPED, TcpBench, connected, framed
 from tests.integration.test_server_service import GRADIENT, INITIAL, TOTAL, cut, payloads
-from tests.support.segments import integers, raw
+from tests.support.segments import integers, raw, sparse
 
 #: A server that is reached by gRPC and by TCP.
 bench = by_tcp.bench
@@ -34,7 +34,7 @@ SEGMENTS: dict[str, Any] = {"codec": cpb.CODEC_SEGMENTS}
 ENCODED = [
     raw(GRADIENT[:10]),
     integers(range(-4, 4), [0.3]) + raw(GRADIENT[18:20]),
-    raw(GRADIENT[20:].astype(np.float16)),
+    sparse(2, [1], [2.5]) + raw(GRADIENT[22:].astype(np.float16)),
 ]
 
 
@@ -157,6 +157,9 @@ MALFORMED: dict[str, bytes] = {
     "cut off": raw(GRADIENT[:10])[:-4],
     "more after it": raw(GRADIENT[:10]) + bytes(4),
     "unknown kind": b"\xee" + raw(GRADIENT[:10])[1:],
+    "place out of range": sparse(10, [3, 10], [1.0, 2.0]),
+    "more values than places": sparse(10, [3], [1.0, 2.0]),
+    "more places than values": sparse(10, [3, 4], [1.0]),
     "longer than it can be": raw(GRADIENT[:10]) + bytes(payload_limit(10)),
 }
 

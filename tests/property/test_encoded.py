@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from psdist import optim
+from psdist import compression, optim
+from psdist.compression import segments
+from psdist.types import TensorSpec
 from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.optimizers import clip_factor
 from tests.property.test_dense import make
-from tests.support.segments import integers, raw
+from tests.support.segments import integers, raw, sparse
 
 pytestmark = pytest.mark.usefixtures("execution")
 
@@ -28,17 +30,41 @@ SPECS: list[optim.Optimizer] = [
     optim.Adam(lr=0.1, overrides=(optim.override("*", eps=0.1),)),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
 ]
+#: As workers encode.
+CODECS: list[compression.Codec] = [
+    compression.Int8(block=100, stochastic=True),
+    compression.Int4(),
+    compression.Int2(),
+    compression.OneBit(),
+    compression.RandomK(0.05),
+    compression.PowerSGD(2),
+    compression.TopK(0.05),
+    *(compression.ChunkedTopK(3, 64, bits) for bits in (32, 16, 8, 2)),
+]
 Part = NDArray[Any]
 
 
 def encoded_part(rng: np.random.Generator, size: int, data: st.DataObject) -> Part:
-    """A random encoding of ``size`` elements, in up to three segments."""
+    """An encoding of ``size`` elements, whole hundreds: by a codec, or of any bytes in up to three segments."""
+    if data.draw(st.booleans()):
+        return _by_codec(rng, size, data.draw(st.sampled_from(CODECS)))
     borders = [0, *sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
     return np.frombuffer(b"".join(_segment(rng, stop - start, data) for start, stop in pairwise(borders)), np.uint8)
 
 
+def _by_codec(rng: np.random.Generator, size: int, codec: compression.Codec) -> Part:
+    tensor = TensorSpec("w", (size // 100, 100), "float32")
+    (region,) = segments.regions([tensor], compression.PerTensor({"*": codec}, min_elements=64))
+    prepared = segments.prepare(region, _values(rng, size), segments.PushNumber(0, 0))
+    out = np.empty(segments.payload_limit(size), np.uint8)
+    return out[: segments.encode([prepared], 0, size, out)]
+
+
 def _segment(rng: np.random.Generator, size: int, data: st.DataObject) -> bytes:
-    kind = data.draw(st.sampled_from(["float32", "float16", "bfloat16", 8, 4, 2]))
+    kind = data.draw(st.sampled_from(["float32", "float16", "bfloat16", 8, 4, 2, "sparse"]))
+    if kind == "sparse":
+        places = np.flatnonzero(rng.random(size) < data.draw(st.sampled_from([0.0, 0.002, 0.5])))
+        return sparse(size, places.tolist(), _values(rng, places.size).tolist())
     if isinstance(kind, str):
         return raw(_values(rng, size).astype(kernels.DTYPES[kind]))
     block = data.draw(st.sampled_from([16, 100, 4096]))
@@ -127,7 +153,7 @@ def test_a_mean_has_the_bytes_of_the_mean_of_decoded_parts(seed: int, data: st.D
 
 
 @settings(max_examples=30)
-@given(seed=st.integers(0, 2**32 - 1), size=st.integers(2, 9000), data=st.data())
+@given(seed=st.integers(0, 2**32 - 1), size=st.integers(1, 90).map(lambda rows: 100 * rows), data=st.data())
 def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObject) -> None:
     parts = draw_parts(np.random.default_rng(seed), size, data)
     total = encoded.total(parts, size)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _RAW = {"float32": (1, 32), "float16": (2, 16), "bfloat16": (3, 16)}
-_INTEGER = 4
+_INTEGER, _SPARSE = 4, 5
 
 
 def segment(kind: int, bits: int, elements: int, body: bytes, parameter: int = 0, phase: int = 0) -> bytes:
@@ -32,3 +32,15 @@ def integers(codes: Sequence[int], scales: Sequence[float], bits: int = 8, block
     packed = (fields << (bits * np.arange(per_byte))).sum(axis=1).astype(np.uint8)
     body = np.asarray(scales, np.float32).tobytes() + packed.tobytes()
     return segment(_INTEGER, bits, len(codes), body, parameter=block)
+
+
+def sparse(elements: int, places: Sequence[int], values: Sequence[float]) -> bytes:
+    """float32 values at ascending places, zeros elsewhere."""
+    gaps = bytearray()
+    previous = -1
+    for place in places:
+        gap = place - previous - 1
+        gaps += b"\xff" * (gap // 255) + bytes([gap % 255])
+        previous = place
+    body = struct.pack("<I", len(values)) + np.asarray(values, np.float32).tobytes() + gaps
+    return segment(_SPARSE, 32, elements, body)
