@@ -180,7 +180,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="samples per step, of all workers together")
     parser.add_argument("--lr", type=float, default=6e-3, help="Adam's learning rate at first; it falls along a cosine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compression", default="none", help="of the gradients: none, float16, bfloat16")
+    parser.add_argument("--compression", default="none", help="of the gradients: none, bfloat16, int8, topk, ...")
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")
     return parser.parse_args()
 

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from psdist import __version__, default_log
 from psdist.client.datasets import AsyncDataset
+from psdist.client.encoding import check_codec
 from psdist.client.exchange import Options
 from psdist.client.handles import Handles
 from psdist.client.parameters import AsyncParameters
@@ -215,7 +216,12 @@ class AsyncClient(ProcessBound):
             updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first gradient). Schedules go
             on with the step. All workers must agree on it. Once in a run: where that goes back to a snapshot, the
             state begins anew only if it had not yet when the snapshot was taken. Without a snapshot it does nothing.
-        compression, pull_dtype: how this worker sends gradients and gets weights ("float32", "bfloat16", "float16").
+        compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
+            defaults, such as "bfloat16", "int8", "topk" or "chunked_topk". Workers may use different ones. Codecs that
+            leave something out of a gradient add it to the next one. That is in snapshots and in ``statistics()``, and
+            takes three times the memory of the gradients. Where a push is dropped, what was added to it is lost, too;
+            the warning says so.
+        pull_dtype: how it gets weights ("float32", "bfloat16", "float16").
         on_drop: what happens where a push of this worker is dropped, because it had been expelled and the others have
             gone on without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise"
             raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
@@ -242,7 +248,7 @@ class AsyncClient(ProcessBound):
     def _options(self, compression: Codec | str | None, pull_dtype: DType) -> Options:
         if pull_dtype not in WIRE_DTYPES:
             raise DTypeMismatchError(f"pull_dtype={pull_dtype!r:.60} is unknown: use one of {', '.join(WIRE_DTYPES)}")
-        return Options(resolve(compression), pull_dtype, self._request_timeout, self._transport or "auto")
+        return Options(check_codec(resolve(compression)), pull_dtype, self._request_timeout, self._transport or "auto")
 
     # --- data ---
 

@@ -27,8 +27,8 @@ from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.client.session.worker_state import OWN, State
-from psdist.compression import Cast, Codec
-from psdist.errors import FencedError
+from psdist.compression import Cast, Codec, Compressor, PerTensor
+from psdist.errors import FencedError, InvalidArgumentError
 from psdist.types import Layout
 
 if TYPE_CHECKING:
@@ -93,6 +93,16 @@ class EncodedPush:
     def decode_into(self, index: int, out: Flat) -> None:
         """Writes a slice as a server decodes it."""
         self._slices.decode_into(index, out)
+
+
+def check_codec(codec: Codec) -> Codec:
+    """Returns ``codec`` if workers can use it, else raises InvalidArgumentError."""
+    for one in codec.codecs.values() if isinstance(codec, PerTensor) else (codec,):
+        if isinstance(one, Compressor) and one.feedback == "ef21":
+            raise InvalidArgumentError(
+                'error_feedback="ef21" needs servers that keep estimates of gradients, which these do not: use True'
+            )
+    return codec
 
 
 @cache

@@ -150,8 +150,9 @@ class Client(ProcessBound):
             create at once, the lowest rank's values count. None attaches for reading only, once the set exists.
         optimizer: one of ``psdist.optim``, which runs on the servers. Needed with ``init``.
         consistency: ``BSP()`` (the default), ``SSP(staleness)`` or ``ASP()``.
-        compression: dtype of gradients on the wire: "float32" (the default), "bfloat16" or "float16".
-        pull_dtype: dtype of weights on the wire, as ``compression``.
+        compression: how gradients are sent: a codec of ``psdist.compression``, or the name of one with its defaults:
+            "float32" (the default), "bfloat16", "float16", "int8", "topk" and others. Workers may use different ones.
+        pull_dtype: dtype of weights on the wire: "float32", "bfloat16" or "float16".
         non_finite: what NaN and Inf in a gradient do: "reject" raises NonFiniteGradientError, "skip" leaves this
             worker out of the step.
         slice_elements: elements of one slice; 0 lets psdist choose.

@@ -16,7 +16,20 @@ import pytest_asyncio
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.client.core import partition
 from psdist.client.core.encoder import GradientEncoder
-from psdist.compression import Chain, ChunkedTopK, Codec, Float32, Int2, Int4, Int8, TopK
+from psdist.compression import (
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Float32,
+    Int2,
+    Int4,
+    Int8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
@@ -38,6 +51,7 @@ CODECS: dict[str, tuple[Codec, Codec]] = {
     "topk": (TopK(0.01), TopK(0.05, momentum=0.9, warm_up=3)),
     "chunked": (ChunkedTopK(16, 1024, bits=2), Chain(TopK(0.02), Int8())),
     "int2": (Int2(), Int4(stochastic=True)),
+    "signs and thin": (OneBit(), PerTensor({"w1": PowerSGD(2), "*": RandomK(0.1)})),
 }
 BRIEFLY = [pytest.param(name, marks=[] if name in ("mixed", "topk") else [pytest.mark.long]) for name in CODECS]
 _numbers = itertools.count()

@@ -145,6 +145,8 @@ class GradientEncoder:
         self._kept: dict[int, NDArray[Any]] = {}
         self._push: EncodedSlices | None = None
         self.totals = Totals()
+        #: Memory for payloads as they are made, one for each that is made at a time.
+        self._spare: list[NDArray[np.uint8]] = []
 
     # --- a push -------------------------------------------------------------------------------------------------------
 
@@ -178,7 +180,10 @@ class GradientEncoder:
     def _encode_slice(self, push: EncodedSlices, index: int) -> bytes:
         start, stop = self.slicing.bounds(index)
         prepared = [push.prepared[number] for number in self._regions_of(index)]
-        out = np.empty(segments.payload_limit(stop - start), np.uint8)
+        try:
+            out = self._spare.pop()
+        except IndexError:
+            out = np.empty(segments.payload_limit(self.slicing.slice_elements), np.uint8)
         rest = self._residual.after if self.feeds_back else None
         size = segments.encode(prepared, start, stop, out, rest)
         for region in (one.region for one in prepared if rest is not None):
@@ -187,7 +192,9 @@ class GradientEncoder:
                 self._residual.after[part] = 0.0
             elif _momentum(region):  # What was sent begins anew.
                 self._velocity.after[part] *= self._residual.after[part] == self._sums[part]
-        return out[:size].tobytes()
+        payload = out[:size].tobytes()
+        self._spare.append(out)
+        return payload
 
     def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
         """A region with its values. Those of one that is not compressed are read as its slices are encoded."""

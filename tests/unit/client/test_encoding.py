@@ -257,3 +257,10 @@ async def test_kernels_that_take_long_are_waited_for_and_told(
     later.set_result(None)
     await call
     await is_all_there(setup, 0)
+
+
+async def test_an_error_feedback_that_servers_do_not_have_is_refused() -> None:
+    setup = Setup()
+    with pytest.raises(errors.InvalidArgumentError, match='error_feedback="ef21" needs servers'):
+        await setup.start(INIT, compression=PerTensor({"v": Int8(error_feedback="ef21")}))
+    await setup.stop()

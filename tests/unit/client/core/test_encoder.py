@@ -9,7 +9,20 @@ import pytest
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
-from psdist.compression import Chain, ChunkedTopK, Codec, Float16, Int2, Int4, Int8, PerTensor, TopK
+from psdist.compression import (
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Float16,
+    Int2,
+    Int4,
+    Int8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from psdist.compression.segments import accumulate
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, Slicing, TensorSpec
@@ -124,6 +137,9 @@ def test_in_any_order_and_in_pieces_the_bytes_are_the_same() -> None:
         TopK(0.05, momentum=0.9, warm_up=4),
         ChunkedTopK(8, 256, bits=2),
         Chain(TopK(0.05), Int2()),
+        OneBit(),
+        RandomK(0.1, seed=2),
+        PerTensor({"w1": PowerSGD(2), "*": Int8()}, min_vector=64),
     ],
     ids=repr,
 )

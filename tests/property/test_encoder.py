@@ -1,0 +1,71 @@
+"""The encoder, whatever the layout, the slices, the codec and the pushes: nothing is counted twice or lost, and what is
+made does not depend on the order in which it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psdist.client.core.buckets import ReadySlices
+from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+from psdist.compression import ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor, PowerSGD, RandomK, TopK
+from psdist.compression.segments import check
+from psdist.types import Layout, Slicing, TensorSpec
+
+SHAPES = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 300)), st.tuples(st.integers(1, 20), st.integers(1, 20)), st.just(()),
+        st.tuples(st.integers(1, 5), st.integers(1, 5), st.integers(0, 9)),
+    ),
+    min_size=1, max_size=5,
+)  # fmt: skip
+ONE: list[Codec] = [
+    Int8(block=16), Int2(block=32, stochastic=True, error_feedback=True), OneBit(block=64), TopK(0.1),
+    ChunkedTopK(2, 64, bits=2), RandomK(0.2), PowerSGD(1),
+]  # fmt: skip
+CODECS = st.sampled_from(ONE).map(lambda codec: PerTensor({"t1": Int8(), "*": codec}, min_elements=64, min_vector=64))
+
+
+def decoded(push: EncodedSlices, index: int) -> np.ndarray:
+    out = np.empty(push.slicing.size(index), np.float32)
+    push.decode_into(index, out)
+    return out
+
+
+@given(st.data(), SHAPES, CODECS, st.integers(16, 400))
+def test_what_is_sent_and_what_is_kept_is_what_was_given(
+    data: st.DataObject, shapes: list[Any], codec: Codec, slice_elements: int
+) -> None:
+    layout = Layout(tuple(TensorSpec(f"t{number}", shape) for number, shape in enumerate(shapes)))
+    slicing = Slicing(layout.total, slice_elements)
+    encoder, other = (GradientEncoder(codec, layout, slicing, rank=2) for _ in range(2))
+    balance, kept = np.zeros(layout.total), encoder.residual.copy()
+    for seed in range(data.draw(st.integers(1, 4), "pushes")):
+        flat = np.random.default_rng(seed).standard_normal(layout.total).astype(np.float32)
+        ends = data.draw(st.sampled_from(["answered", "not sent"]), "end")
+        chosen = data.draw(st.lists(st.integers(0, slicing.count - 1), unique=True) if slicing.count else st.just([]))
+        push = encoder.begin_push()
+        left = tuple(set(range(slicing.count)).difference(chosen))
+        assert push.settled(ReadySlices((), left)).abstaining == left
+        for index in chosen:
+            assert encoder.encode(push, flat, [index])
+            check(push.payload(index), slicing.size(index))
+        if ends == "not sent":
+            encoder.discard_push()
+            assert encoder.residual.tobytes() == kept.tobytes()
+            continue
+        whole = other.begin_push()
+        other.encode(whole, flat, sorted(chosen))
+        assert whole.payloads == push.payloads
+        for index in chosen:
+            part = slice(*slicing.bounds(index))
+            balance[part] += flat[part] - decoded(push, index).astype(np.float64)
+        assert encoder.end_push() == other.end_push() == bool(chosen)
+        kept = encoder.residual.copy()
+        np.testing.assert_allclose(kept if kept.size else 0.0, balance if kept.size else 0.0, atol=1e-4)
+        assert {name: array.tobytes() for name, array in encoder.state().items()} == {
+            name: array.tobytes() for name, array in other.state().items()
+        }
