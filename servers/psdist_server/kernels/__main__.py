@@ -1,21 +1,25 @@
 """Compiles kernels into numba's cache.
 
-Without arguments every one, which is ``psdist warmup``: then the first run on this machine has them at once. With the
-names of kernels these only, at low priority, and no longer than standard input is open: for ``warm_up``.
+Without arguments every one, those of workers that compress too, which is ``psdist warmup``: then the first run on this
+machine has them at once. Some processes share that work. With the names of kernels these only, at low priority, and no
+longer than standard input is open: for ``warm_up``, and for those processes.
 """
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from itertools import count
 from typing import Final
 
 from psdist_server.kernels.memory import leave_out
 
 _NICENESS: Final = 19
+_PROCESSES_MAX: Final = 4
 
 
 def main() -> None:
@@ -25,17 +29,28 @@ def main() -> None:
     if names:
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
+    from psdist.compression import segments
     from psdist.compression.compiled import Kernel, compile_all
     from psdist_server.kernels import encoded, fused, kernels
 
     all_fused = (value for value in vars(fused).values() if isinstance(value, Kernel))
-    known = {*kernels.KERNELS, *encoded.KERNELS, *all_fused}
+    known = {*kernels.KERNELS, *encoded.KERNELS, *all_fused, *segments.KERNELS}
     everything = [kernel for kernel in known if not names or kernel.__name__ in names]
     begin, done = time.monotonic(), count(1)
     print(f"compiling {len(everything)} kernels: those that are in the cache already take no time", flush=True)
     in_order = sorted(everything, key=lambda kernel: kernel.__name__)
-    compile_all(in_order, lambda: print(f"{next(done)} of {len(everything)}", flush=True))
+    with ExitStack() as stack:
+        if not names and not all(kernel.is_cached for kernel in everything):
+            _share([kernel.__name__ for kernel in in_order], stack)
+        compile_all(in_order, lambda: print(f"{next(done)} of {len(everything)}", flush=True))
     print(f"all kernels are ready after {time.monotonic() - begin:.1f} s")
+
+
+def _share(names: list[str], stack: ExitStack) -> None:
+    """Starts processes that compile some of these kernels: one for each further core. They end with ``stack``."""
+    command = [sys.executable, "-m", "psdist_server.kernels", *names]
+    for _ in range(min(_PROCESSES_MAX, len(os.sched_getaffinity(0))) - 1):
+        stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
 
 
 def _end_with_input() -> None:
