@@ -11,6 +11,8 @@
 #                 snapshots (SNAPSHOT_SEEDS=n), each fault of a storage, and each safeguard taken away in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
+#   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
+#                 a hundredth of them
 #   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
 #   make proto    write psdist/v1 anew from proto/
 #   make kernels  compile the kernels of servers, once; those who need them do it
@@ -37,6 +39,7 @@ ROUNDS ?= 2000
 SEEDS ?= 10000
 ORDINARY_SEEDS ?= 10000
 SNAPSHOT_SEEDS ?= 500
+INPUTS ?= 10000000
 FIRST ?= 0
 
 # Each target starts many processes that import the same modules.
@@ -46,7 +49,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # What make check runs.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_proto.py
 
-.PHONY: demo kernels test check verify long sim chaos bench proto clean
+.PHONY: demo kernels test check verify long sim chaos fuzz bench proto clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -111,6 +114,11 @@ sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation snapshots --faults
 	$(BIN)/python -m tests.simulation snapshots --ablations
 
+# Numba's cache does not tell kernels with checks of bounds from those without.
+fuzz: $(VENV)/.dev kernels
+	$(BIN)/python -m tests.fuzz --inputs $(INPUTS)
+	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.fuzz $(BIN)/python -m tests.fuzz --inputs $$(($(INPUTS) / 100)) --seed 1
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,21 +1,62 @@
-"""Segments: their golden bytes, what is decoded of them, and what is refused."""
+"""Segments: which inputs encoders and decoders refuse, what they do to unusual tensors, and the arguments of codecs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.compression import Codec, Int8, PerTensor
-from psdist.compression.segments import PushNumber, accumulate, check, encode, payload_limit, prepare, regions
+from psdist.compression import (
+    BFloat16,
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Float32,
+    Int2,
+    Int4,
+    Int8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    RandomK,
+    TopK,
+    resolve,
+)
+from psdist.compression.segments import (
+    PushNumber,
+    Region,
+    accumulate,
+    add_decayed,
+    check,
+    encode,
+    payload_limit,
+    prepare,
+    regions,
+)
+from psdist.compression.segments.format import Kind
 from psdist.compression.segments.warm_up import KERNELS
-from psdist.errors import MalformedPayloadError, NonFiniteGradientError
+from psdist.errors import (
+    InvalidArgumentError,
+    MalformedPayloadError,
+    NonFiniteGradientError,
+    ShapeMismatchError,
+    UnknownCodecError,
+)
 from psdist.types import TensorSpec
+from tests.fuzz.segments import CODECS as FUZZED
+from tests.fuzz.segments import OUTCOMES, fuzz
+
+ALL: tuple[Codec, ...] = (
+    *(Float32(), Int8(16), Int4(16), Int2(16), OneBit(16), TopK(0.1), ChunkedTopK(3, 16), ChunkedTopK(3, 16, bits=2)),
+    *(Chain(TopK(0.1), Int8()), RandomK(0.1), Chain(RandomK(0.1), BFloat16()), PowerSGD(2)),
+)
+LARGEST = np.finfo(np.float32).max
 
 
-@pytest.fixture(params=["compiled", "interpreted"], autouse=True)
+@pytest.fixture(params=["compiled", "interpreted"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "_current", kernel.interpreted if request.param == "interpreted" else None)
@@ -23,10 +64,11 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def encoded(values: NDArray[np.float32], codec: Codec) -> bytes:
-    """The payload of one tensor, which is compressed whatever its shape."""
+    """The payload of one square matrix, which is compressed if it has 64 elements."""
     policy = PerTensor({"*": codec}, min_elements=64, min_vector=64)
+    side = int(values.size**0.5)
     prepared = [
-        prepare(r, values[r.start : r.stop], PushNumber(1, 2)) for r in regions([TensorSpec("w", values.shape)], policy)
+        prepare(r, values[r.start : r.stop], PushNumber(1, 2)) for r in regions([TensorSpec("w", (side, side))], policy)
     ]
     out = np.empty(payload_limit(values.size), np.uint8)
     return out[: encode(prepared, 0, values.size, out)].tobytes()
@@ -39,44 +81,243 @@ def decoded(payload: bytes, elements: int) -> NDArray[np.float32]:
     return out
 
 
-def test_float32_is_raw() -> None:
-    payload = encoded(np.float32([1, -2]), Int8())
-    assert payload == bytes.fromhex("01200000 02000000 08000000 00000000 0000803f 000000c0")
-    assert decoded(payload, 2).tolist() == [1, -2]
-
-
-def test_int8() -> None:
-    payload = encoded(np.arange(-32, 33, dtype=np.float32) * 127 / 32, Int8(block=64))
-    head, scales, codes = payload[:16], payload[16:24], payload[24:]
-    assert head == bytes.fromhex("04080000 41000000 49000000 40000000")
-    assert scales == np.float32([1, 1]).tobytes()
-    assert codes[:4] == bytes([0x81, 0x85, 0x89, 0x8D]) and codes[64:] == bytes([0x7F, 0, 0, 0])
-
-
+@pytest.mark.parametrize("codec", ALL, ids=repr)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("size", [3, 500])
-def test_what_is_not_finite_is_not_encoded(bad: float, size: int) -> None:
-    values = np.ones(size, np.float32)
-    values[2] = bad
+@pytest.mark.usefixtures("implementation")
+def test_what_is_not_finite_is_not_encoded(codec: Codec, bad: float) -> None:
+    values = np.ones(400, np.float32)
+    values[123] = bad
     with pytest.raises(NonFiniteGradientError, match="have NaN or Inf"):
-        encoded(values, Int8())
+        encoded(values, codec)
 
 
-def test_what_is_not_finite_is_refused() -> None:
-    payload = bytearray(encoded(np.ones(100, np.float32), Int8()))
-    payload[16:20] = np.float32(np.inf).tobytes()
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+@pytest.mark.usefixtures("implementation")
+def test_zeros_stay_zeros(codec: Codec) -> None:
+    for zero in (0.0, -0.0):
+        assert decoded(encoded(np.full(400, zero, np.float32), codec), 400).tobytes() == bytes(1600)
+
+
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+@pytest.mark.usefixtures("implementation")
+def test_unusual_values_are_encoded(codec: Codec) -> None:
+    """Constants, denormal numbers, and one huge value: what is decoded is no further away than nothing is."""
+    for values in (np.full(400, -3.5), np.full(400, 1e-42), np.r_[np.full(399, 1e-3), LARGEST], np.full(400, LARGEST)):
+        gradient = values.astype(np.float32)
+        error = (gradient - decoded(encoded(gradient, codec), 400)).astype(np.float64)
+        assert np.linalg.norm(error) <= np.linalg.norm(gradient.astype(np.float64)) * 1.0001
+
+
+@pytest.mark.parametrize("codec", ALL, ids=repr)
+def test_sizes_0_and_1(codec: Codec) -> None:
+    assert encoded(np.empty(0, np.float32), codec) == b""
+    assert decoded(encoded(np.array([2.5], np.float32), codec), 1).tolist() == [2.5]
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    region, number = Region(0, 100, Int8(), (100,)), PushNumber(0, 0)
+    with pytest.raises(ShapeMismatchError):
+        prepare(region, np.ones(200, np.float32)[::2], number)
+    with pytest.raises(InvalidArgumentError):
+        prepare(region, np.ones(100), number)  # type: ignore[arg-type]
+    prepared = [prepare(region, np.ones(100, np.float32), number)]
+    with pytest.raises(InvalidArgumentError, match="628 may be needed"):
+        encode(prepared, 0, 100, np.empty(627, np.uint8))
+    with pytest.raises(InvalidArgumentError, match="element 100 of the flat vector is in no prepared region"):
+        encode(prepared, 50, 150, np.empty(4096, np.uint8))
+    with pytest.raises(ShapeMismatchError):
+        accumulate(encoded(np.ones(100, np.float32), Int8()), np.ones(200, np.float32)[::2])
+    with pytest.raises(UnknownCodecError):
+        prepare(Region(0, 100, PerTensor({}), (100,)), np.ones(100, np.float32), number)
+
+
+def segment(kind: int, bits: int, phase: int, elements: int, parameter: int, body: bytes) -> bytes:
+    header = struct.pack("<BBHIII", kind, bits, phase, elements, len(body), parameter)
+    return header + body + bytes(-len(body) % 4)
+
+
+def sparse(count: int, gaps: bytes, values: int | None = None) -> bytes:
+    """A SPARSE segment of 300 elements with values of 32 bits."""
+    written = struct.pack("<I", count) + bytes(4 * (count if values is None else values)) + gaps
+    return segment(Kind.SPARSE, 32, 0, 300, 0, written)
+
+
+RAW = segment(Kind.RAW32, 32, 0, 300, 0, bytes(1200))
+SCALES = np.ones(19, np.float32).tobytes()
+MALFORMED = {
+    "nothing": b"",
+    "a cut header": RAW[:10],
+    "a cut body": RAW[:-4],
+    "trailing zeros": RAW + bytes(4),
+    "a second segment": RAW + RAW,
+    "no elements": segment(Kind.RAW32, 32, 0, 0, 0, b"") + RAW,
+    "too few elements": segment(Kind.RAW32, 32, 0, 299, 0, bytes(1196)),
+    "a body beyond the end": RAW[:8] + b"\xff\xff\xff\xff" + RAW[12:],
+    "an unknown kind": segment(99, 32, 0, 300, 0, bytes(1200)),
+    "another width": segment(Kind.RAW32, 16, 0, 300, 0, bytes(600)),
+    "a phase of nothing": segment(Kind.RAW32, 32, 1, 300, 0, bytes(1200)),
+    "a block of 0": segment(Kind.INTEGER, 8, 0, 300, 0, bytes(300)),
+    "a small block": segment(Kind.INTEGER, 8, 0, 300, 15, bytes(380)),
+    "a phase beyond the block": segment(Kind.INTEGER, 8, 16, 300, 16, SCALES + bytes(304)),
+    "a missing scale": segment(Kind.INTEGER, 8, 0, 300, 16, SCALES[4:] + bytes(300)),
+    "a negative scale": segment(Kind.INTEGER, 8, 0, 300, 16, struct.pack("<f", -1.0) + SCALES[4:] + bytes(300)),
+    "unused bits": segment(Kind.ONE_BIT, 1, 0, 300, 16, SCALES + bytes(37) + b"\x80"),
+    "padding": segment(Kind.INTEGER, 2, 0, 300, 300, bytes(79))[:-1] + b"\1",
+    "more places than values": sparse(1, b"\0\0"),
+    "more values than places": sparse(2, b"\0"),
+    "missing values": sparse(2, b"\0\0", 1),
+    "a count beyond everything": sparse(2**32 - 1, b"\0", 1),
+    "a place beyond the end": sparse(1, b"\xff\x2d"),
+    "an open end": sparse(1, b"\0\xff"),
+    "gaps far beyond the end": sparse(1, b"\xff" * 200 + b"\0"),
+    "a period of 0": segment(Kind.RANDOM, 32, 0, 300, 0, bytes(16)),
+    "a place above 2 ** 62": segment(Kind.RANDOM, 32, 0, 300, 300, bytes(15) + b"\x80" + bytes(4)),
+    "too many random values": segment(Kind.RANDOM, 32, 0, 300, 300, bytes(16) + bytes(8)),
+    "rank 0": segment(Kind.LOW_RANK, 0, 0, 300, 20, bytes(4)),
+    "columns of nothing": segment(Kind.LOW_RANK, 1, 0, 300, 2**32 - 1, bytes(4)),
+    "a column beyond the row": segment(Kind.LOW_RANK, 1, 0, 300, 20, struct.pack("<I", 20) + bytes(4 * 36)),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.usefixtures("implementation")
+def test_what_is_malformed_is_refused(name: str) -> None:
+    with pytest.raises(MalformedPayloadError):
+        check(MALFORMED[name], 300)
+    out = np.zeros(300, np.float32)
+    try:
+        accumulate(MALFORMED[name], out)
+    except MalformedPayloadError:
+        pass
+    else:
+        assert name in ("a negative scale", "unused bits", "padding", "an open end")
+
+
+@pytest.mark.usefixtures("implementation")
+def test_long_payloads_are_refused() -> None:
+    with pytest.raises(MalformedPayloadError, match="at most 1628 are allowed"):
+        check(bytes(1629), 300)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bits", "parameter", "body"),
+    [
+        (Kind.RAW32, 32, 0, np.full(4, np.nan, np.float32)),
+        (Kind.RAW16, 16, 0, np.full(4, np.inf, np.float16)),
+        (Kind.BRAIN16, 16, 0, np.full(4, 0xFF80, np.uint16)),
+        (Kind.INTEGER, 8, 16, np.array([LARGEST / 127, 0], np.float32)),
+        (Kind.ONE_BIT, 1, 16, np.array([np.inf], np.float32).view(np.uint8).tolist() + [0]),
+        (Kind.LOW_RANK, 1, 4, np.array([0, 1e20, 1e20, 0, 0, 0], np.float32)),
+    ],
+)
+@pytest.mark.usefixtures("implementation")
+def test_what_is_not_finite_is_told_apart(kind: Kind, bits: int, parameter: int, body: NDArray[np.float32]) -> None:
+    data = bytes(body) if isinstance(body, list) else body.tobytes()
+    payload = segment(kind, bits, 0, 4, parameter, data)
     with pytest.raises(NonFiniteGradientError, match="from byte 0 on"):
-        check(payload, 100)
+        check(payload, 4)
+    with pytest.raises(MalformedPayloadError):  # What is malformed as well is malformed.
+        check(payload + b"\0", 4)
 
 
-@pytest.mark.parametrize("change", [lambda p: p[:-1], lambda p: p + b"\0", lambda p: b"\xff" + p[1:], lambda p: p * 2])
-def test_what_is_malformed_is_refused(change) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(MalformedPayloadError):
-        check(change(encoded(np.ones(100, np.float32), Int8())), 100)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Int8(block=15),
+        lambda: Int8(block=65537),
+        lambda: Int8(stochastic=1),  # type: ignore[arg-type]
+        lambda: Int4(seed=-1),
+        lambda: Int2(error_feedback="always"),  # type: ignore[arg-type]
+        lambda: OneBit(residual_decay=0.0),
+        lambda: OneBit(residual_decay=float("nan")),
+        lambda: TopK(0.0),
+        lambda: TopK(1.5),
+        lambda: TopK(warm_up=-1),
+        lambda: TopK(momentum=-0.5),
+        lambda: ChunkedTopK(k=0),
+        lambda: ChunkedTopK(k=65, chunk=64),
+        lambda: ChunkedTopK(bits=4),
+        lambda: RandomK(1e-6),
+        lambda: PowerSGD(0),
+        lambda: PowerSGD(256),
+        lambda: Chain(Int8(), Int8()),  # type: ignore[arg-type]
+        lambda: Chain(TopK(), Int4()),
+        lambda: Chain(TopK(), Int8(stochastic=True)),
+        lambda: Chain(RandomK(), Int8()),
+        lambda: PerTensor({"*": "int8"}),  # type: ignore[dict-item]
+        lambda: PerTensor({"*": Int8()}, min_elements=63),
+        lambda: PerTensor({"*": PerTensor({})}),
+    ],
+)
+def test_wrong_arguments_are_refused(wrong: Callable[[], Codec]) -> None:
+    with pytest.raises(InvalidArgumentError):
+        wrong()
 
 
-def test_nothing_encodes_nothing() -> None:
-    assert encoded(np.empty(0, np.float32), Int8()) == b""
-    check(b"", 0)
-    with pytest.raises(MalformedPayloadError):
-        check(b"", 1)
+def test_biased_codecs_have_an_error_feedback() -> None:
+    assert Int8().feedback is True and TopK(error_feedback="ef21").feedback == "ef21"
+    assert Int8(stochastic=True).feedback is False and Int8(error_feedback=False).feedback is False
+
+
+def test_names() -> None:
+    assert resolve("int8") == Int8() and resolve("topk") == TopK(0.01) and resolve(PowerSGD(2)) == PowerSGD(2)
+
+
+def test_tensors_get_their_codecs() -> None:
+    tensors = [
+        *(TensorSpec("embedding", (100, 50)), TensorSpec("layer/bias", (5000,)), TensorSpec("norm", (50,))),
+        *(TensorSpec("tiny", (10, 10)), TensorSpec("layer/weight", (50, 60)), TensorSpec("flat", (100000,))),
+    ]
+    codec = PerTensor({"embedding": TopK(), "layer/*": Int8(), "f*": OneBit()})
+    found = [(r.start, r.stop, r.codec, r.shape) for r in regions(tensors, codec)]
+    assert found == [
+        (0, 5000, TopK(), (100, 50)),
+        (5000, 10150, Float32(), (5150,)),
+        (10150, 13150, Int8(), (50, 60)),
+        (13150, 113150, OneBit(), (100000,)),
+    ]
+
+
+def test_the_ratio_falls_from_a_quarter() -> None:
+    ratios = [TopK(0.01, warm_up=4).ratio_at(ordinal) for ordinal in range(6)]
+    assert ratios[0] == 0.25 and ratios[4:] == [0.01, 0.01] and ratios == sorted(ratios, reverse=True)
+
+
+def test_chance_is_right_in_the_mean_and_differs_from_push_to_push() -> None:
+    region = Region(0, 6400, Int4(stochastic=True), (80, 80))
+    values = np.linspace(-1, 1, 6400, dtype=np.float32)
+    total, payloads, out = np.zeros(6400, np.float32), set(), np.empty(payload_limit(6400), np.uint8)
+    for ordinal in range(200):
+        size = encode([prepare(region, values, PushNumber(0, ordinal))], 0, 6400, out)
+        accumulate(out[:size], total)
+        payloads.add(out[:size].tobytes())
+    assert len(payloads) == 200
+    assert abs((total / 200 - values).mean()) < 1e-4 and np.abs(total / 200 - values).max() < 0.03
+
+
+def test_low_rank_comes_nearer_with_each_push() -> None:
+    rng = np.random.default_rng(0)
+    matrix = (rng.standard_normal((60, 3)) @ rng.standard_normal((3, 50))).astype(np.float32).reshape(-1)
+    region, state, errors = Region(0, 3000, PowerSGD(2), (60, 50)), None, []
+    for ordinal in range(4):
+        prepared = prepare(region, matrix, PushNumber(0, ordinal), state)
+        state, out, residual = prepared.next_state, np.empty(payload_limit(3000), np.uint8), np.empty(3000, np.float32)
+        encode([prepared], 0, 3000, out, residual)
+        errors.append(float(np.linalg.norm(residual)))
+    singular = np.linalg.svd(matrix.reshape(60, 50), compute_uv=False)
+    assert errors == sorted(errors, reverse=True) and errors[-1] < 1.05 * singular[2]
+
+
+@pytest.mark.usefixtures("implementation")
+def test_residuals_decay() -> None:
+    gradient, residual, out = np.ones(9, np.float32), np.full(9, 2, np.float32), np.empty(9, np.float32)
+    assert add_decayed(gradient, residual, 0.25, out) and out.tolist() == [1.5] * 9
+    residual[4] = np.inf
+    assert not add_decayed(gradient, residual, 0.25, out)
+
+
+@pytest.mark.parametrize("name", FUZZED)
+def test_decoders_are_safe(name: str) -> None:
+    """A short run of ``python -m tests.fuzz``."""
+    outcomes = fuzz(FUZZED[name], 20_000, seed=7)
+    assert outcomes[OUTCOMES[0]] > 1000 and outcomes[OUTCOMES[1]] > 1000 and not outcomes["WRONG"]
