@@ -24,7 +24,8 @@ from psdist.compression.segments.random_places import place, place_count
 
 BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
 
-_U, _I, _F = np.uint32, np.int64, np.float32
+_U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
+_SIGN = np.uint32(0x80000000)
 # numba takes single numbers as constants.
 _HEADER: Final = HEADER_BYTES
 _RAW32, _RAW16, _BRAIN16 = int(Kind.RAW32), int(Kind.RAW16), int(Kind.BRAIN16)
@@ -283,16 +284,35 @@ def _add_words(kind: Any, body: Any, out: Any) -> None:
 
 
 @part
+def _unpack_some(codes: Any, bits: Any, start: Any, first: Any, last: Any, out: Any) -> None:
+    """Elements [first, last) of ``_unpack``, one by one."""
+    half = _I(1) << (bits - 1)
+    for i in range(first, last):
+        at = (start + i) * bits
+        out[i] = ((_I(codes[at >> 3]) >> (at & 7) & (2 * half - 1)) ^ half) - half
+
+
+@part
 def _unpack(codes: Any, bits: Any, start: Any, out: Any) -> None:
-    """The signed codes from number ``start`` on, as int8."""
+    """The signed codes of 4 or 2 bits from number ``start`` on, as int8."""
+    per_byte = 8 // bits
+    head = min(-start % per_byte, out.size)
+    whole = (out.size - head) // per_byte
+    _unpack_some(codes, bits, start, 0, head, out)
+    packed, aligned = codes[(start + head) // per_byte :], out[head:]
     if bits == 4:
-        for i in range(out.size):
-            code = codes[(start + i) >> 1] >> np.uint8(4 * ((start + i) & 1))
-            out[i] = np.int8(np.int8(code << np.uint8(4)) >> np.int8(4))
+        for i in range(whole):
+            byte = _S(packed[i])
+            aligned[2 * i] = _S(byte << _S(4)) >> _S(4)
+            aligned[2 * i + 1] = byte >> _S(4)
     else:
-        for i in range(out.size):
-            code = codes[(start + i) >> 2] >> np.uint8(2 * ((start + i) & 3))
-            out[i] = np.int8(np.int8(code << np.uint8(6)) >> np.int8(6))
+        for i in range(whole):
+            byte = _S(packed[i])
+            aligned[4 * i] = _S(byte << _S(6)) >> _S(6)
+            aligned[4 * i + 1] = _S(byte << _S(4)) >> _S(6)
+            aligned[4 * i + 2] = _S(byte << _S(2)) >> _S(6)
+            aligned[4 * i + 3] = byte >> _S(6)
+    _unpack_some(codes, bits, start, head + whole * per_byte, out.size, out)
 
 
 @part
@@ -390,6 +410,14 @@ def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
 
 
 @part
+def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, out: Any) -> None:
+    """Adds ``scale`` with their signs to elements [first, last), one by one. start: the sign of ``out``'s first."""
+    for i in range(first, last):
+        at = start + i
+        out[i] += _U(scale ^ _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))).view(np.float32)
+
+
+@part
 def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
     """Adds the block's scale with the element's sign."""
     blocks = block_count(phase, out.size, block)
@@ -398,10 +426,15 @@ def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
     for b in range(blocks):
         stop = min((b + 1) * block - phase, out.size)
         part_out, scale = out[start:stop], scales[b]
-        for i in range(part_out.size):
-            at = start + i
-            sign = _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))
-            part_out[i] += _U(scale ^ sign).view(np.float32)
+        head = min(-start % 8, part_out.size)
+        whole = (part_out.size - head) // 8
+        _add_some_signs(signs, start, scale, 0, head, part_out)
+        bytes_here, aligned = signs[(start + head) // 8 :], part_out[head:]
+        for i in range(whole):
+            byte = _U(bytes_here[i])
+            for j in range(8):
+                aligned[8 * i + j] += _U(scale ^ _U(_U(byte << _U(31 - j)) & _SIGN)).view(np.float32)
+        _add_some_signs(signs, start, scale, head + 8 * whole, part_out.size, part_out)
         start = stop
 
 

@@ -206,7 +206,7 @@ def test_long_payloads_are_refused() -> None:
         (Kind.RAW16, 16, 0, np.full(4, np.inf, np.float16)),
         (Kind.BRAIN16, 16, 0, np.full(4, 0xFF80, np.uint16)),
         (Kind.INTEGER, 8, 16, np.array([LARGEST / 127, 0], np.float32)),
-        (Kind.ONE_BIT, 1, 16, np.array([np.inf], np.float32).view(np.uint8).tolist() + [0]),
+        (Kind.ONE_BIT, 1, 16, [*np.array([np.inf], np.float32).view(np.uint8).tolist(), 0]),
         (Kind.LOW_RANK, 1, 4, np.array([0, 1e20, 1e20, 0, 0, 0], np.float32)),
     ],
 )
