@@ -21,6 +21,8 @@ CONTROL_MESSAGE_BYTES: Final = 64 << 20
 METADATA_BYTES: Final = 16 << 10
 #: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
 SHARED_MESSAGE_BYTES: Final = 4 << 20
+#: Who does not answer for so long, though its peer asks, is hung up on.
+KEEPALIVE_SECONDS: Final = 2.0
 #: Largest HTTP/2 frame that is asked for. It fits the window.
 FRAME_BYTES: Final = 1 << 20
 
