@@ -22,7 +22,6 @@ from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results
-from psdist.client.session.cluster_view import again
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.errors import (
     ClosedError,
@@ -31,6 +30,7 @@ from psdist.errors import (
     InvalidArgumentError,
     PsdistError,
     WaitTimeoutError,
+    again,
 )
 
 
