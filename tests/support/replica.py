@@ -44,6 +44,12 @@ class FakeReplica:
         self._answers.put_nowait(b"")
         await self.idle.wait()
 
+    async def opened_again(self, count: int) -> None:
+        """Returns when the primary has opened so many streams, and waits for answers."""
+        while self.opened < count:
+            self.idle.clear()
+            await self.idle.wait()
+
     # --- the call -----------------------------------------------------------------------------------------------------
 
     async def write(self, data: bytes) -> None:

@@ -40,24 +40,23 @@ class Call:
         self._stage = stage
         self._port = port
         self._answered = False
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
 
     async def write(self, _: bytes) -> None:
         if self._stage == "nothing":
-            await self.ended
+            await self.ended.wait()
 
     async def read(self) -> Any:
         if self._stage in ("connect", "accept") and not self._answered:
             self._answered = True
             return pb.ConnectResponse(port=self._port, nonce=bytes(32)).SerializeToString()
-        await self.ended
+        await self.ended.wait()
         raise grpc.aio.AioRpcError(
             grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed"
         )
 
     def cancel(self) -> None:
-        if not self.ended.done():
-            self.ended.set_result(None)
+        self.ended.set()
 
 
 class Setup:
@@ -129,7 +128,7 @@ async def test_the_loss_of_a_server_ends_it(ports: dict[str, int], name: str, st
     setup = Setup(name, stage, ports.get(stage, 0))
     await setup.prepare_and(setup.lose)
     assert "server-0 is gone: it was killed" in setup.transport.why_closed("server-0")
-    assert setup.call.ended.done()
+    assert setup.call.ended.is_set()
 
 
 @pytest.mark.parametrize(("name", "stage"), [case for case in STAGES if case[1] != "nothing"])
