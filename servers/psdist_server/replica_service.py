@@ -113,6 +113,9 @@ class ReplicaStream:
             self.answers.put_nowait(None)
         except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
             self.answers.put_nowait(as_psdist_error(error, "reading an update", log))
+        except asyncio.CancelledError:
+            self.answers.put_nowait(None)
+            raise
 
     async def _admit(self, hello: pb.ReplicateRequest.Hello) -> None:
         sender, store = await self._server.admission.admit_primary(hello)
