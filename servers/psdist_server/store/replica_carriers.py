@@ -15,6 +15,7 @@ Not here: which messages are sent (``replicator``), when a stream is opened (``r
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
@@ -41,8 +42,11 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import fd_passing, frames, status
 from psdist.wire.frame_connection import FrameConnection
 from psdist.wire.member_connection import is_cancelled
+from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
+
+log = logging.getLogger("psdist.server")
 
 #: A slice is copied when no more than this waits to be written.
 COPY_AHEAD_BYTES: Final = 4 << 20
@@ -233,7 +237,10 @@ class FrameCarrier(Carrier):
         elif self._on_response is None:
             self._early.append(response)
         else:
-            self._on_response(response)
+            try:
+                self._on_response(response)
+            except Exception as error:  # The connection ends with a PsdistError alone.
+                raise as_psdist_error(error, "taking an answer of a replica", log) from None
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self._over.done():
