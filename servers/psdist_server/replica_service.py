@@ -47,14 +47,14 @@ class ReplicaService:
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
         self._server = server
         self._listener = listener
-        self._streams: set[ReplicaStream] = set()
+        self._streams: set[StreamFromPrimary] = set()
 
     async def serve(
         self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ReplicateResponse]:
         """Serves one stream. Reads in a task of its own, since an update may wait for its kernel while the next ones
         come."""
-        stream = ReplicaStream(self._server, self._listener)
+        stream = StreamFromPrimary(self._server, self._listener)
         self._streams.add(stream)
         reader = asyncio.create_task(stream.read(requests))
         try:
@@ -73,8 +73,8 @@ class ReplicaService:
             stream.answers.put_nowait(None)
 
 
-class ReplicaStream:
-    """One stream, and the connection beside it if there is one."""
+class StreamFromPrimary:
+    """One stream, and the connection beside it if there is one. The other end is ``StreamToReplica``."""
 
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
         #: What goes over the gRPC stream. None and an error end it.

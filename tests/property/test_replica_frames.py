@@ -23,7 +23,7 @@ from psdist.wire import limits
 from psdist.wire.frame_connection import PREFIX, FrameConnection
 from psdist.wire.shm import PAGE, GradientArena
 from psdist_server import admission
-from psdist_server.replica_service import ReplicaStream
+from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.replica_carriers import FrameCarrier
 from psdist_server.store.replica_memory import UpdateMemory
@@ -174,7 +174,7 @@ def damaged(draw: st.DrawFn, frames: st.SearchStrategy[bytes]) -> Sent:
 class Watched:
     """The replica's end of a stream, which compares what is held before and after each frame."""
 
-    def __init__(self, host: ParameterServer, stream: ReplicaStream) -> None:
+    def __init__(self, host: ParameterServer, stream: StreamFromPrimary) -> None:
         self._store = host.stores["p"]
         self._stream = stream
         self.ended: list[PsdistError | None] = []
@@ -228,7 +228,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
     arena = GradientArena.create(2 * SIZE, "float32")
     try:
         await host.follow(MAP)
-        stream = ReplicaStream(host, TcpListener())
+        stream = StreamFromPrimary(host, TcpListener())
         hello = Request.Hello(run_id="run", server_id="server-0", incarnation=1, epoch=1, parameters="p")
         await stream._admit(hello)
         stream._arena = arena
@@ -251,7 +251,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
         arena.close()
 
 
-async def serve(stream: ReplicaStream) -> PsdistError | None:
+async def serve(stream: StreamFromPrimary) -> PsdistError | None:
     """In place of the gRPC stream, which ends with the first error."""
     while isinstance(answer := await stream.answers.get(), Response):
         pass

@@ -8,7 +8,7 @@ follow their header. The gRPC stream stays open beside the connection, and each 
 Invariants: no message is sent twice, or on two ways: what a stream was opened with carries it to its end. Gradients in
 the arena are referred to until the replica has acknowledged them; at the end those that were not are ``lost``.
 
-Not here: which messages are sent (``replicator``), when a stream is opened (``replica_stream``), the other end
+Not here: which messages are sent (``replicator``), when a stream is opened (``stream_to_replica``), the other end
 (``replica_service``).
 """
 

@@ -8,15 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from replica import SLICE, SLICES, update_memory
 
 from psdist.errors import InternalError, InvalidArgumentError, ServerUnreachableError
-from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.frame_connection import FrameConnection
 from psdist_server.store.replica_carriers import FrameCarrier
 from psdist_server.store.replica_memory import UpdateMemory
 
-SLICE, SLICES = 4096, 4
 Request, Response = pb.ReplicateRequest, pb.ReplicateResponse
 
 
@@ -45,10 +44,8 @@ class Silent:
 
 @pytest.fixture
 def memory() -> Iterator[UpdateMemory]:
-    made = UpdateMemory(Slicing(SLICE * SLICES, SLICE), shared=True)
-    made.arena()
-    yield made
-    made.close()
+    with update_memory() as made:
+        yield made
 
 
 def opened(memory: UpdateMemory) -> tuple[FrameCarrier, Sent]:

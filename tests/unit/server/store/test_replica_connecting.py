@@ -23,8 +23,8 @@ from psdist.wire import fd_passing, frames
 from psdist.wire.shm import GradientArena
 from psdist_server.store import replica_carriers
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.replica_stream import Link
 from psdist_server.store.replicator import Replicator
+from psdist_server.store.stream_to_replica import StreamToReplica
 
 OTHER = Replica("server-1", 1)
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -75,7 +75,7 @@ class Peer:
 
 
 @contextmanager
-def link_to(peer: Peer, *carriers: str) -> Iterator[Link]:
+def stream_to(peer: Peer, *carriers: str) -> Iterator[StreamToReplica]:
     """The primary's end of a stream to ``peer``."""
     memory = UpdateMemory(Slicing(4096, 4096), shared="shm" in carriers)
     network = SimpleNamespace(
@@ -86,9 +86,9 @@ def link_to(peer: Peer, *carriers: str) -> Iterator[Link]:
         carriers=carriers,
     )
     updates = SimpleNamespace(ship_waiting=lambda: None)
-    replicator = SimpleNamespace(name="p", network=network, machines={}, updates=updates, memory=memory, links={})
+    replicator = SimpleNamespace(name="p", network=network, machines={}, updates=updates, memory=memory, streams={})
     try:
-        yield Link(cast(Replicator, replicator), OTHER)
+        yield StreamToReplica(cast(Replicator, replicator), OTHER)
     finally:
         memory.close()
 
@@ -117,44 +117,44 @@ async def turns(count: int) -> None:
 @pytest.mark.parametrize("stage", ["write", "connect", "accept"])
 async def test_the_end_of_the_stream_ends_the_opening(ports: dict[str, int], stage: str) -> None:
     peer = Peer(stage, ports.get(stage, 0))
-    with link_to(peer, "tcp") as link:
+    with stream_to(peer, "tcp") as stream:
         await peer.hello.wait()
         await turns(100)
         assert peer.streams == 1
         peer.cancel()
         async with asyncio.timeout(60):
-            while not link.reason:  # noqa: ASYNC110 - nobody tells
+            while not stream.reason:  # noqa: ASYNC110 - nobody tells
                 await asyncio.sleep(0)
-        assert "Socket closed" in link.reason
-        link.close()
-        await asyncio.gather(link.task, return_exceptions=True)
+        assert "Socket closed" in stream.reason
+        stream.close()
+        await asyncio.gather(stream.task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stage", ["nothing", "write", "connect", "accept"])
 @pytest.mark.parametrize("how", ["the map lacks the replica", "it is opened again"])
 async def test_who_gives_a_stream_up_waits_for_nothing(ports: dict[str, int], stage: str, how: str) -> None:
     peer = Peer(stage, ports.get(stage, 0))
-    with link_to(peer, "tcp") as link:
+    with stream_to(peer, "tcp") as stream:
         await turns(100)
         if how == "it is opened again":
-            link.restart()
+            stream.restart()
             async with asyncio.timeout(60):
                 await peer.ended.wait()
-            assert link.reason in ("", "the stream was opened again")
-        link.close()
+            assert stream.reason in ("", "the stream was opened again")
+        stream.close()
         async with asyncio.timeout(60):
-            await asyncio.gather(link.task, return_exceptions=True)
+            await asyncio.gather(stream.task, return_exceptions=True)
         assert peer.ended.is_set()
 
 
 async def gives_up_after(rounds: int) -> bool:
     """Opens a stream with shared memory, and gives it up after ``rounds``; whether it was open by then."""
     peer = Peer("share")
-    with link_to(peer, "shm") as link:
+    with stream_to(peer, "shm") as stream:
         await turns(rounds)
-        was_open = link.carrier_text == "shm"
-        link.close()
-        await asyncio.gather(link.task, return_exceptions=True)
+        was_open = stream.carrier_text == "shm"
+        stream.close()
+        await asyncio.gather(stream.task, return_exceptions=True)
         await turns(3)  # The loop closes what it has taken over.
         if peer.connection is not None:
             with peer.connection:

@@ -1,6 +1,7 @@
 """The stream from a primary to one replica: opened, and opened again whenever it breaks.
 
-Not here: what is sent (``replicator``, ``replication``), and what carries it (``replica_carriers``).
+Not here: what is sent (``replicator``, ``replication``), what carries it (``replica_carriers``), and the other end
+(``replica_service.StreamFromPrimary``).
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Confirm:
     done: asyncio.Future[None]
 
 
-class Link:
+class StreamToReplica:
     """The stream to ``replica``, for all shards that it holds copies of."""
 
     def __init__(self, replicator: Replicator, replica: Replica) -> None:
@@ -173,8 +174,8 @@ class Link:
         now on, which all replicas get by new streams."""
         if self._replicator.memory.lose(gradients):
             self._replicator.memory.renew()
-            for link in self._replicator.links.values():
-                link.restart()
+            for stream in self._replicator.streams.values():
+                stream.restart()
 
     async def _session(self) -> None:
         replicator, network = self._replicator, self._replicator.network
