@@ -33,6 +33,11 @@ class PsdistError(Exception):
         self.details = {key: str(value) for key, value in details.items()}
 
 
+def again(error: PsdistError) -> PsdistError:
+    """A copy to raise: one error may end many calls, and each has a traceback of its own."""
+    return type(error)(error.message, **error.details)
+
+
 # --- wrong input ------------------------------------------------------------------------------------------------------
 
 

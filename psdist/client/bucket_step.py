@@ -23,7 +23,6 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results
-from psdist.client.session.cluster_view import again
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.errors import (
     ClosedError,
@@ -32,6 +31,7 @@ from psdist.errors import (
     InvalidArgumentError,
     PsdistError,
     WaitTimeoutError,
+    again,
 )
 
 Gradient = Flat | EncodedPush

@@ -272,6 +272,36 @@ class FrameConnection(asyncio.BufferedProtocol):
             receiver.connection_ended(error)
 
 
+class StallTimer:
+    """Calls ``stalled`` with an error where nothing has moved on a connection for ``limits.STALL_SECONDS``: neither a
+    frame that has come in part, nor what its other side does not read. From then on it does nothing."""
+
+    def __init__(self, connection: FrameConnection, stalled: Callable[[PsdistError], None]) -> None:
+        self._connection = connection
+        self._stalled = stalled
+        self._look(-1, -1)
+
+    def _look(self, received: int, paused: int) -> None:
+        """received, paused: of the connection when this was called before."""
+        connection = self._connection
+        self._timer = asyncio.get_running_loop().call_later(
+            # A connection that is not full now, and is then, has paused once more.
+            limits.STALL_SECONDS, self._look, connection.received, connection.paused if connection.is_full else -1
+        )  # fmt: skip
+        if connection.is_within_frame and connection.received == received:
+            self._stop(f"the rest of a frame did not come in {limits.STALL_SECONDS:g} s")
+        elif connection.is_full and connection.paused == paused:
+            self._stop(f"answers were not read for {limits.STALL_SECONDS:g} s")
+
+    def _stop(self, reason: str) -> None:
+        self.cancel()
+        self._stalled(LimitExceededError(reason))
+
+    def cancel(self) -> None:
+        """The connection has ended."""
+        self._timer.cancel()
+
+
 def _shut_down(transport: asyncio.Transport) -> None:
     """Ends the sending at once. After ``abort`` uvloop goes on with what is queued until its next turn, when the memory
     of payloads may have been written to."""

@@ -21,11 +21,17 @@ CONTROL_MESSAGE_BYTES: Final = 64 << 20
 METADATA_BYTES: Final = 16 << 10
 #: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
 SHARED_MESSAGE_BYTES: Final = 4 << 20
+#: Who does not answer for so long, though its peer asks, is hung up on.
+KEEPALIVE_SECONDS: Final = 2.0
 #: Largest HTTP/2 frame that is asked for. It fits the window.
 FRAME_BYTES: Final = 1 << 20
 
+#: Members of a run in the cluster map, which every member holds.
+MEMBERS_MAX: Final = 4096
 CONCURRENT_CALLS_MAX: Final = 4096
-CONNECTIONS_MAX: Final = 2048
+#: gRPC counts connections that broke until it notices, for up to twice KEEPALIVE_SECONDS, and members of a large run
+#: come back all at once: each may have an old one beside its new one.
+CONNECTIONS_MAX: Final = 2 * MEMBERS_MAX
 #: Flow-control windows of one stream: what the transport may read ahead of the program. A server's counts for each
 #: worker in its memory; a client has few streams. Larger ones make transfers cheaper: with 1 MiB at the server, and
 #: frames of 1 MiB in place of 16 KiB, a step of 25 M parameters took 9 % less CPU time than with 256 KiB on both sides.
@@ -42,7 +48,7 @@ STREAM_CALLS_MAX: Final = 4096
 #: As many are on their way or held by the server.
 DIRECT_WINDOW_SLICES: Final = 3
 #: Direct connections to one server that were promised, and did not come yet.
-NONCES_MAX: Final = CONNECTIONS_MAX
+NONCES_MAX: Final = MEMBERS_MAX
 #: A promised connection must come, and show its nonce, within so long.
 NONCE_SECONDS: Final = 5.0
 #: Direct connections to one server that have not shown a nonce yet. One more cuts off the oldest.
@@ -52,8 +58,6 @@ OPENING_BYTES: Final = 64
 #: A frame that has come in part must grow, and a peer must read what it asked for, at least once in so long.
 STALL_SECONDS: Final = 60.0
 
-#: Members of a run in the cluster map, which every member holds.
-MEMBERS_MAX: Final = 4096
 #: Member ids that a scheduler remembers, so that their incarnations are never given twice.
 KNOWN_IDS_MAX: Final = 4 * MEMBERS_MAX
 #: Calls of one member that may wait at the scheduler at a time.

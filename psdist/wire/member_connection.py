@@ -16,7 +16,13 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from psdist.errors import PsdistError, SchedulerUnreachableError, ServerUnreachableError, WaitTimeoutError
+from psdist.errors import (
+    ClosedError,
+    PsdistError,
+    SchedulerUnreachableError,
+    ServerUnreachableError,
+    WaitTimeoutError,
+)
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth, channels, limits, status
@@ -102,8 +108,10 @@ class MemberConnection:
                     address=self.address,
                 ) from None
             error = status.from_call(failure, self.peer)
-            # A scheduler that is frozen, or behind a connection that is half open.
-            raise ServerUnreachableError(error.message) if isinstance(error, WaitTimeoutError) else error from None
+            # A scheduler that is frozen, or behind a connection that is half open; or a connection that the scheduler
+            # closed, because too many came at once. (The end of this client is no error of a call.)
+            passing = isinstance(error, WaitTimeoutError | ClosedError)
+            raise ServerUnreachableError(error.message) if passing else error from None
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""

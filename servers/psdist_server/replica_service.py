@@ -7,7 +7,8 @@ a frame is received into memory of its own, one in the arena is read in place by
 
 Invariants: messages of a stream are handled in the order in which they came; a hello that waits for a map holds up
 those behind it. Memory for a payload is allocated once its slice and size are known to be right. A connection and its
-gRPC stream end together. Acknowledgements that are made in one turn of the event loop are one message.
+gRPC stream end together. One on which a frame, or what it is sent, does not move on for ``limits.STALL_SECONDS`` is cut
+off. Acknowledgements that are made in one turn of the event loop are one message.
 
 Not here: what a message does (``store.backup_shards``), which connections are let in (``tcp_listener``).
 """
@@ -27,7 +28,7 @@ from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableE
 from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, fd_passing, frames, limits
-from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.frame_connection import FrameConnection, StallTimer
 from psdist.wire.frames import Frame
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import PAGE, GradientArena
@@ -46,14 +47,14 @@ class ReplicaService:
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
         self._server = server
         self._listener = listener
-        self._streams: set[ReplicaStream] = set()
+        self._streams: set[StreamFromPrimary] = set()
 
     async def serve(
         self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ReplicateResponse]:
         """Serves one stream. Reads in a task of its own, since an update may wait for its kernel while the next ones
         come."""
-        stream = ReplicaStream(self._server, self._listener)
+        stream = StreamFromPrimary(self._server, self._listener)
         self._streams.add(stream)
         reader = asyncio.create_task(stream.read(requests))
         try:
@@ -72,8 +73,8 @@ class ReplicaService:
             stream.answers.put_nowait(None)
 
 
-class ReplicaStream:
-    """One stream, and the connection beside it if there is one."""
+class StreamFromPrimary:
+    """One stream, and the connection beside it if there is one. The other end is ``StreamToReplica``."""
 
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
         #: What goes over the gRPC stream. None and an error end it.
@@ -84,6 +85,7 @@ class ReplicaStream:
         self._store: ParameterStore | None = None
         self._connection: FrameConnection | None = None
         self._connected = asyncio.Event()
+        self._stall_timer: StallTimer | None = None
         self._arena: GradientArena | None = None
         #: Acknowledgements that are not sent, by shard.
         self._acks: dict[int, pb.ReplicateResponse] = {}
@@ -111,6 +113,9 @@ class ReplicaStream:
             self.answers.put_nowait(None)
         except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
             self.answers.put_nowait(as_psdist_error(error, "reading an update", log))
+        except asyncio.CancelledError:
+            self.answers.put_nowait(None)
+            raise
 
     async def _admit(self, hello: pb.ReplicateRequest.Hello) -> None:
         sender, store = await self._server.admission.admit_primary(hello)
@@ -165,6 +170,7 @@ class ReplicaStream:
             raise
         connection = self._connection = FrameConnection(self)
         await loop.create_unix_connection(lambda: connection, sock=handed)
+        self._stall_timer = StallTimer(connection, self.connection_ended)
         self._arena = arena
 
     async def _connect(self, reason: str) -> None:
@@ -181,6 +187,8 @@ class ReplicaStream:
         """The gRPC stream has ended: so does the connection."""
         if self._admitting is not None:
             self._admitting.cancel()
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
         if self._connection is not None:
             self._connection.abort()
         self._arena = None  # Updates that are not carried out yet refer to its memory.
@@ -219,6 +227,7 @@ class ReplicaStream:
     def connected(self, connection: FrameConnection) -> None:
         """See ``Promised``."""
         self._connection = connection
+        self._stall_timer = StallTimer(connection, self.connection_ended)
         self._connected.set()
         self._send(pb.ReplicateResponse(opened=pb.Opened()))
 

@@ -30,7 +30,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError,
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.frame_connection import FrameConnection, StallTimer
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.kernels.arrays import Gradient
@@ -83,7 +83,7 @@ class TcpCallStream(CallStream):
         #: Answers that were not sent, in order; None where a call has ended.
         self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
         self._sender: asyncio.Task[None] | None = None
-        self._stall_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: StallTimer | None = None
 
     def connected(self, connection: FrameConnection) -> None:
         self._connection = connection
@@ -91,20 +91,7 @@ class TcpCallStream(CallStream):
         self._sender = asyncio.create_task(self._send_answers(connection))
         self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
-        self._watch(connection, -1, -1)
-
-    def _watch(self, connection: FrameConnection, received: int, paused: int) -> None:
-        """Cuts the connection off where nothing has moved since this was called before."""
-        if connection.is_within_frame and connection.received == received:
-            self.connection_ended(LimitExceededError(f"the rest of a frame did not come in {limits.STALL_SECONDS:g} s"))
-        elif connection.is_full and connection.paused == paused:
-            self.connection_ended(LimitExceededError(f"answers were not read for {limits.STALL_SECONDS:g} s"))
-        else:
-            # A connection that was not full now, and is then, has paused once more.
-            paused = connection.paused if connection.is_full else -1
-            self._stall_timer = asyncio.get_running_loop().call_later(
-                limits.STALL_SECONDS, self._watch, connection, connection.received, paused
-            )
+        self._stall_timer = StallTimer(connection, self.connection_ended)
 
     # --- what the connection calls ------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -19,7 +19,7 @@ from psdist.types import Replica, Shard
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels, fd_passing, limits, status
-from psdist.wire.frame_connection import PREFIX
+from psdist.wire.frame_connection import PREFIX, StallTimer
 from psdist.wire.shm import PAGE, GradientArena
 from tests.integration.test_two_copies import SIZE, TOKEN, A, B, Pair
 
@@ -230,6 +230,37 @@ async def test_a_frame_that_is_too_long_is_refused_before_it_comes(
     await primary.connect()
     await primary.send_bytes(PREFIX.pack(header_bytes, payload_bytes))
     assert isinstance(await primary.refusal(), LimitExceededError)
+
+
+@pytest.mark.parametrize("open_with", [Primary.share, Primary.connect])
+async def test_a_primary_that_stops_within_a_payload_is_cut_off(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch, open_with: Callable[[Primary], Awaitable[None]]
+) -> None:
+    monkeypatch.setattr(limits, "STALL_SECONDS", 0.05)
+    primary = replicas.open()
+    await open_with(primary)
+    header = Request(shard=0, term=1, update=update(1)).SerializeToString()
+    await primary.send_bytes(PREFIX.pack(len(header), 4 * SIZE) + header + bytes(SIZE))
+    refused = await primary.refusal()
+    assert isinstance(refused, LimitExceededError) and "the rest of a frame did not come" in refused.message
+    with pytest.raises(ConnectionError):
+        await primary.receive()
+
+
+async def test_a_primary_that_is_silent_between_frames_is_not(
+    replicas: Replicas, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "STALL_SECONDS", 0.001)
+    looked = asyncio.Semaphore(0)
+    plain = StallTimer._look
+    monkeypatch.setattr(StallTimer, "_look", lambda self, *before: (plain(self, *before), looked.release()))
+    primary = replicas.open()
+    await primary.connect()
+    async with asyncio.timeout(60):
+        for _ in range(10):
+            await looked.acquire()
+    monkeypatch.setattr(limits, "STALL_SECONDS", 60.0)
+    await primary.fill()
 
 
 async def test_what_is_no_message_is_refused(replicas: Replicas) -> None:

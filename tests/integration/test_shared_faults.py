@@ -202,10 +202,7 @@ async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> N
         await channel.channel_ready()  # One attempt to connect may take longer than it may on a busy machine.
         call = channel.stream_stream("/psdist.v1.ServerService/Share")(metadata=auth.metadata("secret"))
         arena = GradientArena.create(100, "float32")
-        loss = asyncio.get_running_loop().create_future()
-        attaching = attach(
-            call, pb.Attach(dtype=common_pb2.DTYPE_FLOAT32), arena, Slicing(100, 4096), loss, "the server"
-        )
+        attaching = attach(call, pb.Attach(dtype=common_pb2.DTYPE_FLOAT32), arena, Slicing(100, 4096), "the server")
         if lie:
             with pytest.raises(SharingUnavailableError, match=reason):
                 await attaching

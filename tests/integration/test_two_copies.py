@@ -181,12 +181,12 @@ async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> N
 async def test_streams_that_are_opened_again_in_the_middle_lose_and_repeat_nothing(pair: Pair) -> None:
     """Each time, whatever is under way is lost with the connection, and with shared memory the arena is replaced."""
     await pair.create()
-    (link,) = pair.a.host.stores["p"].replicator.links.values()
+    (stream,) = pair.a.host.stores["p"].replicator.streams.values()
     for step in range(60):
         push = asyncio.create_task(pair.a.push(step))
         for _ in range(step % 12):  # So that the stream ends at any point of the push, and of its opening.
             await asyncio.sleep(0)
-        link.restart()
+        stream.restart()
         async with asyncio.timeout(60):
             assert await push == step + 1
     await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))

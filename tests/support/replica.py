@@ -1,13 +1,30 @@
-"""The other end of a primary's stream to a replica: keeps what it is sent, and answers as a test says."""
+"""The other end of a primary's stream to a replica: keeps what it is sent, and answers as a test says. And memory for
+what a primary sends."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc.aio
 
+from psdist.types import Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
+from psdist_server.store.replica_memory import UpdateMemory
+
+#: Elements of a slice, and slices, of ``update_memory``.
+SLICE, SLICES = 4096, 4
+
+
+@contextmanager
+def update_memory() -> Iterator[UpdateMemory]:
+    """Memory with an arena that has a slot for each slice."""
+    memory = UpdateMemory(Slicing(SLICE * SLICES, SLICE), shared=True)
+    memory.arena()
+    yield memory
+    memory.close()
 
 
 class FakeReplica:
@@ -43,6 +60,12 @@ class FakeReplica:
         self.idle.clear()
         self._answers.put_nowait(b"")
         await self.idle.wait()
+
+    async def opened_again(self, count: int) -> None:
+        """Returns when the primary has opened so many streams, and waits for answers."""
+        while self.opened < count:
+            self.idle.clear()
+            await self.idle.wait()
 
     # --- the call -----------------------------------------------------------------------------------------------------
 

@@ -125,8 +125,3 @@ class ClusterView:
         if self._changed is not None:
             self._changed.set_result(None)
             self._changed = None
-
-
-def again(error: PsdistError) -> PsdistError:
-    """A copy to raise: one error may end many calls, and each has a traceback of its own."""
-    return type(error)(error.message, **error.details)

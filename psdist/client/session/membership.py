@@ -13,10 +13,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from psdist.client.session.cluster_view import ClusterView, again
+from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.registration import Registration
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.errors import ClosedError, FencedError
+from psdist.errors import ClosedError, FencedError, again
 from psdist.types import ClusterMap
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert

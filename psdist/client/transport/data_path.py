@@ -18,11 +18,11 @@ from random import Random
 from typing import Any, Final
 
 from psdist.client.core.routing import Route, RoutingPlan
-from psdist.client.session.cluster_view import ClusterView, again
+from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import Wait, WaitTracker
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import Transports
-from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError
+from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError, again
 from psdist.wire.backoff import Backoff
 
 #: A newer map is waited for at most so long; then the route is tried again, in case it was the server that was behind.

@@ -1,7 +1,7 @@
 """What follows when members register, open sessions, leave, or are lost. Pure.
 
-A member is lost when its session breaks or its lease is over, unless this process itself stood still: then its members
-hang up, are alive, and will be back. A loss that must wait is deferred (``deferred_losses``).
+A member is lost when its session breaks or its lease is over, unless this process itself stood still for so long that
+its members hung up: they are alive, and will be back. A loss that must wait is deferred (``deferred_losses``).
 
 Not here: who is a member (``membership``), what becomes of shards (``replica_manager``), data (``datasets``) and the
 run (``rollback``).
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.events import cluster_events as ev
@@ -72,7 +73,7 @@ class MembershipChanges:
         member_id = self._members.sessions.get(event.call)
         if not member_id:
             return []
-        if now < self._forgiving_until or self._lateness(now) > self._stall_seconds:
+        if now < self._forgiving_until or self._was_hung_up_on(now):
             self._members.sessions.detach(event.call, now)
             return [
                 ev.LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
@@ -94,24 +95,22 @@ class MembershipChanges:
 
     def tick(self, now: float) -> list[ev.Effect]:
         """Time has passed: members are lost whose lease is over."""
-        late, self._ticked = self._lateness(now), now
+        late = now - self._ticked - self._settings.tick_seconds
         if late > self._settings.tick_seconds:
             self._members.sessions.extend(now, late)
-        if late > self._stall_seconds:
+        if self._was_hung_up_on(now):
             self._forgiving_until = now + self._settings.lease_seconds
+        self._ticked = now
         return self._lose(self._members.sessions.expired(now), now)
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""
         return self._end(self.deferred.due(now), now)
 
-    @property
-    def _stall_seconds(self) -> float:
-        """A tick that is later than this says that this process stood still."""
-        return self._settings.lease_seconds / 2
-
-    def _lateness(self, now: float) -> float:
-        return now - self._ticked - self._settings.tick_seconds
+    def _was_hung_up_on(self, now: float) -> bool:
+        """Whether this process may have stood still for so long that members hung up. After a shorter time a session
+        that broke is its member's end: a killed server would be waited for until its lease is over."""
+        return now - self._ticked >= KEEPALIVE_SECONDS
 
     def _replace_at_address(self, member: Member, now: float) -> list[ev.Effect]:
         """An address has one process: a server that is another's successor there, or the same, whose first answer was

@@ -396,18 +396,19 @@ class BackupReplication:
             raise InvalidArgumentError(
                 f"update {update.lsn} of shard {self.number} comes after {self.lsn}: open the stream again"
             )
+        is_here = update.index not in self.awaited
+        if is_here and (version := self.records[update.index].version) != update.version:
+            # Before it is noted: else the next stream would go on behind it.
+            raise InvalidArgumentError(
+                f"an update of version {update.version} of slice {update.index}, which is at {version}"
+            )
         if term != self.term:  # The new primary holds what is held here, and continues from there.
             self.term, self._acked = term, self.lsn
             self._applied.clear()
         self.lsn = update.lsn
-        if update.index in self.awaited:
+        if not is_here:
             return "skip"
-        record = self.records[update.index]
-        if record.version != update.version:
-            raise InvalidArgumentError(
-                f"an update of version {update.version} of slice {update.index}, which is at {record.version}"
-            )
-        record.advance(update.contributors, update.sequence)
+        self.records[update.index].advance(update.contributors, update.sequence)
         return "apply"
 
     def applied(self, term: int, lsn: int) -> int:

@@ -47,7 +47,8 @@ class BackgroundCompiler:
     async def loaded(self) -> None:
         """Waits for kernels that are in the cache. It takes a moment, and memory, which the first requests want too."""
         for loading in tuple(self._loading):
-            await asyncio.wrap_future(loading)
+            # One request that is cancelled meanwhile must not cancel what others wait for, and so these requests.
+            await asyncio.shield(asyncio.wrap_future(loading))
 
     def begin(self, kernels: Sequence[Kernel], purpose: str) -> None:
         """Has ``kernels`` compiled, or loaded from the cache, and interpreted until then.

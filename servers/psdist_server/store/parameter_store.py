@@ -25,12 +25,12 @@ from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replica_roles import ReplicaRoles
-from psdist_server.store.replica_stream import now
 from psdist_server.store.replicator import ReplicaNetwork, Replicator
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import EffectRunner, ShardRouter
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 from psdist_server.store.statistics import Counters, replica_statistics
+from psdist_server.store.stream_to_replica import now
 
 _log = structlog.get_logger("psdist.server")
 
@@ -192,8 +192,8 @@ class ParameterStore:
 
     def _carrier(self, replica: Replica) -> str:
         """What carries the updates to a replica, and why nothing better does; empty while no stream is open."""
-        link = self.replicator.links.get(replica)
-        return link.carrier_text if link is not None else ""
+        stream = self.replicator.streams.get(replica)
+        return stream.carrier_text if stream is not None else ""
 
     def statistics(self) -> server_pb2.ParametersStatistics:
         """Counters and waits as a message."""

@@ -8,13 +8,14 @@ follow their header. The gRPC stream stays open beside the connection, and each 
 Invariants: no message is sent twice, or on two ways: what a stream was opened with carries it to its end. Gradients in
 the arena are referred to until the replica has acknowledged them; at the end those that were not are ``lost``.
 
-Not here: which messages are sent (``replicator``), when a stream is opened (``replica_stream``), the other end
+Not here: which messages are sent (``replicator``), when a stream is opened (``stream_to_replica``), the other end
 (``replica_service``).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from abc import ABC, abstractmethod
 from collections import deque
@@ -27,6 +28,7 @@ import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.ending import ending_with
 from psdist.errors import (
     InternalError,
     InvalidArgumentError,
@@ -34,12 +36,17 @@ from psdist.errors import (
     ServerUnreachableError,
     SharingUnavailableError,
     TcpUnavailableError,
+    again,
 )
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import fd_passing, frames
+from psdist.wire import fd_passing, frames, status
 from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.member_connection import is_cancelled
+from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
+
+log = logging.getLogger("psdist.server")
 
 #: A slice is copied when no more than this waits to be written.
 COPY_AHEAD_BYTES: Final = 4 << 20
@@ -85,6 +92,21 @@ async def read(call: Any, peer: str) -> pb.ReplicateResponse:
     if data is grpc.aio.EOF:
         raise ServerUnreachableError(f"{peer} ended the stream")
     return frames.parse(pb.ReplicateResponse, data)
+
+
+async def _end_of(call: Any, peer: str) -> PsdistError:
+    """Waits for the end of a gRPC stream on which nothing more is to come; why it ended."""
+    try:
+        await read(call, peer)
+    except grpc.aio.AioRpcError as error:
+        return status.from_call(error, peer)
+    except PsdistError as error:
+        return error
+    except asyncio.CancelledError:
+        if is_cancelled():
+            raise
+        return ServerUnreachableError(f"the stream to {peer} was closed")
+    return InternalError(f"{peer} sent more on the stream than its first answer")
 
 
 class GrpcCarrier(Carrier):
@@ -145,7 +167,6 @@ class FrameCarrier(Carrier):
     def __init__(self, name: str, call: Any, peer: str, memory: UpdateMemory, arena: GradientArena | None) -> None:
         self.name = name
         self.connection = FrameConnection(self)
-        self._call = call
         self._peer = peer
         self._memory = memory
         self._arena = arena
@@ -158,6 +179,8 @@ class FrameCarrier(Carrier):
         loop = asyncio.get_running_loop()
         self.let_in: asyncio.Future[None] = loop.create_future()
         self._over: asyncio.Future[PsdistError | None] = loop.create_future()
+        #: Gets the error with which the gRPC stream ends.
+        self.end: asyncio.Future[PsdistError] = loop.create_task(_end_of(call, peer))
 
     def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
         if payload is not None and self._arena is not None and message.WhichOneof("kind") == "update":
@@ -183,22 +206,17 @@ class FrameCarrier(Carrier):
         early, self._early, self._on_response = self._early, [], on_response
         for response in early:
             on_response(response)
-        told = asyncio.ensure_future(read(self._call, self._peer))
-        try:
-            ends: set[asyncio.Future[Any]] = {told, self._over}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not told.done() and (error := self._over.result()) is not None:
-                raise InternalError(f"what {self._peer} sent cannot be read: {error.message}")
-            await asyncio.wait({told}, timeout=_REASON_SECONDS)
-            if not told.done():
-                raise ServerUnreachableError(f"{self._peer} closed the connection")
-            told.result()
-            raise InternalError(f"{self._peer} sent more on the stream than its first answer")
-        finally:
-            told.cancel()
-            await asyncio.gather(told, return_exceptions=True)
+        ends: set[asyncio.Future[Any]] = {self.end, self._over}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if not self.end.done() and (error := self._over.result()) is not None:
+            raise InternalError(f"what {self._peer} sent cannot be read: {error.message}")
+        await asyncio.wait({self.end}, timeout=_REASON_SECONDS)
+        if not self.end.done():
+            raise ServerUnreachableError(f"{self._peer} closed the connection")
+        raise again(self.end.result())
 
     def close(self) -> list[Values]:
+        self.end.cancel()
         self.connection.abort()
         shown, self._shown = self._shown, {}
         return [gradient for queue in shown.values() for _, gradient in queue]
@@ -219,7 +237,10 @@ class FrameCarrier(Carrier):
         elif self._on_response is None:
             self._early.append(response)
         else:
-            self._on_response(response)
+            try:
+                self._on_response(response)
+            except Exception as error:  # The connection ends with a PsdistError alone.
+                raise as_psdist_error(error, "taking an answer of a replica", log) from None
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self._over.done():
@@ -308,11 +329,12 @@ async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcom
     carrier, where = FrameCarrier("tcp", call, offer.peer, offer.memory, None), f"{offer.host}:{welcome.port}"
     opening = pb.ShareRequest(open=pb.OpenConnection(nonce=welcome.nonce))
     try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            loop = asyncio.get_running_loop()
-            await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
-            carrier.connection.send(opening.SerializeToString())
-            await carrier.let_in
+        with ending_with(carrier.end):
+            async with asyncio.timeout(CONNECT_SECONDS):
+                loop = asyncio.get_running_loop()
+                await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
+                carrier.connection.send(opening.SerializeToString())
+                await carrier.let_in
     except BaseException as error:  # This includes cancellation.
         carrier.close()
         if isinstance(error, TimeoutError):

@@ -28,10 +28,10 @@ from psdist_server.store.applier import Applier
 from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation
-from psdist_server.store.replica_stream import not_primary
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
+from psdist_server.store.stream_to_replica import not_primary
 
 if TYPE_CHECKING:
     from psdist_server.store.parameter_store import ParameterStore

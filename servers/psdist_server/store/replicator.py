@@ -6,7 +6,7 @@ carries, and what is sent again after a break.
 Invariants: messages leave in the order of the machines' effects. What is kept for replicas is bounded: above
 KEPT_BYTES_MAX further updates wait (``has_room``), and slices are copied one at a time.
 
-Not here: the stream itself (``replica_stream``), what a replica does (``backup_shards``).
+Not here: the stream itself (``stream_to_replica``), what a replica does (``backup_shards``).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from psdist_server.core.replication import (
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.replica_stream import Link, Machine, now, state_message, update_message
+from psdist_server.store.stream_to_replica import Machine, StreamToReplica, now, state_message, update_message
 
 if TYPE_CHECKING:
     from psdist_server.store.applier import Applier
@@ -101,7 +101,7 @@ class Replicator:
         self._norms = norms
         self._shard_count = max(1, len(entry.shards))
         #: The streams to servers that hold copies.
-        self.links: dict[Replica, Link] = {}
+        self.streams: dict[Replica, StreamToReplica] = {}
         self._updates: Counter[int] = Counter()
         self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
         #: By shard, what to call when all replicas have what this server began with.
@@ -119,37 +119,37 @@ class Replicator:
         """This server is the primary of a shard no more: confirmations that wait fail."""
         self.machines.pop(number, None)
         self._caught_up.pop(number, None)
-        for link in self.links.values():
-            link.refuse(number)
+        for stream in self.streams.values():
+            stream.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
         """Follows a new map: opens and closes streams, and copies shards to new replicas."""
-        for link in self.links.values():  # Before a copy begins by this map, which the replica may not have yet.
-            link.send(self.network.hello(self.name))
+        for stream in self.streams.values():  # Before a copy begins by this map, which the replica may not have yet.
+            stream.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
             self._carry_out(machine, machine.follow(entry.shards[number], now()))
             for replica, peer in machine.peers.items():
                 is_new = before.get(replica) is not peer
-                if replica not in self.links:
-                    self.links[replica] = Link(self, replica)
+                if replica not in self.streams:
+                    self.streams[replica] = StreamToReplica(self, replica)
                 elif was_fenced or (is_new and peer.in_sync):
-                    self.links[replica].restart()
+                    self.streams[replica].restart()
                 elif is_new:
-                    self.links[replica].add(machine)
+                    self.streams[replica].add(machine)
         wanted = {replica for machine in self.machines.values() for replica in machine.peers}
-        for replica in [replica for replica in self.links if replica not in wanted]:
-            self.links.pop(replica).close()
-        if not self.links:
+        for replica in [replica for replica in self.streams if replica not in wanted]:
+            self.streams.pop(replica).close()
+        if not self.streams:
             self.memory.close()
         self.updates.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
-        links, self.links = list(self.links.values()), {}
-        for link in links:
-            link.close()
-        await asyncio.gather(*(link.task for link in links), return_exceptions=True)
+        streams, self.streams = list(self.streams.values()), {}
+        for stream in streams:
+            stream.close()
+        await asyncio.gather(*(stream.task for stream in streams), return_exceptions=True)
         self.memory.close()
 
     def installed(self, index: int) -> None:
@@ -203,64 +203,64 @@ class Replicator:
         if self._updates[machine.number] % DIGEST_EVERY == 0:
             for replica, peer in machine.peers.items():
                 if peer.is_open and index not in peer.missing:
-                    self._compare(machine, self.links[replica], index)
+                    self._compare(machine, self.streams[replica], index)
 
-    def _compare(self, machine: Machine, link: Link, index: int) -> None:
+    def _compare(self, machine: Machine, stream: StreamToReplica, index: int) -> None:
         version = self.store.record(index).version
         digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
-        link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
-        machine.compared(link.replica)
+        stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
+        machine.compared(stream.replica)
 
     def _carry_out(self, machine: Machine, effects: Sequence[ReplicationEffect[Gradient]]) -> None:
         for effect in effects:
             match effect:
                 case SendUpdate(replica, update, whole):
-                    self.links[replica].send(*update_message(machine, update, whole))
+                    self.streams[replica].send(*update_message(machine, update, whole))
                 case SendBegin(replica, lsn):
                     begin = pb.ReplicateRequest.Begin(lsn=lsn)
-                    link = self.links[replica]
-                    link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
-                    link.copy(machine)
+                    stream = self.streams[replica]
+                    stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
+                    stream.copy(machine)
                 case Replicated(index, lsn):
                     self.updates.replicated(index, lsn)
         if machine.is_caught_up:
             for callback in self._caught_up.pop(machine.number, ()):
                 callback()
 
-    def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
-        """The stream of ``link`` is open, and its replica has ``held`` of the shard."""
-        self._carry_out(machine, machine.opened(link.replica, held, now()))
+    def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
+        """``stream`` is open, and its replica has ``held`` of the shard."""
+        self._carry_out(machine, machine.opened(stream.replica, held, now()))
 
-    def copy_slice(self, link: Link, machine: Machine, index: int) -> None:
+    def copy_slice(self, stream: StreamToReplica, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""
         record, arrays = self.store.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
-            link.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
-        machine.copied(link.replica, index)
-        self._compare(machine, link, index)
+            stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
+        machine.copied(stream.replica, index)
+        self._compare(machine, stream, index)
 
-    def answered(self, link: Link, response: pb.ReplicateResponse) -> None:
+    def answered(self, stream: StreamToReplica, response: pb.ReplicateResponse) -> None:
         """Handles an answer of a replica."""
         match response.WhichOneof("kind"):
             case "ack":
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
-                    peer = machine.peers.get(link.replica)
+                    peer = machine.peers.get(stream.replica)
                     waited = peer is not None and not peer.complete
-                    self._carry_out(machine, machine.acknowledged(link.replica, response.ack.lsn, now()))
+                    self._carry_out(machine, machine.acknowledged(stream.replica, response.ack.lsn, now()))
                     self.updates.ship_waiting()
                     if waited and peer is not None and peer.complete:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
-                    self._carry_out(machine, machine.filled(link.replica, now()))
+                    self._carry_out(machine, machine.filled(stream.replica, now()))
                     self.updates.ship_waiting()
                     self.network.report()
             case "refused":
-                self._refused(link, response.refused)
+                self._refused(stream, response.refused)
 
-    def _refused(self, link: Link, refused: pb.ReplicateResponse.Refused) -> None:
+    def _refused(self, stream: StreamToReplica, refused: pb.ReplicateResponse.Refused) -> None:
         machine = self._current(refused.shard, refused.term)
         if machine is None:
             return
@@ -269,15 +269,15 @@ class Replicator:
             self.store.fail_permanently(error)
             return
         if isinstance(error, LimitExceededError):
-            if machine.refused_copy(link.replica, str(error)):
+            if machine.refused_copy(stream.replica, str(error)):
                 self.network.report()
             return
-        _log.warning("refused by a replica", parameters=self.name, server=str(link.replica), reason=str(error))
+        _log.warning("refused by a replica", parameters=self.name, server=str(stream.replica), reason=str(error))
         if int(error.details.get("term", machine.term)) < machine.term:
-            link.restart()  # Only its map is older: on a new stream it waits for the newer one.
+            stream.restart()  # Only its map is older: on a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
-        for other in self.links.values():
+        for other in self.streams.values():
             other.refuse(machine.number)
         self.store.router.fence_shard(machine.number)
 
@@ -295,14 +295,14 @@ class Replicator:
     async def confirm(self, indices: Iterable[int]) -> None:
         """Returns when the backups have confirmed that this server is still the primary of these slices' shards. Raises
         StaleEpochError where it is not."""
-        by_link: dict[Replica, list[Machine]] = {}
+        by_replica: dict[Replica, list[Machine]] = {}
         for number in sorted({index % self._shard_count for index in indices}):
             machine = self.machines.get(number)
             for replica, peer in machine.peers.items() if machine is not None else ():
                 if machine is not None and peer.required:
-                    by_link.setdefault(replica, []).append(machine)
-        links = [(self.links[replica], machines) for replica, machines in by_link.items()]
-        await asyncio.gather(*(link.confirm(machines) for link, machines in links))
+                    by_replica.setdefault(replica, []).append(machine)
+        streams = [(self.streams[replica], machines) for replica, machines in by_replica.items()]
+        await asyncio.gather(*(stream.confirm(machines) for stream, machines in streams))
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
         """What is so now and not yet in the map."""
@@ -313,6 +313,6 @@ class Replicator:
                 if peer.complete and replica in shard.filling:
                     found.append(ReplicaReport("filled", self.name, number, machine.term, replica))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
-                reason = machine.peers[replica].refusal or self.links[replica].reason or "it does not answer"
+                reason = machine.peers[replica].refusal or self.streams[replica].reason or "it does not answer"
                 found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
         return found

@@ -32,10 +32,10 @@ from psdist_server.core.events import (
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.applier import Applier
 from psdist_server.store.pending_gradients import PendingGradient, PendingGradients
-from psdist_server.store.replica_stream import not_primary
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.rpc_call import Call, CallTable, SliceAnswer
 from psdist_server.store.statistics import Counters
+from psdist_server.store.stream_to_replica import not_primary
 
 
 class ShardRouter:

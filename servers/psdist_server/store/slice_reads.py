@@ -21,10 +21,10 @@ from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import frames
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store.replica_stream import not_primary
 from psdist_server.store.rpc_call import Call, SliceAnswer
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters
+from psdist_server.store.stream_to_replica import not_primary
 
 #: So many encoded answers are kept for the other workers of the step.
 ENCODED_MAX: Final = 4

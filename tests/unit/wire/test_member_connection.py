@@ -1,13 +1,77 @@
-"""What a member says in its session: heartbeats, and reports between them."""
+"""How a member registers, and what it says in its session: heartbeats, and reports between them."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from random import Random
+from typing import Any
 
+import grpc
+import grpc.aio
 import pytest
 
+from psdist.errors import PsdistError, ServerUnreachableError
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire.member_connection import SessionRequests
+from psdist.v1 import scheduler_pb2_grpc
+from psdist.wire import channels
+from psdist.wire.member_connection import MemberConnection, SessionRequests
+
+
+class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
+    """Ends registrations with ``endings``, each of which is a status, and accepts those after them."""
+
+    def __init__(self, *endings: grpc.StatusCode) -> None:
+        self.endings = list(endings)
+        self.hold = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        self.asked.set()
+        if self.endings:
+            await context.abort(self.endings.pop(0), "ended by the transport")
+        await self.hold.wait()
+        return pb.RegisterResponse(member_id="worker-0")
+
+
+@pytest.fixture
+async def scheduler() -> AsyncIterator[tuple[Scheduler, MemberConnection]]:
+    made, server = Scheduler(), channels.make_server("")
+    scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(made, server)
+    address = f"127.0.0.1:{channels.bind(server, '127.0.0.1', 0, False)}"
+    await server.start()
+    connection = MemberConnection(address, "a test", "", Random(1))
+    yield made, connection
+    await connection.close()
+    await server.stop(None)
+
+
+async def test_a_registration_that_the_transport_ended_is_tried_again(
+    scheduler: tuple[Scheduler, MemberConnection],
+) -> None:
+    """As where too many connect at once."""
+    made, connection = scheduler
+    made.endings = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE]
+    made.hold.set()
+    failures: list[PsdistError] = []
+    answer = await connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
+    assert answer.member_id == "worker-0"
+    assert [type(failure) for failure in failures] == [ServerUnreachableError, ServerUnreachableError]
+
+
+async def test_a_client_that_closes_while_it_registers_does_not_try_again(
+    scheduler: tuple[Scheduler, MemberConnection],
+) -> None:
+    made, connection = scheduler
+    failures: list[PsdistError] = []
+    registering = asyncio.create_task(
+        connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
+    )
+    async with asyncio.timeout(60):
+        await made.asked.wait()
+        await connection.close()
+        await asyncio.wait({registering})
+    assert registering.cancelled() and not failures
 
 
 async def test_a_slow_write_of_a_report_is_not_cut_off_by_the_next_heartbeat() -> None:

@@ -14,13 +14,12 @@ import grpc
 import grpc.aio
 
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import Loss, Transport, attempt_error
-from psdist.errors import ClosedError, ServerUnreachableError
+from psdist.errors import ClosedError, ServerUnreachableError, again
 from psdist.wire import channels, malloc_options, status
 
 #: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream

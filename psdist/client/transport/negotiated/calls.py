@@ -20,12 +20,11 @@ from typing import Any, Final, Generic, TypeVar
 import grpc.aio
 
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Loss, attempt_error
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, again
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status
@@ -78,6 +77,8 @@ class CallConnection(ABC, Generic[CallT]):
         self.incarnation = route.incarnation
         #: Why no call can be made on it any more.
         self.broken: PsdistError | None = None
+        #: Gets that error.
+        self.end: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
         #: Calls under way, by number.
         self.calls: dict[int, CallT] = {}
         self.peer = route.peer
@@ -189,6 +190,7 @@ class CallConnection(ABC, Generic[CallT]):
         if self.broken is not None:
             return
         self.broken = error
+        self.end.set_result(error)
         self._loss.remove_done_callback(self._on_loss)
         if self._reason_timer is not None:
             self._reason_timer.cancel()

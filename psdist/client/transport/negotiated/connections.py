@@ -24,6 +24,7 @@ from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.negotiated.calls import CallConnection
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.transport import Transport
+from psdist.ending import ending_with
 from psdist.errors import PsdistError, StaleEpochError
 from psdist.types import ClusterMap, ParametersEntry, Replica
 
@@ -138,12 +139,15 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
     async def _negotiated(
         self, route: Route, method: str, negotiate: Callable[[Any, int], Awaitable[ConnectionT]]
     ) -> ConnectionT:
-        """What ``negotiate`` opens, given a stream of ``method`` and the epoch of the newest map."""
+        """What ``negotiate`` opens, given a stream of ``method`` and the epoch of the newest map. Raises the loss of
+        the server as soon as it is known: a server that is gone may say nothing."""
         while True:
             epoch = self._view.cluster.epoch
+            loss = self._view.loss_of(route.server_id, route.incarnation)
             call = self._grpc.open_stream(route.address, method)
             try:
-                return await negotiate(call, epoch)
+                with ending_with(loss):
+                    return await negotiate(call, epoch)
             except StaleEpochError:
                 call.cancel()
                 await self._view.newer_than(epoch, _NEWER_MAP_SECONDS)

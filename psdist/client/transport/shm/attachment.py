@@ -123,9 +123,13 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
         async def negotiate(call: Any, epoch: int) -> SharedStream:
             attaching = server_pb2.Attach(identity=self._sender.identity(epoch), dtype=dtype)
-            weights, connection = await attach(call, attaching, arena, slicing, loss, route.peer)
+            weights, connection = await attach(call, attaching, arena, slicing, route.peer)
             stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
-            await stream.open(connection)
+            try:
+                await stream.open(connection)
+            except BaseException:  # This includes cancellation.
+                stream.close()
+                raise
             return stream
 
         with self._waits.open(f"for {route.peer} to share memory"):

@@ -25,7 +25,6 @@ import numpy as np
 
 from psdist.client.core.partition import Flat
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, ask, encode_pull
@@ -38,6 +37,7 @@ from psdist.errors import (
     NotMemberError,
     ServerUnreachableError,
     SharingUnavailableError,
+    again,
 )
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import common_pb2, server_pb2
@@ -53,7 +53,7 @@ _WAITS_MAX: Final = 2000
 
 
 async def attach(
-    call: Any, attaching: server_pb2.Attach, arena: GradientArena, slicing: Slicing, loss: Loss, peer: str
+    call: Any, attaching: server_pb2.Attach, arena: GradientArena, slicing: Slicing, peer: str
 ) -> tuple[WeightsArena, socket.socket]:
     """Attaches on ``call``, a Share stream that was just opened; the server's weights arena, and the connection for
     calls, which the caller closes.
@@ -64,28 +64,16 @@ async def attach(
     with ExitStack() as opened:
         with fd_passing.listening() as (attaching.socket, listener):
             exchange = asyncio.ensure_future(_exchange(listener, arena, slicing, opened))
-            answer = asyncio.ensure_future(_ask(call, attaching, peer))
             try:
-                # The server says so if the exchange fails.
-                ends: set[asyncio.Future[Any]] = {answer, loss}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if not answer.done():
-                    raise again(loss.result())
-                attached = answer.result()
+                attached = await _ask(call, attaching, peer)  # The server says so if the exchange fails.
                 # The server gave its file before it answered.
-                ends = {exchange, loss}
-                await asyncio.wait(ends, timeout=fd_passing.HANDOVER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({exchange}, timeout=fd_passing.HANDOVER_SECONDS)
                 if not exchange.done():
-                    raise (
-                        again(loss.result())
-                        if loss.done()
-                        else SharingUnavailableError(f"{peer} says that it gave its memory, and that did not come")
-                    )
+                    raise SharingUnavailableError(f"{peer} says that it gave its memory, and that did not come")
                 weights, connection = exchange.result()
             finally:
-                answer.cancel()
                 exchange.cancel()
-                await asyncio.gather(answer, exchange, return_exceptions=True)
+                await asyncio.gather(exchange, return_exceptions=True)
         if attached.nonce != arena.nonce:
             raise SharingUnavailableError(f"{peer} did not map this worker's memory: it answered with another nonce")
         if attached.weights_nonce != weights.nonce:

@@ -20,12 +20,12 @@ from typing import Any, Final
 from numpy.typing import NDArray
 
 from psdist.client.core.routing import Route
-from psdist.client.session.cluster_view import again
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
 from psdist.client.transport.transport import Loss
+from psdist.ending import ending_with
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
@@ -34,6 +34,8 @@ from psdist.wire.frame_connection import FrameConnection
 
 #: A firewall that drops packets says nothing.
 CONNECT_SECONDS: Final = 3.0
+#: What is refused counts as a firewall's doing after so long.
+_REFUSED_SECONDS: Final = 0.25
 
 
 class TcpCall(PendingCall):
@@ -101,18 +103,21 @@ class TcpStream(CallConnection[TcpCall]):
     async def open(self, host: str, port: int, nonce: bytes) -> None:
         """Connects. Raises TcpUnavailableError where that cannot be, and what ended the gRPC stream meanwhile."""
         where = f"{host}:{port}"
-        try:
-            async with asyncio.timeout(CONNECT_SECONDS):
-                await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
-                self.send(server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce)))
-                await self._let_in
-        except TimeoutError:
-            raise TcpUnavailableError(
-                f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers connect to any port "
-                "of servers"
-            ) from None
-        except OSError as error:
-            raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
+        with ending_with(self.end):
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+                    self.send(server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce)))
+                    await self._let_in
+            except TimeoutError:
+                raise TcpUnavailableError(
+                    f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers connect to any "
+                    "port of servers"
+                ) from None
+            except OSError as error:
+                # The port of a server that was just killed refuses, too; the end of the stream is about to say so.
+                await asyncio.sleep(_REFUSED_SECONDS)
+                raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
 
     # --- a call -------------------------------------------------------------------------------------------------------
 
@@ -195,7 +200,4 @@ class TcpStream(CallConnection[TcpCall]):
         self.connection.send_soon(request.SerializeToString())  # A push goes with its first slice.
 
     def disconnect(self) -> None:
-        if self.broken is not None and not self._let_in.done():
-            self._let_in.set_exception(again(self.broken))
-            self._let_in.exception()  # Nobody may wait for it.
         self.connection.abort()

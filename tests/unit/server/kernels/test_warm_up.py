@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import cast
 
 import psutil
 import pytest
+
+from psdist.compression.compiled import Kernel
+from psdist_server.kernels.warm_up import BackgroundCompiler
 
 #: Begins to compile a kernel into a cache that is empty, and uses it at once.
 _SCRIPT = """
@@ -86,3 +92,36 @@ def test_the_process_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
         process.kill()
     gone, alive = psutil.wait_procs(compilers, timeout=60)
     assert not alive and len(gone) == 1
+
+
+class SlowKernel:
+    """A kernel in the cache that is loaded once ``go`` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+
+    def interpret(self) -> None:
+        """See ``Kernel``."""
+
+    @property
+    def is_cached(self) -> bool:
+        return True
+
+    def try_compile(self) -> bool:
+        """See ``Kernel``."""
+        return self.go.wait(60)
+
+
+async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_other_with_it() -> None:
+    """The others would be cancelled without a word, and their peers wait for answers that never come."""
+    kernel, compiler = SlowKernel(), BackgroundCompiler()
+    compiler.begin([cast(Kernel, kernel)], "a test")
+    given_up, others = asyncio.create_task(compiler.loaded()), [asyncio.create_task(compiler.loaded()) for _ in "ab"]
+    await asyncio.sleep(0)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    later = asyncio.create_task(compiler.loaded())
+    kernel.go.set()
+    async with asyncio.timeout(60):
+        assert await asyncio.gather(*others, later) == [None, None, None]
+    assert given_up.cancelled()

@@ -8,15 +8,14 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from replica import SLICE, SLICES, update_memory
 
-from psdist.errors import InvalidArgumentError, ServerUnreachableError
-from psdist.types import Slicing
+from psdist.errors import InternalError, InvalidArgumentError, ServerUnreachableError
 from psdist.v1 import server_pb2 as pb
 from psdist.wire.frame_connection import FrameConnection
 from psdist_server.store.replica_carriers import FrameCarrier
 from psdist_server.store.replica_memory import UpdateMemory
 
-SLICE, SLICES = 4096, 4
 Request, Response = pb.ReplicateRequest, pb.ReplicateResponse
 
 
@@ -45,10 +44,8 @@ class Silent:
 
 @pytest.fixture
 def memory() -> Iterator[UpdateMemory]:
-    made = UpdateMemory(Slicing(SLICE * SLICES, SLICE), shared=True)
-    made.arena()
-    yield made
-    made.close()
+    with update_memory() as made:
+        yield made
 
 
 def opened(memory: UpdateMemory) -> tuple[FrameCarrier, Sent]:
@@ -119,6 +116,24 @@ async def test_answers_that_come_before_anybody_handles_them_are_handled_first(m
     with pytest.raises(ServerUnreachableError):
         await running
     assert numbers == [1, 2]
+
+
+async def test_an_answer_that_cannot_be_handled_ends_with_a_typed_error(
+    memory: UpdateMemory, caplog: pytest.LogCaptureFixture
+) -> None:
+    carrier, _ = opened(memory)
+
+    def on_response(response: pb.ReplicateResponse) -> None:
+        raise ValueError("invalid literal for int()")
+
+    running = asyncio.create_task(carrier.run(on_response))
+    await asyncio.sleep(0)
+    carrier.begin_frame(Response(confirmed=Response.Confirmed(number=1)).SerializeToString(), 0)
+    with pytest.raises(InternalError, match="taking an answer of a replica failed"):
+        carrier.end_frame()
+    assert "invalid literal" in caplog.text
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_an_answer_has_no_payload(memory: UpdateMemory) -> None:

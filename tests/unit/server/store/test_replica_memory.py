@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from replica import SLICE, SLICES, update_memory
 
 from psdist.errors import SharingUnavailableError
 from psdist.types import Slicing
@@ -14,15 +15,11 @@ from psdist.wire.limits import KEPT_BYTES_MAX
 from psdist.wire.shm import PAGE
 from psdist_server.store.replica_memory import UpdateMemory
 
-SLICE, SLICES = 4096, 4
-
 
 @pytest.fixture
 def memory() -> Iterator[UpdateMemory]:
-    made = UpdateMemory(Slicing(SLICE * SLICES, SLICE), shared=True)
-    made.arena()
-    yield made
-    made.close()
+    with update_memory() as made:
+        yield made
 
 
 def offsets(memory: UpdateMemory, *gradients: np.ndarray) -> list[int]:

@@ -106,7 +106,9 @@ async def test_a_replica_that_knows_a_newer_primary_ends_the_service_of_the_shar
 async def test_a_replica_whose_map_is_older_does_not(primary: Primary) -> None:
     """It would stay out of service until something else makes a new map."""
     await primary.hear_refusal(StaleTermError("not yet", shard=0, term=2))
-    assert primary.told.fenced_shards == [] and primary.network.replicas[B].opened == 2
+    async with asyncio.timeout(60):
+        await primary.network.replicas[B].opened_again(2)
+    assert primary.told.fenced_shards == []
 
 
 async def test_a_replica_that_has_no_room_is_reported_with_its_reason(primary: Primary) -> None:

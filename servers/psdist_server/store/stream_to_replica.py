@@ -1,6 +1,7 @@
 """The stream from a primary to one replica: opened, and opened again whenever it breaks.
 
-Not here: what is sent (``replicator``, ``replication``), and what carries it (``replica_carriers``).
+Not here: what is sent (``replicator``, ``replication``), what carries it (``replica_carriers``), and the other end
+(``replica_service.StreamFromPrimary``).
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ import asyncio
 import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 import structlog
 
-from psdist.errors import PsdistError, SharingUnavailableError, StaleEpochError, TcpUnavailableError
+from psdist.ending import ending_with
+from psdist.errors import (
+    PsdistError,
+    ServerUnreachableError,
+    SharingUnavailableError,
+    StaleEpochError,
+    TcpUnavailableError,
+)
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
@@ -44,7 +52,7 @@ class _Confirm:
     done: asyncio.Future[None]
 
 
-class Link:
+class StreamToReplica:
     """The stream to ``replica``, for all shards that it holds copies of."""
 
     def __init__(self, replicator: Replicator, replica: Replica) -> None:
@@ -61,9 +69,8 @@ class Link:
         self._copies: asyncio.Queue[Machine] = asyncio.Queue()
         self._numbers = itertools.count(1)
         self._confirms: dict[int, _Confirm] = {}
-        self._call: Any = None
-        #: Opens the stream.
-        self._opening: asyncio.Task[tuple[Carrier, pb.ReplicateResponse]] | None = None
+        #: Ends the stream, be it open or about to be.
+        self._end: asyncio.Future[PsdistError] | None = None
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
@@ -112,10 +119,8 @@ class Link:
 
     def restart(self) -> None:
         """Opens the stream again, to learn what the replica has."""
-        # A gRPC call that is cancelled early would wait for ever to send its message.
-        is_opening = self._opening is not None and self._opening.cancel()
-        if self._call is not None and not is_opening:
-            self._call.cancel()
+        if self._end is not None and not self._end.done():
+            self._end.set_result(ServerUnreachableError("the stream was opened again"))
 
     def close(self) -> None:
         """The replica has no role any more: confirmations fail, and are asked of the replicas that have one."""
@@ -141,19 +146,19 @@ class Link:
             except asyncio.CancelledError:
                 if self._closed:
                     raise
-                self.reason = "the stream was opened again"
+                self.reason = "the call was cancelled"
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
             except Exception as error:  # Without this the copies would fall behind without a reason in the log.
                 self.reason = f"a defect: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
-                delay = _RETRY_MIN_SECONDS if self._end() else min(_RETRY_MAX_SECONDS, 2 * delay)
+                delay = _RETRY_MIN_SECONDS if self._ended() else min(_RETRY_MAX_SECONDS, 2 * delay)
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
 
-    def _end(self) -> bool:
+    def _ended(self) -> bool:
         """Discards what was queued for a stream that ended; whether it had been open."""
-        carrier, self._carrier, self._call, self.carrier_text = self._carrier, None, None, ""
+        carrier, self._carrier, self._end, self.carrier_text = self._carrier, None, None, ""
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
@@ -169,28 +174,29 @@ class Link:
         now on, which all replicas get by new streams."""
         if self._replicator.memory.lose(gradients):
             self._replicator.memory.renew()
-            for link in self._replicator.links.values():
-                link.restart()
+            for stream in self._replicator.streams.values():
+                stream.restart()
 
     async def _session(self) -> None:
         replicator, network = self._replicator, self._replicator.network
-        call = self._call = network.method(self.replica, METHOD)()
+        offer = Offer(
+            f"server {self.replica}", network.host(self.replica), replicator.memory, network.carriers, self._refused
+        )
+        call = network.method(self.replica, METHOD)()
+        self._end = asyncio.get_running_loop().create_future()
         tasks: list[asyncio.Task[None]] = []
         try:
-            offer = Offer(
-                f"server {self.replica}", network.host(self.replica), replicator.memory, network.carriers, self._refused
-            )
-            self._opening = asyncio.create_task(negotiate(call, network.hello(replicator.name), offer))
-            carrier, answer = await self._opening
-            self._opening = None
-            self.carrier_text = _carrier_text(carrier.name, network.carriers, self._refused, answer.welcome.reason)
-            self._open(carrier, answer.welcome)
-            tasks = [asyncio.create_task(carrier.run(self._answered)), asyncio.create_task(self._copy_all(carrier))]
-            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            for task in ended:
-                task.result()
+            with ending_with(self._end):
+                # In this task: a carrier that is made in the moment of a cancellation would be lost with another one.
+                carrier, answer = await negotiate(call, network.hello(replicator.name), offer)
+                self.carrier_text = _carrier_text(carrier.name, network.carriers, self._refused, answer.welcome.reason)
+                self._open(carrier, answer.welcome)
+                tasks = [asyncio.create_task(carrier.run(self._answered)), asyncio.create_task(self._copy_all(carrier))]
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()
         finally:
-            self._opening = None
+            # A call that is cancelled before its first message was sent never says so to whoever sends it.
             call.cancel()
             for task in tasks:
                 task.cancel()

@@ -15,8 +15,8 @@ from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.replica_stream import Link, Machine
 from psdist_server.store.replicator import Replicator
+from psdist_server.store.stream_to_replica import Machine, StreamToReplica
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 
@@ -36,7 +36,7 @@ class Source:
 
 
 class Setup:
-    """A link, and machines that copy two shards to its replica."""
+    """A stream, and machines that copy two shards to its replica."""
 
     def __init__(self) -> None:
         self.source, self.replica = Source(), FakeReplica()
@@ -57,11 +57,11 @@ class Setup:
             updates=self.source,
             opened=self.opened,
             memory=UpdateMemory(Slicing(4, 1), shared=False),
-            links={},
+            streams={},
         )
-        self.link = Link(cast(Replicator, replicator), OTHER)
+        self.stream = StreamToReplica(cast(Replicator, replicator), OTHER)
 
-    def opened(self, link: Link, machine: Machine, held: ReplicaState | None) -> None:
+    def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
         machine.opened(OTHER, held, 0.0)
 
 
@@ -71,20 +71,20 @@ async def setup() -> AsyncIterator[Setup]:
     async with asyncio.timeout(60):
         await made.replica.idle.wait()
     yield made
-    made.link.close()
-    await asyncio.gather(made.link.task, return_exceptions=True)
+    made.stream.close()
+    await asyncio.gather(made.stream.task, return_exceptions=True)
 
 
 async def test_a_copy_of_a_shard_that_went_elsewhere_ends(setup: Setup) -> None:
     """It would go round and round, and the server would lose its lease."""
-    setup.link.copy(setup.machines.pop(0))
-    setup.link.copy(setup.machines[1])
+    setup.stream.copy(setup.machines.pop(0))
+    setup.stream.copy(setup.machines[1])
     async with asyncio.timeout(60):
         assert await setup.source.asked.get() == 1
 
 
 async def test_updates_that_waited_for_a_copy_go_on_when_its_stream_broke(setup: Setup) -> None:
-    setup.link.copy(setup.machines[0])
+    setup.stream.copy(setup.machines[0])
     async with asyncio.timeout(60):
         assert await setup.source.asked.get() == 0 and setup.source.rooms == 0
         await setup.replica.end()
@@ -102,9 +102,9 @@ async def test_a_stream_that_is_opened_again_while_it_opens_waits_for_nothing_of
     async with asyncio.timeout(60):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(setup.replica, "write", write)
-            setup.link.restart()
+            setup.stream.restart()
             await hanging.wait()
         setup.replica.idle.clear()
-        setup.link.restart()
+        setup.stream.restart()
         await setup.replica.idle.wait()
     assert setup.replica.opened == 3

@@ -1,0 +1,148 @@
+"""A server that is lost while a connection to it is opened: the attempt ends at once, whatever it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any, cast
+
+import grpc.aio
+import pytest
+from silent_port import silent_port
+
+from psdist.client.core.routing import Route
+from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.wait_tracker import WaitTracker
+from psdist.client.transport.grpc.streams import GrpcTransport
+from psdist.client.transport.negotiated.connections import NegotiatedTransport
+from psdist.client.transport.requests import RequestIdentity
+from psdist.client.transport.shm.attachment import SharedMemory
+from psdist.client.transport.tcp import stream as tcp_stream
+from psdist.client.transport.tcp.connecting import TcpTransport
+from psdist.consistency import BSP
+from psdist.optim import SGD
+from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
+from psdist.v1 import server_pb2 as pb
+from psdist.wire import fd_passing
+
+SERVER = Replica("server-0", 1)
+ENTRY = ParametersEntry(ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(SERVER, 1),), ())
+ROUTE = Route("server-0", 1, "127.0.0.1:1", 1, (0,))
+SENDER = RequestIdentity("run", "worker-0", 1, "p")
+
+
+class Call:
+    """A gRPC stream of a server that is killed once it has done ``stage``. port: where it says to connect to."""
+
+    def __init__(self, stage: str, port: int) -> None:
+        self._stage = stage
+        self._port = port
+        self._answered = False
+        self.ended = asyncio.Event()
+
+    async def write(self, _: bytes) -> None:
+        if self._stage == "nothing":
+            await self.ended.wait()
+
+    async def read(self) -> Any:
+        if self._stage in ("connect", "accept") and not self._answered:
+            self._answered = True
+            return pb.ConnectResponse(port=self._port, nonce=bytes(32)).SerializeToString()
+        await self.ended.wait()
+        raise grpc.aio.AioRpcError(
+            grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "Socket closed"
+        )
+
+    def cancel(self) -> None:
+        self.ended.set()
+
+
+class Setup:
+    """A transport, and the server that it connects to."""
+
+    def __init__(self, name: str, stage: str, port: int, *, required: bool = False) -> None:
+        self.call = Call(stage, port)
+        self.view = ClusterView()
+        self.view.on_map(ClusterMap("run", 1, (ServerEntry("server-0", 1, ROUTE.address),), (), (ENTRY,)))
+        grpc_transport = cast(GrpcTransport, self)
+        self.transport: NegotiatedTransport[Any]
+        arguments = (self.view, WaitTracker(), grpc_transport, SENDER, ENTRY)
+        if name == "tcp":
+            self.transport = TcpTransport(*arguments, required=required)
+        else:
+            self.transport = SharedMemory(*arguments, "float32", required=required, member=True, stable=True)
+
+    def open_stream(self, address: str, method: str) -> Call:
+        """In place of gRPC."""
+        return self.call
+
+    async def prepare_and(self, lose: Any) -> None:
+        """Opens a connection; ``lose`` is called while it waits."""
+        preparing = asyncio.create_task(self.transport.prepare([ROUTE]))
+        try:
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert not preparing.done()
+            lose()
+            async with asyncio.timeout(60):
+                await preparing
+        finally:
+            preparing.cancel()
+            await asyncio.gather(preparing, return_exceptions=True)
+            await self.transport.close()
+
+    def lose(self) -> None:
+        """The scheduler says that the server is gone."""
+        self.view.on_server_lost("server-0", "it was killed")
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time limit ends a wait here."""
+    monkeypatch.setattr(tcp_stream, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
+
+
+@pytest.fixture
+def ports() -> Iterator[dict[str, int]]:
+    """By stage, the port that the server gives: one that does not answer, and one behind which nobody says anything."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        yield {"connect": stack.enter_context(silent_port()), "accept": listener.getsockname()[1]}
+
+
+STAGES = [
+    ("tcp", "nothing"),
+    ("tcp", "write"),
+    ("tcp", "connect"),
+    ("tcp", "accept"),
+    ("shm", "nothing"),
+    ("shm", "write"),
+]
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES)
+async def test_the_loss_of_a_server_ends_it(ports: dict[str, int], name: str, stage: str) -> None:
+    setup = Setup(name, stage, ports.get(stage, 0))
+    await setup.prepare_and(setup.lose)
+    assert "server-0 is gone: it was killed" in setup.transport.why_closed("server-0")
+    assert setup.call.ended.is_set()
+
+
+@pytest.mark.parametrize(("name", "stage"), [case for case in STAGES if case[1] != "nothing"])
+async def test_the_end_of_the_stream_ends_it(ports: dict[str, int], name: str, stage: str) -> None:
+    setup = Setup(name, stage, ports.get(stage, 0))
+    await setup.prepare_and(setup.call.cancel)
+    assert "Socket closed" in setup.transport.why_closed("server-0")
+
+
+async def test_a_server_that_was_just_killed_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its port refuses before the end of its stream is known. A run that insists on direct connections goes on."""
+    monkeypatch.setattr(tcp_stream, "_REFUSED_SECONDS", 3600.0)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        setup = Setup("tcp", "connect", closed.getsockname()[1], required=True)
+        await setup.prepare_and(setup.lose)
+    assert "server-0 is gone" in setup.transport.why_closed("server-0")
