@@ -139,3 +139,18 @@ def test_all_ways_agree(codec: Codec, data: st.DataObject, values: Floats) -> No
     assert same(decoded, np.concatenate(parts))
     if codec in CODECS:
         assert same(decoded, np.concatenate([flat[:3], CODECS[codec](values)]) + np.float32(0))
+
+
+@given(data=st.data())
+def test_payloads_stay_below_their_limit(data: st.DataObject) -> None:
+    """Also where tensors are as small as they may be, and slices begin and end in the middle of them."""
+    codecs = st.sampled_from([Int8(16), TopK(1.0), ChunkedTopK(16, 16, bits=8), RandomK(1.0), OneBit(16), BFloat16()])
+    tensors = [TensorSpec(f"{i}", (data.draw(st.sampled_from([1, 64, 65, 100])),)) for i in range(12)]
+    policy = PerTensor({tensor.name: data.draw(codecs) for tensor in tensors}, min_elements=64, min_vector=64)
+    cut = regions(tensors, policy)
+    values = np.ones(cut[-1].stop, np.float32)
+    prepared = [prepare(r, values[r.start : r.stop], PushNumber(0, 0)) for r in cut]
+    start = data.draw(st.integers(0, values.size - 1))
+    stop = data.draw(st.integers(start + 1, values.size))
+    out = np.empty(payload_limit(stop - start), np.uint8)
+    check(out[: encode(prepared, start, stop, out)], stop - start)

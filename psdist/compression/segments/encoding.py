@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression.casts import check_output, check_vector
-from psdist.compression.regions import Region
+from psdist.compression.regions import MIN_ELEMENTS, Region
 from psdist.compression.segments import random_numbers
-from psdist.compression.segments.format import payload_limit
+from psdist.compression.segments.format import payload_limit, segment_limit
 from psdist.compression.segments.low_rank import factors
 from psdist.compression.segments.prepared import (
     PreparedCast,
@@ -180,6 +180,8 @@ def encode(
         if not region.start <= done < region.stop:
             raise InvalidArgumentError(f"element {done} of the flat vector is in no prepared region")
         end = min(region.stop, stop)
+        if out.size - at < segment_limit(end - done):
+            raise InvalidArgumentError(f"regions of fewer than {MIN_ELEMENTS} elements cannot be compressed")
         rest = _NONE if residual is None else residual[region.start : region.stop]
         at += one.write(done - region.start, end - region.start, out[at:], rest)
         done = end

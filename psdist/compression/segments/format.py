@@ -38,10 +38,15 @@ BLOCK_ELEMENTS: Final = range(16, 65537)
 def payload_limit(elements: int) -> int:
     """The most bytes that a valid payload of so many elements has; ``check`` refuses longer ones.
 
-    Encoders stay below it: a segment takes at most 24 bytes more than its elements as float32, and all but the first
-    and the last compressed segment of a payload have at least 64 elements.
+    Encoders stay below it: see ``segment_limit``. All but the first and the last compressed segment of a payload have
+    at least 64 elements, and those that are not compressed are one segment where they are adjacent.
     """
     return 5 * elements + 128 if elements else 0
+
+
+def segment_limit(elements: int) -> int:
+    """The most bytes that an encoder writes for a segment: 32 more than its elements as float32."""
+    return 4 * elements + 32
 
 
 def padded(size: int) -> int:

@@ -123,6 +123,9 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
     prepared = [prepare(region, np.ones(100, np.float32), number)]
     with pytest.raises(InvalidArgumentError, match="628 may be needed"):
         encode(prepared, 0, 100, np.empty(627, np.uint8))
+    tiny = [prepare(Region(i, i + 1, RandomK(1.0), (1,)), np.ones(1, np.float32), number) for i in range(100)]
+    with pytest.raises(InvalidArgumentError, match="fewer than 64 elements cannot be compressed"):
+        encode(tiny, 0, 100, np.empty(628, np.uint8))
     with pytest.raises(InvalidArgumentError, match="element 100 of the flat vector is in no prepared region"):
         encode(prepared, 50, 150, np.empty(4096, np.uint8))
     with pytest.raises(ShapeMismatchError):
