@@ -19,7 +19,8 @@ from typing import Final
 from psdist_server.kernels.memory import leave_out
 
 _NICENESS: Final = 19
-_PROCESSES_MAX: Final = 4
+#: At most; each has a compiler in memory.
+_PROCESSES: Final = 4
 
 
 def main() -> None:
@@ -49,7 +50,7 @@ def main() -> None:
 def _share(names: list[str], stack: ExitStack) -> None:
     """Starts processes that compile some of these kernels: one for each further core. They end with ``stack``."""
     command = [sys.executable, "-m", "psdist_server.kernels", *names]
-    for _ in range(min(_PROCESSES_MAX, len(os.sched_getaffinity(0))) - 1):
+    for _ in range(min(_PROCESSES, len(os.sched_getaffinity(0))) - 1):
         stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
 
 
