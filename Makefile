@@ -3,7 +3,7 @@
 #   make demo     train real digits through two servers and two workers on this machine
 #   make test     every check, and every test that does not only widen another: some minutes on two cores
 #   make check    lint, types, drift of the generated stubs, tidiness (no training)
-#   make verify   everything there is, in about an hour: test, long, sim, chaos, bench. A part that fails stops no other;
+#   make verify   everything there is, in about an hour: test, long, sim, chaos, fuzz, bench. A part that fails stops no other;
 #                 the end is one table. It takes smaller numbers than sim and chaos take by themselves, unless they are
 #                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that make test leaves out, and hypothesis with more examples

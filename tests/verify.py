@@ -28,6 +28,7 @@ NUMBERS: Final = {
     "KILLS": "25",
     "INTERRUPTS": "12",
     "ROUNDS": "2000",
+    "INPUTS": "1000000",
 }
 #: The last line of pytest.
 _SUMMARY: Final = re.compile(r"(\d+ (?:passed|failed|error).*?) in [\d.]+s")
@@ -48,6 +49,7 @@ PARTS: Final = (
         "sim", "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SNAPSHOT_SEEDS} with snapshots; ablations"
     ),
     Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
+    Part("fuzz", "{INPUTS} payloads for each group of decoders, and some with bounds checked"),
     Part("bench", "psdist beside its peers"),
 )
 
