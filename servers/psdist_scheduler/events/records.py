@@ -12,6 +12,7 @@ from typing import Final, Literal, TypeVar
 
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DatasetSpec, Layout, ParametersEntry, Replica, Restore
+from psdist.wire.limits import KEEPALIVE_SECONDS
 
 T = TypeVar("T")
 Role = Literal["server", "worker"]
@@ -20,6 +21,7 @@ MemberState = Literal["live", "left", "lost"]
 Identity = tuple[str, int]
 HEARTBEATS_PER_LEASE: Final = 4
 TICKS_PER_LEASE: Final = 8
+TICKS_PER_KEEPALIVE: Final = 8
 #: Of all workers together.
 WORKER_HEARTBEATS_PER_SECOND: Final = 250
 
@@ -65,8 +67,9 @@ class ClusterSettings:
 
     @property
     def tick_seconds(self) -> float:
-        """The period of the machine's ticks."""
-        return self.lease_seconds / TICKS_PER_LEASE
+        """The period of the machine's ticks: short beside the time after which members hang up on a scheduler that
+        stands still, which the ticks show."""
+        return min(self.lease_seconds / TICKS_PER_LEASE, KEEPALIVE_SECONDS / TICKS_PER_KEEPALIVE)
 
     def lease_of(self, role: Role) -> float:
         """For how long, in seconds, a member of this role may be silent."""

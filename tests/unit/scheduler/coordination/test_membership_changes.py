@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from tests.support.scheduler_driver import Driver
@@ -17,3 +19,16 @@ def test_a_server_that_is_killed_while_the_scheduler_stands_still_for_a_moment_i
     d.on(ev.Tick())
     d.on(ev.SessionClosed(other, "killed"))
     assert len(d.lost) == 2, "a session that ends soon after is a loss, too"
+
+
+@pytest.mark.parametrize("lease", [2.0, 10.0, 600.0])
+def test_however_long_the_lease_is_a_server_that_is_killed_between_two_ticks_is_lost_at_once(lease: float) -> None:
+    d = Driver(lease_seconds=lease)
+    sessions = [d.open(d.register("server")) for _ in range(3)]
+    step = d.cluster.settings.tick_seconds
+    assert step < KEEPALIVE_SECONDS, "a standstill must show before members hang up"
+    for lost, session in enumerate(sessions, 1):
+        d.tick(3 * step)
+        d.now += 0.9 * step
+        d.on(ev.SessionClosed(session, "killed"))
+        assert len(d.lost) == lost
