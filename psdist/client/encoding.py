@@ -15,11 +15,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat
@@ -67,7 +67,7 @@ class EncodedPush:
         if flat is None or not slices:
             return
         elements = sum(self._encoder.slicing.size(index) for index in slices)
-        run = map if elements < LARGE_ELEMENTS else _threads().map
+        run = map if elements < LARGE_ELEMENTS else _run_in_threads
 
         def encode() -> bool:
             with self._lock:
@@ -111,6 +111,13 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "psdist-encode")
 
 
+def _run_in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list[Any]:
+    """``map`` in threads. None of them works on when it returns or raises: they write to what the next push uses."""
+    futures = [_threads().submit(work, item) for item in items]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
 class Encoding:
     """What compresses the gradients of one handle by ``codec``. participation: whose pushes they are."""
 
@@ -126,8 +133,8 @@ class Encoding:
         self._is_kept = False
         #: The push that the encoder is at: who numbered it, and its number.
         self._begun = (participation.origin, -1)
-        #: What the last push that was dropped took with it, for a message.
-        self.lost = ""
+        #: What the last push that was dropped took with it, until a message says so.
+        self._lost = ""
         self._loading = codec_kernels.load()
 
     @classmethod
@@ -169,7 +176,7 @@ class Encoding:
         with self._lock:
             if not part.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
-            self._begun, self.lost = (part.origin, part.sequence.step), ""
+            self._begun = part.origin, part.sequence.step
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self) -> GradientEncoder:
@@ -212,9 +219,26 @@ class Encoding:
 
     def drop_push(self) -> None:
         """The push that was begun, if any was, does not go on. Servers may have any part of it, so it is not sent
-        again. ``lost`` says what is lost with it."""
+        again. ``take_lost`` says what is lost with it."""
         if self.end_push() and self._encoder is not None and self._encoder.feeds_back:
-            self.lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
+            self._lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
+
+    def discard_unsent(self) -> None:
+        """A push in one call failed. If no server has anything of it, it is as if it had not been encoded."""
+        if self._encoder is not None and not self._participation.sequence.unfinished:
+            with self._lock:
+                self._encoder.discard_push()
+
+    def take_lost(self) -> str:
+        """What a dropped push took with it, for the message that tells of it; empty if nothing, or it was told."""
+        lost, self._lost = self._lost, ""
+        return lost
+
+    def tell_lost(self) -> None:
+        """Warns of what a dropped push took with it, unless that was told."""
+        if lost := self.take_lost():
+            name = self._participation.name
+            logger.warning("a push of %r that had failed is dropped: %s", name, lost.removesuffix("; "))
 
     def _end_if_over(self) -> None:
         """Ends a push that the others went on without."""
