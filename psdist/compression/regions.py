@@ -46,6 +46,10 @@ class PerTensor(Codec):
     def __hash__(self) -> int:
         return hash((tuple(self.codecs.items()), self.min_elements, self.min_vector))
 
+    def __reduce__(self) -> tuple[type[PerTensor], tuple[dict[str, Codec], int, int]]:
+        """For copies and other processes: a read-only view of a mapping has neither."""
+        return PerTensor, (dict(self.codecs), self.min_elements, self.min_vector)
+
     def codec_of(self, tensor: TensorSpec) -> Codec:
         """The codec of a tensor."""
         smallest = self.min_vector if len(tensor.shape) <= 1 else self.min_elements
