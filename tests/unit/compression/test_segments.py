@@ -224,6 +224,13 @@ def test_what_is_not_finite_is_told_apart(kind: Kind, bits: int, parameter: int,
         check(payload + b"\0", 4)
 
 
+@pytest.mark.usefixtures("implementation")
+def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
+    body = np.full(3, np.inf, np.float16).tobytes()
+    with pytest.raises(MalformedPayloadError, match="bits that must be zero are not"):
+        check(segment(Kind.RAW16, 16, 0, 3, 0, body)[:-1] + b"\1", 3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
