@@ -28,7 +28,7 @@ from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.client.session.worker_state import OWN, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
-from psdist.errors import FencedError, InvalidArgumentError
+from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
 from psdist.types import Layout
 
 if TYPE_CHECKING:
@@ -200,14 +200,20 @@ class Encoding:
     async def encode_push(self, flat: Flat | None, *, with_norm: bool) -> tuple[EncodedPush | None, float]:
         """Encodes a whole gradient; None abstains. Returns what is sent, None to abstain, and its norm if wanted.
 
-        A push that is made again is what it was.
+        A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which
+        abstains where ``non_finite`` is "skip".
         """
         push = await self.begin(flat)
         every = tuple(range(self._participation.entry.slicing.count))
         ready = push.settled(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
         if ready.abstaining:
             return None, 0.0
-        await push.encode(ready.valued)
+        try:
+            await push.encode(ready.valued)
+        except NonFiniteGradientError:
+            if self._participation.entry.spec.non_finite == "reject":
+                raise
+            return await self.encode_push(None, with_norm=with_norm)  # Nothing of it was sent.
         return push, await push.norm() if with_norm else 0.0
 
     def end_push(self) -> bool:

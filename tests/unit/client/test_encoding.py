@@ -217,6 +217,20 @@ async def test_a_push_of_which_nothing_was_sent_takes_nothing_with_it(start: Sta
     assert setup.weights._steps.encoding._encoder.state()["ordinal"].tolist() == [1]
 
 
+async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(start: Start) -> None:
+    codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
+    setup = await start(compression=codec, non_finite="skip")
+    await setup.weights.push_pull(gradient(0))
+    before = residual(setup).tobytes()
+    too_large = gradient(1)
+    too_large["w"][:] = 1e6
+    await setup.weights.push(too_large)
+    assert setup.weights.statistics().abstained == 1 and residual(setup).tobytes() == before
+    await setup.weights.push(gradient(2))
+    weights = joined(await setup.weights.pull())
+    np.testing.assert_allclose(weights + residual(setup), joined(gradient(0)) + joined(gradient(2)), atol=5e-3)
+
+
 async def test_what_a_failed_push_carried_is_told_where_another_call_drops_it(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
