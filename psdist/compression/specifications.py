@@ -74,8 +74,9 @@ class BFloat16(Cast):
 class Compressor(Codec):
     """A codec of tensors.
 
-    error_feedback: True adds what was left out to the next push, "ef21" sends differences to an estimate that worker
-        and servers share, False forgets it. None is True for a biased codec.
+    error_feedback: True adds what was left out to the next push, False forgets it. None is True for a biased codec.
+        "ef21" sends differences to an estimate that worker and servers share; ``client.parameters`` refuses it, as
+        servers keep no estimates yet.
     residual_decay: what the residual is multiplied by, in (0, 1], before it is added.
     """
 
