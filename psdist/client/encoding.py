@@ -22,7 +22,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.client.core.buckets import ReadySlices
-from psdist.client.core.partition import Flat
+from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
@@ -142,6 +142,9 @@ class Encoding:
         """The encoding of a handle; None where its gradients are not compressed, or never pushed."""
         if isinstance(codec, Cast) or not participation.is_member:
             return None
+        if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(layout.tensors)):
+            patterns = join_names([repr(pattern) for pattern in unmatched])
+            logger.warning("compression of %r: no tensor's name matches %s", participation.name, patterns)
         return cls(codec, layout, participation)
 
     # --- the state ----------------------------------------------------------------------------------------------------

@@ -57,6 +57,11 @@ class PerTensor(Codec):
             return Float32()
         return next((codec for pattern, codec in self.codecs.items() if fnmatchcase(tensor.name, pattern)), Float32())
 
+    def unmatched(self, tensors: Iterable[TensorSpec]) -> tuple[str, ...]:
+        """The patterns that match no tensor's name."""
+        names = [tensor.name for tensor in tensors]
+        return tuple(one for one in self.codecs if not any(fnmatchcase(name, one) for name in names))
+
 
 @dataclass(frozen=True)
 class Region:

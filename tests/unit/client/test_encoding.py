@@ -323,6 +323,12 @@ async def test_kernels_that_take_long_are_waited_for_and_told(
     await is_all_there(setup, 0)
 
 
+async def test_a_pattern_that_matches_no_tensor_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    await start(compression=PerTensor({"embedding*": Int8(), "[vw]": Int8()}))
+    [told] = [record.getMessage() for record in caplog.records if "matches" in record.getMessage()]
+    assert told == "compression of 'p': no tensor's name matches 'embedding*'"
+
+
 async def test_an_error_feedback_that_servers_do_not_have_is_refused() -> None:
     setup = Setup()
     with pytest.raises(errors.InvalidArgumentError, match='error_feedback="ef21" needs servers'):
