@@ -243,7 +243,7 @@ class Encoding:
         lost, self._lost = self._lost, ""
         return lost
 
-    def tell_lost(self) -> None:
+    def warn_of_lost(self) -> None:
         """Warns of what a dropped push took with it, unless that was told."""
         if lost := self.take_lost():
             name = self._participation.name

@@ -295,7 +295,7 @@ class Steps:
             except FencedError as error:
                 await self._rejoin(error, incarnation)
                 if self.encoding is not None:  # A push that failed before, and nobody made again, may be dropped.
-                    self.encoding.tell_lost()
+                    self.encoding.warn_of_lost()
 
     async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
         """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under
