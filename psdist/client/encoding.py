@@ -15,20 +15,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from threading import Lock
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from psdist.client.core.buckets import ReadySlices
-from psdist.client.core.partition import Flat
+from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.client.session.worker_state import OWN, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
-from psdist.errors import FencedError, InvalidArgumentError
+from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
 from psdist.types import Layout
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class EncodedPush:
         if flat is None or not slices:
             return
         elements = sum(self._encoder.slicing.size(index) for index in slices)
-        run = map if elements < LARGE_ELEMENTS else _threads().map
+        run = map if elements < LARGE_ELEMENTS else _run_in_threads
 
         def encode() -> bool:
             with self._lock:
@@ -111,6 +111,13 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "psdist-encode")
 
 
+def _run_in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list[Any]:
+    """``map`` in threads. None of them works on when it returns or raises: they write to what the next push uses."""
+    futures = [_threads().submit(work, item) for item in items]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
 class Encoding:
     """What compresses the gradients of one handle by ``codec``. participation: whose pushes they are."""
 
@@ -126,8 +133,8 @@ class Encoding:
         self._is_kept = False
         #: The push that the encoder is at: who numbered it, and its number.
         self._begun = (participation.origin, -1)
-        #: What the last push that was dropped took with it, for a message.
-        self.lost = ""
+        #: What the last push that was dropped took with it, until a message says so.
+        self._lost = ""
         self._loading = codec_kernels.load()
 
     @classmethod
@@ -135,6 +142,9 @@ class Encoding:
         """The encoding of a handle; None where its gradients are not compressed, or never pushed."""
         if isinstance(codec, Cast) or not participation.is_member:
             return None
+        if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(layout.tensors)):
+            patterns = join_names([repr(pattern) for pattern in unmatched])
+            logger.warning("compression of %r: no tensor's name matches %s", participation.name, patterns)
         return cls(codec, layout, participation)
 
     # --- the state ----------------------------------------------------------------------------------------------------
@@ -169,7 +179,7 @@ class Encoding:
         with self._lock:
             if not part.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
-            self._begun, self.lost = (part.origin, part.sequence.step), ""
+            self._begun = part.origin, part.sequence.step
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self) -> GradientEncoder:
@@ -193,14 +203,20 @@ class Encoding:
     async def encode_push(self, flat: Flat | None, *, with_norm: bool) -> tuple[EncodedPush | None, float]:
         """Encodes a whole gradient; None abstains. Returns what is sent, None to abstain, and its norm if wanted.
 
-        A push that is made again is what it was.
+        A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which
+        abstains where ``non_finite`` is "skip".
         """
         push = await self.begin(flat)
         every = tuple(range(self._participation.entry.slicing.count))
         ready = push.settled(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
         if ready.abstaining:
             return None, 0.0
-        await push.encode(ready.valued)
+        try:
+            await push.encode(ready.valued)
+        except NonFiniteGradientError:
+            if self._participation.entry.spec.non_finite == "reject":
+                raise
+            return await self.encode_push(None, with_norm=with_norm)  # Nothing of it was sent.
         return push, await push.norm() if with_norm else 0.0
 
     def end_push(self) -> bool:
@@ -212,9 +228,26 @@ class Encoding:
 
     def drop_push(self) -> None:
         """The push that was begun, if any was, does not go on. Servers may have any part of it, so it is not sent
-        again. ``lost`` says what is lost with it."""
+        again. ``take_lost`` says what is lost with it."""
         if self.end_push() and self._encoder is not None and self._encoder.feeds_back:
-            self.lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
+            self._lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
+
+    def discard_unsent(self) -> None:
+        """A push in one call failed. If no server has anything of it, it is as if it had not been encoded."""
+        if self._encoder is not None and not self._participation.sequence.unfinished:
+            with self._lock:
+                self._encoder.discard_push()
+
+    def take_lost(self) -> str:
+        """What a dropped push took with it, for the message that tells of it; empty if nothing, or it was told."""
+        lost, self._lost = self._lost, ""
+        return lost
+
+    def warn_of_lost(self) -> None:
+        """Warns of what a dropped push took with it, unless that was told."""
+        if lost := self.take_lost():
+            name = self._participation.name
+            logger.warning("a push of %r that had failed is dropped: %s", name, lost.removesuffix("; "))
 
     def _end_if_over(self) -> None:
         """Ends a push that the others went on without."""

@@ -228,11 +228,16 @@ class Steps:
 
     async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None) -> None:
         gradient: Flat | EncodedGradient | None = flat
-        if self.encoding is not None:
-            gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
-        progress = self._sequence.begin_push()
-        with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
-            await self._exchange.push(progress, gradient, norm, target)
+        try:
+            if self.encoding is not None:
+                gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
+            progress = self._sequence.begin_push()
+            with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
+                await self._exchange.push(progress, gradient, norm, target)
+        except BaseException:
+            if self.encoding is not None:
+                self.encoding.discard_unsent()
+            raise
         self._on_pushed(progress, gradient is None, seen=target is not None)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
@@ -289,6 +294,8 @@ class Steps:
                 return await work()
             except FencedError as error:
                 await self._rejoin(error, incarnation)
+                if self.encoding is not None:  # A push that failed before, and nobody made again, may be dropped.
+                    self.encoding.warn_of_lost()
 
     async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
         """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under
@@ -309,7 +316,7 @@ class Steps:
         what = "step" if sequence.synchronous else "push"
         goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
         title = f"{what} {number} of {self._participation.name!r}"
-        lost = self.encoding.lost if self.encoding is not None else ""
+        lost = self.encoding.take_lost() if self.encoding is not None else ""
         self.drops.add(f"{title} was dropped: {expulsion.reason}; {lost}{goes_on}", expulsion)
 
     # --- a step in buckets --------------------------------------------------------------------------------------------

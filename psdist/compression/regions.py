@@ -46,12 +46,21 @@ class PerTensor(Codec):
     def __hash__(self) -> int:
         return hash((tuple(self.codecs.items()), self.min_elements, self.min_vector))
 
+    def __reduce__(self) -> tuple[type[PerTensor], tuple[dict[str, Codec], int, int]]:
+        """For copies and other processes: a read-only view of a mapping has neither."""
+        return PerTensor, (dict(self.codecs), self.min_elements, self.min_vector)
+
     def codec_of(self, tensor: TensorSpec) -> Codec:
         """The codec of a tensor."""
         smallest = self.min_vector if len(tensor.shape) <= 1 else self.min_elements
         if tensor.size < max(smallest, self.min_elements):
             return Float32()
         return next((codec for pattern, codec in self.codecs.items() if fnmatchcase(tensor.name, pattern)), Float32())
+
+    def unmatched(self, tensors: Iterable[TensorSpec]) -> tuple[str, ...]:
+        """The patterns that match no tensor's name."""
+        names = [tensor.name for tensor in tensors]
+        return tuple(one for one in self.codecs if not any(fnmatchcase(name, one) for name in names))
 
 
 @dataclass(frozen=True)

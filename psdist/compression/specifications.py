@@ -74,8 +74,9 @@ class BFloat16(Cast):
 class Compressor(Codec):
     """A codec of tensors.
 
-    error_feedback: True adds what was left out to the next push, "ef21" sends differences to an estimate that worker
-        and servers share, False forgets it. None is True for a biased codec.
+    error_feedback: True adds what was left out to the next push, False forgets it. None is True for a biased codec.
+        "ef21" sends differences to an estimate that worker and servers share; ``client.parameters`` refuses it, as
+        servers keep no estimates yet.
     residual_decay: what the residual is multiplied by, in (0, 1], before it is added.
     """
 
@@ -83,9 +84,12 @@ class Compressor(Codec):
     residual_decay: float = field(default=1.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.error_feedback not in (None, True, False, "ef21"):
+        given: object = self.error_feedback
+        if not (given is None or isinstance(given, bool) or (isinstance(given, str) and given == "ef21")):
             raise InvalidArgumentError(f'error_feedback={self.error_feedback!r:.40}: use True, False, "ef21" or None')
         check_number("residual_decay", self.residual_decay, 0.0, 1.0)
+        if self.residual_decay != 1.0 and not self.feedback:
+            raise InvalidArgumentError(f"residual_decay={self.residual_decay!r:.40} needs error feedback")
 
     @property
     def is_biased(self) -> bool:
@@ -165,6 +169,7 @@ class TopK(Compressor):
         check_integer("warm_up", self.warm_up, 0, _SEED_LAST)
         if self.momentum != 0.0:
             check_number("momentum", self.momentum, 0.0, 1.0)
+            check_momentum(self, self)
 
     def ratio_at(self, ordinal: int) -> float:
         """The ratio of push number ``ordinal``, from 0."""
@@ -212,7 +217,7 @@ class RandomK(Compressor):
     @property
     def period(self) -> int:
         """The elements of which one is sent."""
-        return round(1.0 / self.ratio)
+        return round(min(1.0 / self.ratio, 2.0**31))  # 1 / ratio may be infinite.
 
 
 @dataclass(frozen=True)
@@ -245,10 +250,10 @@ class PowerSGD(Compressor):
 
 @dataclass(frozen=True)
 class Chain(Compressor):
-    """The elements that ``sparse`` selects, their values as ``values`` encodes them: BFloat16, Int8 or Int2.
+    """The elements that ``sparse`` selects, their values as ``values`` encodes them: BFloat16(), Int8() or Int2().
 
     chunk: elements of the tensor, kept or not, that one scale stands for; ChunkedTopK has its own. The error feedback
-    is that of the chain.
+    and its residual's decay are arguments of the chain.
     """
 
     sparse: TopK | ChunkedTopK | RandomK
@@ -262,8 +267,14 @@ class Chain(Compressor):
             raise InvalidArgumentError(f"sparse={self.sparse!r:.60}: use TopK, ChunkedTopK or RandomK")
         if isinstance(self.sparse, RandomK) and type(self.values) is not BFloat16:
             raise InvalidArgumentError(f"values={self.values!r:.60}: use BFloat16() with RandomK")
-        if type(self.values) not in _VALUE_BITS or (isinstance(self.values, Integers) and self.values.stochastic):
-            raise InvalidArgumentError(f"values={self.values!r:.60}: use BFloat16(), Int8() or Int2(), not stochastic")
+        if type(self.values) not in _VALUE_BITS or self.values != type(self.values)():
+            raise InvalidArgumentError(f"values={self.values!r:.60}: use plain BFloat16(), Int8() or Int2()")
+        if self.sparse.error_feedback is not None or self.sparse.residual_decay != 1.0:
+            raise InvalidArgumentError(f"sparse={self.sparse!r:.60}: error_feedback and residual_decay are the chain's")
+        if isinstance(self.sparse, ChunkedTopK) and self.sparse.bits != 32:
+            raise InvalidArgumentError(f"bits={self.sparse.bits} of a ChunkedTopK in a chain: leave it out")
+        if isinstance(self.sparse, TopK):
+            check_momentum(self.sparse, self)
 
     @property
     def bits(self) -> int:
@@ -272,6 +283,13 @@ class Chain(Compressor):
 
 
 _VALUE_BITS: dict[type[Codec], int] = {BFloat16: 16, Int8: 8, Int2: 2}
+
+
+def check_momentum(sparse: TopK, whole: Compressor) -> None:
+    """Raises InvalidArgumentError where ``sparse`` has momentum and ``whole``, which it is part of, no error feedback:
+    there is nothing to sum up then."""
+    if sparse.momentum and not whole.feedback:
+        raise InvalidArgumentError(f"momentum={sparse.momentum!r:.40} needs error feedback, for what is not sent yet")
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

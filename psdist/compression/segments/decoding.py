@@ -261,7 +261,7 @@ def check_payload(payload: Any, elements: Any) -> Any:
         defect = _structure(kind, bits, phase, count, length, parameter)
         if defect == _NONE:
             defect = _check_body(kind, bits, phase, parameter, count, payload[start:stop])
-        if defect == _NONE and not _is_padded(payload, stop):
+        if defect in (_NONE, _NON_FINITE) and not _is_padded(payload, stop):
             defect = _PADDING
         if defect == _NON_FINITE:
             result = at * 256 + defect if result == 0 else result

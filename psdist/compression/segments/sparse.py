@@ -97,14 +97,14 @@ def _append_from(bits: Any, threshold: Any, base: Any, where: Any, count: Any) -
 def _drop_ties(bits: Any, threshold: Any, base: Any, surplus: Any, where: Any) -> Any:
     """Takes the last ``surplus`` of those that equal ``threshold`` out of places. Returns the new count."""
     at = where.size
-    keep = where.size
     while surplus > 0:
         at -= 1
-        if _U(bits[where[at] - base] & _MAGNITUDE) == threshold:
-            surplus -= 1
-            for i in range(at, keep - 1):
-                where[i] = where[i + 1]
-            keep -= 1
+        surplus -= _U(bits[where[at] - base] & _MAGNITUDE) == threshold
+    keep = at
+    for i in range(at, where.size):
+        if _U(bits[where[i] - base] & _MAGNITUDE) != threshold:
+            where[keep] = where[i]
+            keep += 1
     return keep
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -16,8 +17,9 @@ from client_fakes import Break, Setup
 
 import psdist
 from psdist import errors
+from psdist.client.encoding import _run_in_threads
 from psdist.client.process import codec_kernels
-from psdist.compression import Int8, PerTensor
+from psdist.compression import Float16, Int8, PerTensor
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -47,7 +49,7 @@ async def start() -> AsyncIterator[Start]:
 
     async def start(**settings: Any) -> Setup:
         setups.append(Setup())
-        return await setups[-1].start(INIT, compression=CODEC, **settings)
+        return await setups[-1].start(INIT, **{"compression": CODEC} | settings)
 
     yield start
     for setup in setups:
@@ -199,6 +201,68 @@ async def test_what_a_dropped_push_carried_is_lost_with_it_and_said(
     np.testing.assert_allclose(after - before + residual(setup), kept + joined(gradient(2)), atol=1e-5)
 
 
+async def test_a_push_of_which_nothing_was_sent_takes_nothing_with_it(start: Start) -> None:
+    codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
+    setup = await start(compression=codec)
+    await setup.weights.push_pull(gradient(0))
+    before = residual(setup).tobytes()
+    too_large = gradient(1)
+    too_large["w"][:] = 1e6
+    with pytest.raises(errors.NonFiniteGradientError):
+        await setup.weights.push(too_large)
+    setup.expel(first_step=5)
+    await setup.expelled()
+    await setup.weights.pull()
+    assert residual(setup).tobytes() == before and any(residual(setup))
+    assert setup.weights._steps.encoding._encoder.state()["ordinal"].tolist() == [1]
+
+
+async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(start: Start) -> None:
+    codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
+    setup = await start(compression=codec, non_finite="skip")
+    await setup.weights.push_pull(gradient(0))
+    before = residual(setup).tobytes()
+    too_large = gradient(1)
+    too_large["w"][:] = 1e6
+    await setup.weights.push(too_large)
+    assert setup.weights.statistics().abstained == 1 and residual(setup).tobytes() == before
+    await setup.weights.push(gradient(2))
+    weights = joined(await setup.weights.pull())
+    np.testing.assert_allclose(weights + residual(setup), joined(gradient(0)) + joined(gradient(2)), atol=5e-3)
+
+
+async def test_what_a_failed_push_carried_is_told_where_another_call_drops_it(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = await start()
+    await setup.weights.push_pull(gradient(0))
+    setup.servers[0].breaks = [Break(2, errors.InternalError("broken on purpose"))]
+    with pytest.raises(errors.InternalError, match="on purpose"):
+        await setup.weights.push(gradient(1))
+    setup.expel(first_step=5)
+    await setup.expelled()
+    await setup.weights.pull()
+    [told] = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    assert told.startswith("a push of 'p' that had failed is dropped: what compression had left out")
+    await setup.weights.push(gradient(2))
+    assert not setup.weights._steps.encoding.take_lost()
+
+
+async def test_no_thread_works_on_after_another_has_failed() -> None:
+    failing, done = threading.Event(), list[int]()
+
+    def work(number: int) -> None:
+        if number == 0:
+            failing.set()
+            raise ValueError("on purpose")
+        failing.wait()
+        done.extend(range(100_000))
+
+    with pytest.raises(ValueError, match="on purpose"):
+        _run_in_threads(work, range(2))
+    assert len(done) == 100_000
+
+
 def roll_back(setup: Setup, step: int) -> None:
     """The run goes back to its snapshot before ``step``."""
     setup.scheduler.restored, setup.scheduler.generation = "000000000002-1-1-abcdef", setup.scheduler.generation + 1
@@ -257,6 +321,12 @@ async def test_kernels_that_take_long_are_waited_for_and_told(
     later.set_result(None)
     await call
     await is_all_there(setup, 0)
+
+
+async def test_a_pattern_that_matches_no_tensor_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    await start(compression=PerTensor({"embedding*": Int8(), "[vw]": Int8()}))
+    [told] = [record.getMessage() for record in caplog.records if "matches" in record.getMessage()]
+    assert told == "compression of 'p': no tensor's name matches 'embedding*'"
 
 
 async def test_an_error_feedback_that_servers_do_not_have_is_refused() -> None:

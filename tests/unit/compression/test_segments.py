@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 from collections.abc import Callable, Iterator
 
@@ -223,6 +224,13 @@ def test_what_is_not_finite_is_told_apart(kind: Kind, bits: int, parameter: int,
         check(payload + b"\0", 4)
 
 
+@pytest.mark.usefixtures("implementation")
+def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
+    body = np.full(3, np.inf, np.float16).tobytes()
+    with pytest.raises(MalformedPayloadError, match="bits that must be zero are not"):
+        check(segment(Kind.RAW16, 16, 0, 3, 0, body)[:-1] + b"\1", 3)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -231,22 +239,31 @@ def test_what_is_not_finite_is_told_apart(kind: Kind, bits: int, parameter: int,
         lambda: Int8(stochastic=1),  # type: ignore[arg-type]
         lambda: Int4(seed=-1),
         lambda: Int2(error_feedback="always"),  # type: ignore[arg-type]
+        lambda: Int2(error_feedback=1),  # type: ignore[arg-type]
+        lambda: Int8(stochastic=True, residual_decay=0.5),
         lambda: OneBit(residual_decay=0.0),
         lambda: OneBit(residual_decay=float("nan")),
         lambda: TopK(0.0),
         lambda: TopK(1.5),
         lambda: TopK(warm_up=-1),
         lambda: TopK(momentum=-0.5),
+        lambda: TopK(momentum=0.5, error_feedback=False),
         lambda: ChunkedTopK(k=0),
         lambda: ChunkedTopK(k=65, chunk=64),
         lambda: ChunkedTopK(bits=4),
         lambda: RandomK(1e-6),
+        lambda: RandomK(1e-310),
         lambda: PowerSGD(0),
         lambda: PowerSGD(256),
         lambda: Chain(Int8(), Int8()),  # type: ignore[arg-type]
         lambda: Chain(TopK(), Int4()),
         lambda: Chain(TopK(), Int8(stochastic=True)),
         lambda: Chain(RandomK(), Int8()),
+        lambda: Chain(TopK(), Int8(block=64)),
+        lambda: Chain(TopK(error_feedback=False), Int8()),
+        lambda: Chain(TopK(residual_decay=0.5), Int8()),
+        lambda: Chain(TopK(momentum=0.5), Int8(), error_feedback=False),
+        lambda: Chain(ChunkedTopK(bits=8), Int2()),
         lambda: PerTensor({"*": "int8"}),  # type: ignore[dict-item]
         lambda: PerTensor({"*": Int8()}, min_elements=63),
         lambda: PerTensor({"*": PerTensor({})}),
@@ -260,6 +277,12 @@ def test_wrong_arguments_are_refused(wrong: Callable[[], Codec]) -> None:
 def test_biased_codecs_have_an_error_feedback() -> None:
     assert Int8().feedback is True and TopK(error_feedback="ef21").feedback == "ef21"
     assert Int8(stochastic=True).feedback is False and Int8(error_feedback=False).feedback is False
+
+
+def test_codecs_can_be_copied_and_sent_to_processes() -> None:
+    policy = PerTensor({"w*": TopK(0.5), "*": Chain(TopK(), Int8())}, min_elements=70)
+    function, arguments = policy.__reduce__()  # What pickle uses.
+    assert function(*arguments) == policy == copy.deepcopy(policy)
 
 
 def test_names() -> None:
