@@ -149,7 +149,11 @@ def text(results: Mapping[str, Any], stem: str) -> str:
     for model, codecs in results.items():
         plain = codecs["none"]["without"]
         rows = [_row(name, variant, one, plain) for name, found in codecs.items() for variant, one in found.items()]
-        parts += [f"### {model.capitalize()}", f"![loss of {model}]({stem}-{model}.svg)", table(titles, rows)]
+        parts += [
+            f"### {model.capitalize()}, {len(plain['last'])} seeds",
+            f"![loss of {model}]({stem}-{model}.svg)",
+            table(titles, rows),
+        ]
     return "\n\n".join(parts)
 
 
