@@ -160,7 +160,7 @@ def text(results: Mapping[str, Any], stem: str) -> str:
 def picture(model: str, codecs: Mapping[str, Any]) -> str:
     """The curves of one model: each codec with error feedback, where it has one."""
     lines = {
-        name.removesuffix("()"): [(float(step), loss) for step, loss in found.get("with", found["without"])["losses"]]
+        name.removesuffix("()"): [(float(step), loss) for step, loss in next(iter(found.values()))["losses"]]
         for name, found in codecs.items()
     }
     return plot.svg(f"{model.capitalize()}: loss on held-out samples", "steps", "loss", lines)
