@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +28,8 @@ log = logging.getLogger("psdist.server")
 
 #: Others that compile the same may be about to end, and a machine that does much else takes a while to start a process.
 _REPORT_SECONDS: Final = 0.5
+#: By signals that go to a whole group of processes.
+_ASKED_TO_END: Final = (-signal.SIGTERM, -signal.SIGINT)
 #: Of the output of a process that failed.
 _PROBLEM_CHARACTERS: Final = 2000
 
@@ -75,7 +78,8 @@ class BackgroundCompiler:
                 self._end_loading(loading)
                 if missing[0].file("progress") is not None:
                     with locked(missing[0].file("progress"), wait=False) as is_reporter:
-                        self._fill_cache(missing, purpose, is_reporter)
+                        if not self._fill_cache(missing, purpose, is_reporter):
+                            return
             if not self._closed:
                 compile_all(kernels)
                 release_compiler()
@@ -88,18 +92,18 @@ class BackgroundCompiler:
         if not loading.done():
             loading.set_result(None)
 
-    def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> None:
-        """Returns when another process has compiled ``kernels``, or has failed to. is_reporter: of several servers that
-        compile for one cache, one writes to the log."""
+    def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> bool:
+        """Returns when another process has compiled ``kernels``, or has failed to; False where it was asked to end, as
+        this one is then. is_reporter: of several servers that compile for one cache, one writes to the log."""
         begin = monotonic()
         with TemporaryFile() as output, ExitStack() as started:
             try:
                 process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
             except OSError as error:  # Then they are compiled here, though that holds up everything else.
                 log.warning("no process could be started to compile kernels: %s", error)
-                return
+                return True
             if process is None:
-                return
+                return False
             started.enter_context(process)
             started.callback(self._processes.discard, process)
             try:
@@ -112,12 +116,15 @@ class BackgroundCompiler:
                         purpose,
                     )
                 process.wait()
+            if process.returncode in _ASKED_TO_END:
+                return False
             if process.returncode == 0:
                 log.info("kernels for %s are compiled, after %.1f s", purpose, monotonic() - begin)
             elif not self._closed:  # Then they are compiled here, too.
                 output.seek(0)
                 problem = output.read().decode(errors="replace")[-_PROBLEM_CHARACTERS:]
                 log.warning("the process that compiles kernels ended with %d: %s", process.returncode, problem)
+            return True
 
     def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """A process that compiles the kernels of these names; None once this is closed."""
