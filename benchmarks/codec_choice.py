@@ -1,10 +1,16 @@
-"""The codecs that benchmarks compare, by the text with which a user would make them."""
+"""The codecs that benchmarks compare, by the text with which a user would make them, and gradients that they encode."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 from psdist import compression
+from psdist.compression import segments
+from psdist.compression.segments import PushNumber
+from psdist.types import TensorSpec
 
 CODECS: Mapping[str, compression.Codec] = {
     "none": compression.Float32(),
@@ -19,3 +25,32 @@ CODECS: Mapping[str, compression.Codec] = {
     "RandomK(0.05)": compression.RandomK(0.05),
     "PowerSGD(4)": compression.PowerSGD(4),
 }
+#: Of the matrix that a gradient is.
+COLUMNS = 1000
+
+
+class Encoder:
+    """Encodes a gradient, one matrix whose size is a multiple of COLUMNS, slice by slice, as a worker does.
+
+    bounds: of the slices.
+    """
+
+    def __init__(self, codec: compression.Codec, bounds: Sequence[tuple[int, int]], rank: int = 0) -> None:
+        elements = bounds[-1][1]
+        self._regions = segments.regions([TensorSpec("w", (elements // COLUMNS, COLUMNS))], codec)
+        self._bounds = bounds
+        self._number = PushNumber(rank, 0)
+        self._out = np.zeros(segments.payload_limit(max(stop - start for start, stop in bounds)), np.uint8)
+
+    def encode(
+        self,
+        gradient: NDArray[np.float32],
+        residual: NDArray[np.float32] | None = None,
+        payloads: list[NDArray[np.uint8]] | None = None,
+    ) -> None:
+        """Encodes ``gradient``. residual: gets what is left out. payloads: gets a copy of each."""
+        prepared = [segments.prepare(one, gradient[one.start : one.stop], self._number) for one in self._regions]
+        for start, stop in self._bounds:
+            size = segments.encode(prepared, start, stop, self._out, residual)
+            if payloads is not None:
+                payloads.append(self._out[:size].copy())

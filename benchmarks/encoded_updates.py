@@ -13,42 +13,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist import BSP, compression, optim
+from benchmarks.codec_choice import CODECS, COLUMNS, Encoder
+from benchmarks.turns import in_turns
+from psdist import BSP, optim
 from psdist.compression import segments
-from psdist.compression.segments import PushNumber
-from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard, Slicing, TensorSpec
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels.arrays import DenseParameters, Update
 
 Floats = NDArray[np.float32]
 Parts = list[list[NDArray[Any]]]
 
-#: What is measured: a title, and the codec of all workers.
-CASES: list[tuple[str, compression.Codec]] = [
-    ("Int8", compression.Int8()),
-    ("TopK(0.01)", compression.TopK(0.01)),
-    ("ChunkedTopK, 2 bits", compression.ChunkedTopK(bits=2)),
-]
+#: The codec of all workers.
+CASES = ("Int8()", "TopK(0.01)", "ChunkedTopK(64, 4096, bits=2)")
 OPTIMIZERS = {"SGD": optim.SGD(lr=0.01), "Adam": optim.Adam()}
-
-
-def encoded(codec: compression.Codec, slicing: Slicing, gradient: Floats, rank: int) -> list[NDArray[np.uint8]]:
-    """The payloads of a worker's push, by slice; the vector is one matrix."""
-    tensor = TensorSpec("w", (gradient.size // 1000, 1000), "float32")
-    regions = segments.regions([tensor], codec)
-    prepared = [segments.prepare(one, gradient[one.start : one.stop], PushNumber(rank, 0)) for one in regions]
-    payloads = []
-    for start, stop in map(slicing.bounds, range(slicing.count)):
-        out = np.empty(segments.payload_limit(stop - start), np.uint8)
-        payloads.append(out[: segments.encode(prepared, start, stop, out)].copy())
-    return payloads
 
 
 class Server:
@@ -80,29 +65,20 @@ def steps(server: Server, gradients: Sequence[Floats]) -> tuple[dict[str, Callab
     """What is measured, by title, and the bytes that one worker sends for it. A codec is that of all workers."""
     bounds = [server.slicing.bounds(index) for index in range(server.slicing.count)]
     raw: Parts = [[gradient[start:stop] for gradient in gradients] for start, stop in bounds]
-    found = {
+    found: dict[str, Callable[[], None]] = {
         "float32, 1 worker": lambda: server.update([parts[:1] for parts in raw], False),
         f"float32, {len(gradients)} workers": lambda: server.update(raw, False),
     }
     sizes = dict.fromkeys(found, gradients[0].nbytes)
-    for title, codec in CASES:
-        pushes = [encoded(codec, server.slicing, gradient, rank) for rank, gradient in enumerate(gradients)]
+    for title in CASES:
+        pushes: list[list[NDArray[np.uint8]]] = [[] for _ in gradients]
+        for rank, (gradient, payloads) in enumerate(zip(gradients, pushes, strict=True)):
+            Encoder(CODECS[title], bounds, rank).encode(gradient, payloads=payloads)
         parts: Parts = [list(contributions) for contributions in zip(*pushes, strict=True)]
-        found[title] = lambda parts=parts: server.update(parts, True)  # type: ignore[misc]
-        found[f"{title}, checks"] = lambda parts=parts: server.check(parts)  # type: ignore[misc]
+        found[title] = partial(server.update, parts, True)
+        found[f"{title}, checks"] = partial(server.check, parts)
         sizes[title] = sizes[f"{title}, checks"] = sum(payload.nbytes for payload in pushes[0])
     return found, sizes
-
-
-def measure(measured: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """The median of each, in seconds, after one round that does not count."""
-    times: dict[str, list[float]] = {title: [] for title in measured}
-    for _ in range(rounds + 1):
-        for title, step in measured.items():
-            begin = time.perf_counter()
-            step()
-            times[title].append(time.perf_counter() - begin)
-    return {title: statistics.median(seconds[1:]) for title, seconds in times.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,13 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     options = parser.parse_args(arguments)
-    elements = options.elements // 1000 * 1000
+    elements = options.elements // COLUMNS * COLUMNS
     gradients = [np.random.default_rng(rank).standard_normal(elements, np.float32) for rank in range(options.workers)]
     results = []
     for name, optimizer in OPTIMIZERS.items():
         server = Server(optimizer, elements)
         measured, sizes = steps(server, gradients)
-        medians = measure(measured, options.rounds)
+        times = in_turns(measured, options.rounds)
+        medians = {title: statistics.median(seconds) for title, seconds in times.items()}
         plain = medians["float32, 1 worker"]
         print(f"{name}, {elements:,} parameters: milliseconds, times the first, bytes per parameter of a worker")
         for title, seconds in medians.items():

@@ -112,6 +112,17 @@ def timed(step: Callable[[], object], steps: int) -> list[float]:
     return times
 
 
+def in_turns(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each of ``works``, which this process does in turns. The first round is not counted."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for number in range(rounds + 1):
+        for name, work in works.items():
+            seconds = timed(work, 1)
+            if number:
+                times[name] += seconds
+    return times
+
+
 def serve(turn: Callable[[int], list[float]], facts: Mapping[str, Any] | None = None) -> None:
     """A worker process's side: takes turns until the benchmark disconnects.
 

@@ -139,7 +139,7 @@ class BucketStep:
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
         if isinstance(self._gradient, EncodedPush):
-            ready = self._gradient.settled(ready)
+            ready = self._gradient.decide(ready)
         self._update_sequence()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")

@@ -54,9 +54,9 @@ class EncodedPush:
         self._slices = slices
         self._lock = lock
 
-    def settled(self, ready: ReadySlices) -> ReadySlices:
+    def decide(self, ready: ReadySlices) -> ReadySlices:
         """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
-        return self._slices.settled(ready)
+        return self._slices.decide(ready)
 
     async def encode(self, slices: Sequence[int]) -> None:
         """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in the gradient.
@@ -208,7 +208,7 @@ class Encoding:
         """
         push = await self.begin(flat)
         every = tuple(range(self._participation.entry.slicing.count))
-        ready = push.settled(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
+        ready = push.decide(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
         if ready.abstaining:
             return None, 0.0
         try:

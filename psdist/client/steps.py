@@ -234,7 +234,7 @@ class Steps:
             progress = self._sequence.begin_push()
             with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
                 await self._exchange.push(progress, gradient, norm, target)
-        except BaseException:
+        except BaseException:  # This includes cancellation.
             if self.encoding is not None:
                 self.encoding.discard_unsent()
             raise

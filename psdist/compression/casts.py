@@ -10,12 +10,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from psdist.compression import numpy_casts
-from psdist.compression.compiled import IN_BITS16, IN_BITS32, OUT, OUT_BITS16, Kernel, kernel
+from psdist.compression.compiled import IN_BITS16, IN_BITS32, OUT, OUT_BITS16, Kernel, kernel, part_of_kernel
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
 
@@ -75,10 +74,10 @@ def _single_to_brain(bits: Any) -> Any:
     return np.uint16(nan if _U(bits & ~_SIGN) > INFINITY else rounded)
 
 
-widen_half_one = numba.njit(error_model="numpy")(_half_to_single)
-widen_brain_one = numba.njit(error_model="numpy")(_brain_to_single)
-narrow_half_one = numba.njit(error_model="numpy")(_single_to_half)
-narrow_brain_one = numba.njit(error_model="numpy")(_single_to_brain)
+widen_half_one = part_of_kernel(_half_to_single)
+widen_brain_one = part_of_kernel(_brain_to_single)
+narrow_half_one = part_of_kernel(_single_to_half)
+narrow_brain_one = part_of_kernel(_single_to_brain)
 
 
 def _narrow_by_numpy(dtype: np.dtype[Any], bits: AnyArray, out: AnyArray) -> None:

@@ -120,6 +120,12 @@ class Kernel:
         self._compiled = self._current = dispatcher
 
 
+def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled into the kernels that call it."""
+    compiled: Callable[..., Any] = numba.njit(error_model="numpy")(function)
+    return compiled
+
+
 def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda: None) -> None:
     """Compiles ``kernels``; those that another process compiles now come last, so that processes share the work.
 

@@ -49,7 +49,7 @@ def test_what_is_sent_and_what_is_kept_is_what_was_given(
         chosen = data.draw(st.lists(st.integers(0, slicing.count - 1), unique=True) if slicing.count else st.just([]))
         push = encoder.begin_push()
         left = tuple(set(range(slicing.count)).difference(chosen))
-        assert push.settled(ReadySlices((), left)).abstaining == left
+        assert push.decide(ReadySlices((), left)).abstaining == left
         for index in chosen:
             assert encoder.encode(push, flat, [index])
             check(push.payload(index), slicing.size(index))

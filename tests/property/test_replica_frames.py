@@ -179,11 +179,12 @@ class Watched:
         self._stream = stream
         self.ended: list[PsdistError | None] = []
         self.refused = 0
-        plain = stream.answer
-        stream.answer = lambda response: (self._note(response), plain(response))[1]  # type: ignore[method-assign]
+        self._answer = stream.answer
+        stream.answer = self._count  # type: ignore[method-assign] - counted on its way
 
-    def _note(self, response: pb.ReplicateResponse) -> None:
+    def _count(self, response: pb.ReplicateResponse) -> None:
         self.refused += response.WhichOneof("kind") == "refused"
+        self._answer(response)
 
     def state(self) -> Any:
         machine = self._store.backups.machines[0]

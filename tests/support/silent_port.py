@@ -1,4 +1,4 @@
-"""A port that answers no connection, as behind a firewall that drops packets."""
+"""Ports that answer nobody: no connection, as behind a firewall that drops packets, or nothing on it."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def silent_port() -> Iterator[int]:
         listener.listen(0)
         waiting.connect(listener.getsockname())
         yield listener.getsockname()[1]
+
+
+@contextmanager
+def ports_by_stage() -> Iterator[dict[str, int]]:
+    """By the stage that a connection ends in: "connect" is never answered; after "accept" nobody says anything."""
+    with silent_port() as silent, socket.create_server(("127.0.0.1", 0)) as listener:
+        yield {"connect": silent, "accept": listener.getsockname()[1]}

@@ -49,7 +49,7 @@ class EncodedSlices:
     payloads: dict[int, bytes] = field(default_factory=dict)
     abstained: set[int] = field(default_factory=set)
 
-    def settled(self, ready: ReadySlices) -> ReadySlices:
+    def decide(self, ready: ReadySlices) -> ReadySlices:
         """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
         abstaining = {index for index in ready.abstaining if index not in self.payloads}
         abstaining.update(index for index in ready.valued if index in self.abstained)
@@ -95,9 +95,9 @@ class Totals:
         return 4 * self.elements / self.bytes if self.bytes else 1.0
 
 
-class Carried:
-    """A vector that goes on from push to push. before: as it was when the push under way began, which stays until that
-    is over. after: as it is after it, in slices that are encoded.
+class DoubleBuffer:
+    """A vector that each push changes, twice. before: as it was when the push under way began, until that is over.
+    after: as it is after it, in slices that are encoded. The end of the push swaps the two.
     """
 
     def __init__(self, size: int) -> None:
@@ -136,8 +136,8 @@ class GradientEncoder:
         self.feeds_back = any(_feedback(region) for region in self._regions)
         size = slicing.total if self.feeds_back else 0
         #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
-        self._residual = Carried(size)
-        self._velocity = Carried(size if any(_momentum(region) for region in self._regions) else 0)
+        self._residual = DoubleBuffer(size)
+        self._velocity = DoubleBuffer(size if any(_momentum(region) for region in self._regions) else 0)
         #: What of a push is encoded.
         self._sums = np.zeros(size, np.float32)
         #: Pushes of which something was encoded, and what codecs keep of the last one, by region.

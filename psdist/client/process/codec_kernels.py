@@ -30,7 +30,7 @@ def _run(loading: Future[None]) -> None:
         from psdist.compression.segments import KERNELS
 
         compile_all(KERNELS)
-    except BaseException as error:
+    except BaseException as error:  # Whatever it is, the pushes that wait must have it.
         loading.set_exception(error)
     else:
         loading.set_result(None)

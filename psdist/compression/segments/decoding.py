@@ -1,5 +1,4 @@
-"""Decoders of segments: is a payload valid, and add what it encodes to a sum. Compiled by
-numba.
+"""Decoders of segments: is a payload valid, and add what it encodes to a sum. Compiled by numba.
 
 ``accumulate`` is safe for any bytes, also if they changed since ``check``: each number that an index or a length
 follows from is read once and compared with what it must not pass, before it is used. ``numpy_decoding`` has the same
@@ -14,12 +13,11 @@ import numpy as np
 from numba import types
 
 from psdist.compression.casts import INFINITY, widen_brain_one, widen_half_one
-from psdist.compression.compiled import OUT, kernel
+from psdist.compression.compiled import OUT, kernel, part_of_kernel
 from psdist.compression.segments import numpy_decoding
 from psdist.compression.segments.format import HEADER_BYTES, POSITION_STOP, Kind
 from psdist.compression.segments.low_rank import PRODUCT_LARGEST, add_product
 from psdist.compression.segments.numpy_decoding import Defect
-from psdist.compression.segments.random_numbers import part
 from psdist.compression.segments.random_places import place, place_count
 
 BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
@@ -39,20 +37,20 @@ _ONE_EXPONENT: Final = _U(1 << 23)
 _HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
 
 
-@part
+@part_of_kernel
 def word(data: Any, at: Any) -> Any:
     """The unsigned 32-bit number at a byte."""
     low = _I(data[at]) | (_I(data[at + 1]) << 8)
     return low | (_I(data[at + 2]) << 16) | (_I(data[at + 3]) << 24)
 
 
-@part
+@part_of_kernel
 def block_count(phase: Any, elements: Any, block: Any) -> Any:
     """The blocks that a segment touches which begins ``phase`` elements into its first one."""
     return (phase + elements + block - 1) // block
 
 
-@part
+@part_of_kernel
 def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, parameter: Any) -> Any:
     """The defect of a header, as far as it follows from the header alone."""
     if kind in (_RAW32, _RAW16, _BRAIN16):
@@ -83,7 +81,7 @@ def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, param
     return _BAD_HEADER
 
 
-@part
+@part_of_kernel
 def _check_floats(values: Any) -> Any:
     """NON_FINITE where one of float32 values is."""
     bits, bad = values.view(np.uint32), _U(0)
@@ -92,7 +90,7 @@ def _check_floats(values: Any) -> Any:
     return _NON_FINITE if bad else _NONE
 
 
-@part
+@part_of_kernel
 def _check_words(body: Any, infinity: Any) -> Any:
     """NON_FINITE where one of 16-bit values is."""
     words, bad = body.view(np.uint16), np.uint16(0)
@@ -101,7 +99,7 @@ def _check_words(body: Any, infinity: Any) -> Any:
     return _NON_FINITE if bad else _NONE
 
 
-@part
+@part_of_kernel
 def _check_scales(scales: Any, bits: Any) -> Any:
     """The defect of scales: one is negative, not finite, or times the largest code not finite."""
     words, largest, negative = scales.view(np.uint32), _U(_LARGEST - _U(_U(bits - 1) * _ONE_EXPONENT)), _U(0)
@@ -114,14 +112,14 @@ def _check_scales(scales: Any, bits: Any) -> Any:
     return _NON_FINITE if most > largest else _NONE
 
 
-@part
+@part_of_kernel
 def _has_spare_bits(codes: Any, used: Any) -> Any:
     """Whether a bit is set behind the ``used`` ones."""
     left = used % 8
     return left != 0 and (codes[codes.size - 1] >> left) != 0
 
 
-@part
+@part_of_kernel
 def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any) -> Any:
     scales = 4 * block_count(phase, elements, block)
     if _has_spare_bits(body[scales:], bits * elements):
@@ -129,7 +127,7 @@ def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any)
     return _check_scales(body[:scales], bits)
 
 
-@part
+@part_of_kernel
 def _check_gaps(gaps: Any, count: Any, elements: Any) -> Any:
     """BODY unless the gaps lead to ``count`` places below ``elements``, the last byte to the last one."""
     position, found = _I(-1), _I(0)
@@ -141,7 +139,7 @@ def _check_gaps(gaps: Any, count: Any, elements: Any) -> Any:
     return _BODY if found != count or is_open or position >= elements else _NONE
 
 
-@part
+@part_of_kernel
 def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -> Any:
     count, scales_end = word(body, 0), 4 + (4 * block_count(phase, elements, chunk) if chunk else 0)
     values_end = scales_end + (count * bits + 7) // 8
@@ -158,13 +156,13 @@ def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -
     return _PADDING if _has_spare_bits(values, bits * count) else _check_scales(body[4:scales_end], bits)
 
 
-@part
+@part_of_kernel
 def _long_word(body: Any, at: Any) -> Any:
     """The unsigned 64-bit number at a byte, as a signed one."""
     return word(body, at) | (word(body, at + 4) << 32)
 
 
-@part
+@part_of_kernel
 def _random_count(body: Any, period: Any, elements: Any) -> Any:
     """The values that a RANDOM segment has; -1 where its first element cannot be."""
     position = _long_word(body, 8)
@@ -173,7 +171,7 @@ def _random_count(body: Any, period: Any, elements: Any) -> Any:
     return place_count(_U(word(body, 0)), _U(word(body, 4)), period, position, position + elements)
 
 
-@part
+@part_of_kernel
 def _check_random(bits: Any, period: Any, elements: Any, body: Any) -> Any:
     count = _random_count(body, period, elements)
     if count < 0:
@@ -183,19 +181,19 @@ def _check_random(bits: Any, period: Any, elements: Any, body: Any) -> Any:
     return _check_floats(body[16:]) if bits == 32 else _check_words(body[16:], _BRAIN_INFINITY)
 
 
-@part
+@part_of_kernel
 def _rows(columns: Any, column: Any, elements: Any) -> Any:
     """The rows that a segment touches which begins in ``column``."""
     return (column + elements + columns - 1) // columns
 
 
-@part
+@part_of_kernel
 def _has_factors(rank: Any, columns: Any, column: Any, elements: Any, size: Any) -> Any:
     """Whether a LOW_RANK body has the size of its two factors."""
     return column < columns and size == 4 + 4 * rank * (_rows(columns, column, elements) + columns)
 
 
-@part
+@part_of_kernel
 def _check_low_rank(rank: Any, columns: Any, elements: Any, body: Any) -> Any:
     column = word(body, 0)
     if not _has_factors(rank, columns, column, elements, body.size):
@@ -205,7 +203,7 @@ def _check_low_rank(rank: Any, columns: Any, elements: Any, body: Any) -> Any:
     return _NONE if most_p * most_q * rank <= PRODUCT_LARGEST else _NON_FINITE
 
 
-@part
+@part_of_kernel
 def _largest(body: Any) -> Any:
     """The largest magnitude of float32 values; NaN or Inf where one is."""
     bits, most = body.view(np.uint32), _U(0)
@@ -214,7 +212,7 @@ def _largest(body: Any) -> Any:
     return np.float64(_U(most).view(np.float32))
 
 
-@part
+@part_of_kernel
 def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
     """The defect of a body whose size is that of its header."""
     if kind == _RAW32:
@@ -232,7 +230,7 @@ def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any,
     return _check_integers(bits, phase, parameter, elements, body)
 
 
-@part
+@part_of_kernel
 def _is_padded(payload: Any, stop: Any) -> Any:
     """Whether only zeros stand between the end of a body and the next multiple of 4."""
     bad = np.uint8(0)
@@ -271,7 +269,7 @@ def check_payload(payload: Any, elements: Any) -> Any:
     return result if done == elements else at * 256 + _LENGTH
 
 
-@part
+@part_of_kernel
 def _add_words(kind: Any, body: Any, out: Any) -> None:
     """Adds the values of RAW16 or BRAIN16."""
     words = body.view(np.uint16)
@@ -283,7 +281,7 @@ def _add_words(kind: Any, body: Any, out: Any) -> None:
             out[i] += widen_brain_one(words[i])
 
 
-@part
+@part_of_kernel
 def _unpack_some(codes: Any, bits: Any, start: Any, first: Any, last: Any, out: Any) -> None:
     """Elements [first, last) of ``_unpack``, one by one."""
     half = _I(1) << (bits - 1)
@@ -292,7 +290,7 @@ def _unpack_some(codes: Any, bits: Any, start: Any, first: Any, last: Any, out: 
         out[i] = ((_I(codes[at >> 3]) >> (at & 7) & (2 * half - 1)) ^ half) - half
 
 
-@part
+@part_of_kernel
 def _unpack(codes: Any, bits: Any, start: Any, out: Any) -> None:
     """The signed codes of 4 or 2 bits from number ``start`` on, as int8."""
     per_byte = 8 // bits
@@ -315,13 +313,13 @@ def _unpack(codes: Any, bits: Any, start: Any, out: Any) -> None:
     _unpack_some(codes, bits, start, head + whole * per_byte, out.size, out)
 
 
-@part
+@part_of_kernel
 def _add_block(codes: Any, scale: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] += _F(codes[i]) * scale
 
 
-@part
+@part_of_kernel
 def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> None:
     """Adds code * scale."""
     blocks = block_count(phase, out.size, block)
@@ -339,14 +337,14 @@ def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> Non
         start = stop
 
 
-@part
+@part_of_kernel
 def _add_floats(body: Any, out: Any) -> None:
     values = body.view(np.float32)
     for i in range(out.size):
         out[i] += values[i]
 
 
-@part
+@part_of_kernel
 def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
     """Adds float32 values at the places that ``gaps`` lead to. False where there are not as many places in ``out``."""
     position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(values.size))
@@ -361,7 +359,7 @@ def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
     return k == count
 
 
-@part
+@part_of_kernel
 def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: Any, chunk: Any, out: Any) -> Any:
     """As ``_add_at_gaps``, with the scale of the chunk that each place is in."""
     position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(codes.size))
@@ -379,7 +377,7 @@ def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: An
     return k == count
 
 
-@part
+@part_of_kernel
 def _signed_sizes(packed: Any, out: Any) -> None:
     """1, 2, -1 or -2 for codes of 2 bits."""
     for i in range(out.size):
@@ -387,7 +385,7 @@ def _signed_sizes(packed: Any, out: Any) -> None:
         out[i] = (1 + (code & 1)) * (1 - (code & 2))
 
 
-@part
+@part_of_kernel
 def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
     """Adds the values that are sent. False where a place is beyond the segment."""
     count, scales_end = word(body, 0), 4 + (4 * block_count(phase, out.size, chunk) if chunk else 0)
@@ -409,7 +407,7 @@ def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
     return _add_codes_at_gaps(gaps, count, sizes, scales, phase, chunk, out)
 
 
-@part
+@part_of_kernel
 def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, out: Any) -> None:
     """Adds ``scale`` with their signs to elements [first, last), one by one. start: the sign of ``out``'s first."""
     for i in range(first, last):
@@ -417,7 +415,7 @@ def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, o
         out[i] += _U(scale ^ _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))).view(np.float32)
 
 
-@part
+@part_of_kernel
 def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
     """Adds the block's scale with the element's sign."""
     blocks = block_count(phase, out.size, block)
@@ -438,7 +436,7 @@ def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
         start = stop
 
 
-@part
+@part_of_kernel
 def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
     """Adds the values that are sent. False where there are not as many as places."""
     count, position = _random_count(body, period, out.size), _long_word(body, 8)
@@ -462,7 +460,7 @@ def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
     return k == count
 
 
-@part
+@part_of_kernel
 def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
     """Adds rows of the product. False where the factors do not have its size."""
     column = word(body, 0)
@@ -473,7 +471,7 @@ def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
     return True
 
 
-@part
+@part_of_kernel
 def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
     """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
     if kind == _RAW32:

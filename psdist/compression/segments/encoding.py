@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import singledispatch
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +28,7 @@ from psdist.compression.segments.prepared import (
     PreparedRegion,
     PreparedSigns,
     PreparedTopK,
+    non_finite,
 )
 from psdist.compression.segments.sparse import largest
 from psdist.compression.specifications import (
@@ -36,7 +36,6 @@ from psdist.compression.specifications import (
     Chain,
     ChunkedTopK,
     Codec,
-    Float32,
     Integers,
     OneBit,
     PowerSGD,
@@ -80,7 +79,7 @@ def _prepare(
 
 @_prepare.register
 def _(codec: Cast, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
-    return PreparedCast(region, values)
+    return PreparedCast(region, values, codec.dtype)
 
 
 @_prepare.register
@@ -111,14 +110,14 @@ def _(codec: RandomK, region: Region, values: Floats, number: PushNumber, state:
 @_prepare.register
 def _(codec: PowerSGD, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
     if not np.isfinite(values).all():
-        raise PreparedRegion(region, values).refuse(0, values.size)
+        raise non_finite(region, 0, values.size)
     matrix = values.reshape(region.shape[0] if region.shape else 1, -1)
     rank = min(codec.rank, *matrix.shape)
     found = None
     if rank * sum(matrix.shape) < values.size:
         found = factors(matrix, rank, codec.seed, region.start, state)
     if found is None:
-        return PreparedCast(replace(region, codec=Float32()), values)
+        return PreparedCast(region, values, "float32")
     return PreparedLowRank(region, values, *found)
 
 
@@ -137,7 +136,7 @@ def _prepare_top_k(
     kept = max(1, round(codec.ratio_at(number.ordinal) * values.size))
     threshold, ties_stop = largest(values, kept)
     if threshold < 0:
-        raise PreparedRegion(region, values).refuse(0, values.size)
+        raise non_finite(region, 0, values.size)
     return PreparedTopK(region, values, bits, chunk if bits < 16 else 0, threshold, ties_stop)
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import numpy as np
 from numba import types
 
-from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
 from psdist.compression.segments import numpy_integers
-from psdist.compression.segments.random_numbers import centred, draw, part
+from psdist.compression.segments.random_numbers import centred, draw
 
 OUT_BYTES = types.Array(types.uint8, 1, "C")
 
@@ -24,7 +24,7 @@ _MAGIC: Final = np.float32(1.5 * 2.0**23)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
-@part
+@part_of_kernel
 def largest_bits(values: Any) -> Any:
     """The bits of the largest magnitude; from those of infinity on where a value is not finite."""
     bits, most = values.view(np.uint32), _U(0)
@@ -33,7 +33,7 @@ def largest_bits(values: Any) -> Any:
     return most
 
 
-@part
+@part_of_kernel
 def _quantize(values: Any, scale: Any, limit: Any, codes: Any) -> None:
     """The nearest whole numbers of scales."""
     divisor = scale if scale > _ZERO else _ONE
@@ -44,7 +44,7 @@ def _quantize(values: Any, scale: Any, limit: Any, codes: Any) -> None:
         codes[i] = _S(_U(_F(x + _MAGIC).view(np.uint32)))
 
 
-@part
+@part_of_kernel
 def _quantize_by_chance(values: Any, scale: Any, limit: Any, low: Any, high: Any, first: Any, codes: Any) -> None:
     """One of the two nearest whole numbers of scales, by chance. first: the number of the first element."""
     divisor = scale if scale > _ZERO else _ONE
@@ -55,13 +55,13 @@ def _quantize_by_chance(values: Any, scale: Any, limit: Any, low: Any, high: Any
         codes[i] = _S(_U(_F(x + _MAGIC).view(np.uint32)))
 
 
-@part
+@part_of_kernel
 def _keep_rest(values: Any, codes: Any, scale: Any, residual: Any) -> None:
     for i in range(codes.size):
         residual[i] = values[i] - _F(codes[i]) * scale
 
 
-@part
+@part_of_kernel
 def pack(codes: Any, bits: Any, out: Any) -> None:
     """Codes of 4 or 2 bits, the first one in the lowest bits of the first byte."""
     per_byte = 8 // bits

@@ -12,9 +12,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
 from psdist.compression.segments import random_numbers
-from psdist.compression.segments.random_numbers import part
 
 Floats = NDArray[np.float32]
 
@@ -23,7 +22,7 @@ _TILE: Final = 1024
 PRODUCT_LARGEST: Final = 3.0e38
 
 
-@part
+@part_of_kernel
 def add_product(p: Any, q: Any, rank: Any, columns: Any, column: Any, out: Any) -> None:
     """Adds elements of the product to ``out``, from ``column`` of the first row on.
 

@@ -5,6 +5,7 @@ Each is written slice by slice: a header, by ``finish``, and a body, by kernels.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from psdist.compression.segments.signs import encode_signs
 from psdist.compression.segments.sparse import select_above, select_chunks, write_sparse
 from psdist.compression.specifications import Integers
 from psdist.errors import NonFiniteGradientError
+from psdist.types import DType
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
@@ -29,7 +31,7 @@ AnyArray = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class PreparedRegion:
+class PreparedRegion(ABC):
     """A region whose segments can be written.
 
     values: of the region, float32[n]. They must not change until all is written.
@@ -43,26 +45,27 @@ class PreparedRegion:
         """What ``prepare`` wants of this region for the next push; None where it wants nothing."""
         return None
 
+    @abstractmethod
     def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
         """Writes the segment of elements [start, stop) of the region to ``out``; returns its bytes.
 
         residual: of the region, which gets what the segment leaves out of these elements; empty where it is not wanted.
         Raises NonFiniteGradientError.
         """
-        raise NotImplementedError
 
-    def refuse(self, start: int, stop: int) -> NonFiniteGradientError:
+    def non_finite(self, start: int, stop: int) -> NonFiniteGradientError:
         """The error for a NaN or Inf among elements [start, stop)."""
-        at = self.region.start
-        return NonFiniteGradientError(f"elements [{at + start}, {at + stop}) of the gradient have NaN or Inf")
+        return non_finite(self.region, start, stop)
 
 
 @dataclass(frozen=True)
 class PreparedCast(PreparedRegion):
-    """A region that is sent in a dtype of the wire."""
+    """A region that is sent in a dtype of the wire, ``name``."""
+
+    name: DType
 
     def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
-        values, name = self.values[start:stop], self.region.codec.dtype  # type: ignore[attr-defined]
+        values, name = self.values[start:stop], self.name
         dtype = NUMPY_DTYPES[name]
         size = values.size * dtype.itemsize
         sent = values
@@ -70,7 +73,7 @@ class PreparedCast(PreparedRegion):
             sent = np.empty(values.size, dtype)
             narrow(values, sent)
         if not np.isfinite(sent).all():
-            raise self.refuse(start, stop)
+            raise self.non_finite(start, stop)
         out[HEADER_BYTES : HEADER_BYTES + size] = sent.view(np.uint8)
         if residual.size:
             residual[start:stop] = 0.0 if name == "float32" else values - sent.astype(np.float32)
@@ -94,7 +97,7 @@ class PreparedIntegers(PreparedRegion):
         body = out[HEADER_BYTES : HEADER_BYTES + size]
         stochastic = self.codec.stochastic
         if not encode_integers(self.values, start, stop, bits, block, stochastic, self.key, body, residual):
-            raise self.refuse(start, stop)
+            raise self.non_finite(start, stop)
         return finish(out, Kind.INTEGER, bits, start % block, stop - start, size, block)
 
 
@@ -108,9 +111,9 @@ class PreparedSparse(PreparedRegion):
     bits: int
     chunk: int
 
+    @abstractmethod
     def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
         """Writes the places in [first, last) that are kept; returns how many. -1 where a value is not finite."""
-        raise NotImplementedError
 
     def reach(self, start: int, stop: int) -> tuple[int, int]:
         """The range of the whole chunks that elements [start, stop) are in."""
@@ -121,7 +124,7 @@ class PreparedSparse(PreparedRegion):
         where = np.empty(last - first + 1, np.int64)
         count = self.select(first, last, where)
         if count < 0:
-            raise self.refuse(start, stop)
+            raise self.non_finite(start, stop)
         where, body = where[:count], out[HEADER_BYTES:]
         size = write_sparse(self.values, start, stop, self.bits, self.chunk, where, body, residual)
         if size < 0:
@@ -174,7 +177,7 @@ class PreparedSigns(PreparedRegion):
         size = 4 * (-(-stop // self.block) - start // self.block) + -(-(stop - start) // 8)
         body = out[HEADER_BYTES : HEADER_BYTES + size]
         if not encode_signs(self.values, start, stop, self.block, body, residual):
-            raise self.refuse(start, stop)
+            raise self.non_finite(start, stop)
         return finish(out, Kind.ONE_BIT, 1, start % self.block, stop - start, size, self.block)
 
 
@@ -192,7 +195,7 @@ class PreparedRandom(PreparedRegion):
         key, factor = np.uint64(self.key), np.float32(self.factor)
         count = select_random(self.values, start, stop, key, self.period, factor, sent, residual)
         if count < 0:
-            raise self.refuse(start, stop)
+            raise self.non_finite(start, stop)
         sent, size = sent[:count], 16 + count * (self.bits // 8)
         body = out[HEADER_BYTES : HEADER_BYTES + size]
         body[:16] = np.array([self.key, start], np.uint64).view(np.uint8)
@@ -243,6 +246,12 @@ class PreparedLowRank(PreparedRegion):
         body[4 : 4 + p.nbytes] = p.view(np.uint8)
         body[4 + p.nbytes :] = q.view(np.uint8)
         return finish(out, Kind.LOW_RANK, rank, 0, stop - start, size, columns)
+
+
+def non_finite(region: Region, start: int, stop: int) -> NonFiniteGradientError:
+    """The error for a NaN or Inf among elements [start, stop) of a region."""
+    at = region.start
+    return NonFiniteGradientError(f"elements [{at + start}, {at + stop}) of the gradient have NaN or Inf")
 
 
 def whole_chunks(start: int, stop: int, chunk: int, size: int) -> tuple[int, int]:

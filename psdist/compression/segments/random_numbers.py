@@ -6,12 +6,12 @@ is for secrets. The functions take numbers, of numba too, and arrays alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from psdist.compression.compiled import part_of_kernel
 
 _U = np.uint32
 _STEP, _FIRST, _SECOND = _U(0x9E3779B9), _U(0x21F0AAAD), _U(0x735A2D97)
@@ -19,11 +19,6 @@ _FIFTEEN, _SIXTEEN, _EIGHT = _U(15), _U(16), _U(8)
 _PLACE: Final = np.float32(2.0**-24)
 _HALF: Final = np.float32(0.5 - 2.0**-25)
 _MASK64: Final = 2**64 - 1
-
-
-def part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled into the kernels that call it."""
-    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
 def key(seed: int, rank: int, ordinal: int, start: int) -> int:
@@ -53,8 +48,8 @@ def _centred(bits: Any) -> Any:
     return np.float32(np.float32(_U(bits >> _EIGHT)) * _PLACE - _HALF)
 
 
-draw = part(_draw)
-centred = part(_centred)
+draw = part_of_kernel(_draw)
+centred = part_of_kernel(_centred)
 
 
 def draw_all(number_key: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:

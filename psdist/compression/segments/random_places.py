@@ -13,15 +13,15 @@ from numba import types
 from numpy.typing import NDArray
 
 from psdist.compression.casts import INFINITY
-from psdist.compression.compiled import FLOAT, IN, OUT, kernel
+from psdist.compression.compiled import FLOAT, IN, OUT, kernel, part_of_kernel
 from psdist.compression.segments import random_numbers
-from psdist.compression.segments.random_numbers import draw, part
+from psdist.compression.segments.random_numbers import draw
 
 _U, _I, _F = np.uint32, np.int64, np.float32
 _SALT: Final = 0x85EBCA6B
 
 
-@part
+@part_of_kernel
 def place(low: Any, high: Any, number: Any, period: Any) -> Any:
     """The place that is sent of period ``number``. low, high: the halves of the key."""
     salt = _U(low + _U(_U(number >> 32) * _U(_SALT)))
@@ -29,7 +29,7 @@ def place(low: Any, high: Any, number: Any, period: Any) -> Any:
     return number * period + _I((drawn * np.uint64(period)) >> np.uint64(32))
 
 
-@part
+@part_of_kernel
 def place_count(low: Any, high: Any, period: Any, start: Any, stop: Any) -> Any:
     """How many places lie in [start, stop), which is not empty."""
     first, last = start // period, (stop - 1) // period

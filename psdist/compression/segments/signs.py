@@ -8,9 +8,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
-from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
 from psdist.compression.segments.integers import OUT_BYTES, largest_bits
-from psdist.compression.segments.random_numbers import part
 
 _U, _F, _B = np.uint32, np.float32, np.uint8
 _INFINITY, _SIGN, _LAST = _U(0x7F800000), _U(0x80000000), _U(31)
@@ -45,7 +44,7 @@ def _encode_by_numpy(
     return True
 
 
-@part
+@part_of_kernel
 def _mean_magnitude(values: Any) -> Any:
     lanes = np.zeros(LANES, np.float64)
     whole = values.size // LANES * LANES
@@ -60,7 +59,7 @@ def _mean_magnitude(values: Any) -> Any:
     return _F(total / values.size)
 
 
-@part
+@part_of_kernel
 def _pack_signs(values: Any, out: Any) -> None:
     bits, whole = values.view(np.uint32), values.size // 8
     for i in range(whole):
@@ -75,7 +74,7 @@ def _pack_signs(values: Any, out: Any) -> None:
         out[whole] = byte
 
 
-@part
+@part_of_kernel
 def _keep_rest(values: Any, scale: Any, residual: Any) -> None:
     for i in range(values.size):
         sign = _U(_F(values[i]).view(np.uint32) & _SIGN)

@@ -13,10 +13,9 @@ import numpy as np
 from numba import types
 
 from psdist.compression.casts import narrow_brain_one, widen_brain_one
-from psdist.compression.compiled import IN, OUT, kernel
+from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
 from psdist.compression.segments import numpy_sparse
 from psdist.compression.segments.integers import OUT_BYTES, pack
-from psdist.compression.segments.random_numbers import part
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _MAGNITUDE, _INFINITY, _SIGN = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x80000000)
@@ -34,7 +33,7 @@ POSITIONS = types.Array(types.int64, 1, "C")
 IN_POSITIONS = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
 
 
-@part
+@part_of_kernel
 def _count_from(magnitudes: Any, threshold: Any) -> Any:
     """How many are at least ``threshold``."""
     count = _U(0)
@@ -43,7 +42,7 @@ def _count_from(magnitudes: Any, threshold: Any) -> Any:
     return _I(count)
 
 
-@part
+@part_of_kernel
 def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> Any:
     """A number that exactly ``kept`` are at least; where there is none, the largest that more are.
 
@@ -71,7 +70,7 @@ def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> A
     return _U(low)
 
 
-@part
+@part_of_kernel
 def _append_from(bits: Any, threshold: Any, base: Any, where: Any, count: Any) -> Any:
     """Appends the places, plus ``base``, of magnitudes of at least ``threshold``. Returns the new count.
 
@@ -93,7 +92,7 @@ def _append_from(bits: Any, threshold: Any, base: Any, where: Any, count: Any) -
     return count
 
 
-@part
+@part_of_kernel
 def _drop_ties(bits: Any, threshold: Any, base: Any, surplus: Any, where: Any) -> Any:
     """Takes the last ``surplus`` of those that equal ``threshold`` out of places. Returns the new count."""
     at = where.size
@@ -141,7 +140,7 @@ def select_chunks(values: Any, first: Any, last: Any, chunk: Any, kept: Any, whe
     return count
 
 
-@part
+@part_of_kernel
 def _gather_from(bits: Any, threshold: Any, out: Any) -> Any:
     """Writes the magnitudes of at least ``threshold`` to ``out``. Returns how many, and the largest of all."""
     whole, count, largest_of_all = bits.size // _GROUP * _GROUP, _I(0), _U(0)
@@ -210,7 +209,7 @@ def select_above(values: Any, first: Any, last: Any, threshold: Any, ties_stop: 
     return _append_from(bits[border:last], _U(limit + _U(1)), border, where, count)
 
 
-@part
+@part_of_kernel
 def _scale8(values: Any, where: Any) -> Any:
     """The scale of the kept values of a chunk: the largest becomes 127."""
     most = _U(0)
@@ -220,7 +219,7 @@ def _scale8(values: Any, where: Any) -> Any:
     return min(_F(_U(most).view(np.float32) / _LIMIT8), _TOP8)
 
 
-@part
+@part_of_kernel
 def _scale2(values: Any, where: Any) -> Any:
     """The scale with the least squared error, if the split into small and large ones is that of the mean."""
     total = 0.0
@@ -236,7 +235,7 @@ def _scale2(values: Any, where: Any) -> Any:
     return min(_F(above / max(squares, 1.0)), _TOP2)
 
 
-@part
+@part_of_kernel
 def _code8(value: Any, scale: Any) -> Any:
     x = _F(value / scale) if scale > _ZERO else _ZERO
     x = _LIMIT8 if x > _LIMIT8 else x
@@ -244,13 +243,13 @@ def _code8(value: Any, scale: Any) -> Any:
     return _S(_U(_F(x + _MAGIC).view(np.uint32)))
 
 
-@part
+@part_of_kernel
 def _code2(value: Any, scale: Any) -> Any:
     """Bit 1 is the sign, and bit 0 whether it is twice the scale."""
     return _S(2 if value < _ZERO else 0) | _S(1 if abs(value) > _ONE_AND_HALF * scale else 0)
 
 
-@part
+@part_of_kernel
 def _write_scaled(
     values: Any,
     first: Any,
@@ -287,7 +286,7 @@ def _write_scaled(
         pack(codes, bits, packed)
 
 
-@part
+@part_of_kernel
 def _write_values(values: Any, bits: Any, where: Any, out: Any, residual: Any) -> None:
     """Writes values of 32 or 16 bits."""
     if bits == 32:
@@ -307,7 +306,7 @@ def _write_values(values: Any, bits: Any, where: Any, out: Any, residual: Any) -
             residual[where[i]] = values[where[i]] - widen_brain_one(brain)
 
 
-@part
+@part_of_kernel
 def _gap_bytes(where: Any, start: Any) -> Any:
     """The bytes that the gaps between places take."""
     size, previous = where.size, start - 1
@@ -317,7 +316,7 @@ def _gap_bytes(where: Any, start: Any) -> Any:
     return size
 
 
-@part
+@part_of_kernel
 def _write_gaps(where: Any, start: Any, out: Any) -> None:
     at, previous = 0, start - 1
     for i in range(where.size):
@@ -331,7 +330,7 @@ def _write_gaps(where: Any, start: Any, out: Any) -> None:
         previous = where[i]
 
 
-@part
+@part_of_kernel
 def _copy(values: Any, out: Any) -> None:
     for i in range(out.size):
         out[i] = values[i]

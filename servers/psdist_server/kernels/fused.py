@@ -39,10 +39,10 @@ import numpy as np
 from numba import carray, types
 from numba.extending import overload
 
-from psdist.compression.compiled import FLOAT, OUT, Kernel
+from psdist.compression.compiled import FLOAT, OUT, Kernel, part_of_kernel
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK
-from psdist_server.kernels.kernels import add_to_block, mean_of_block, part_of_kernel, pointer
+from psdist_server.kernels.kernels import add_to_block, mean_of_block, pointer
 
 _ADDRESSES = types.Array(types.uintp, 2, "C")
 _INTEGERS = types.Array(types.int64, 2, "C")

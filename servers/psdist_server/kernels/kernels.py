@@ -17,17 +17,16 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
-import numba
 import numpy as np
 from numba import carray, types
 from numba.extending import intrinsic
 
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
-from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel
+from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel, part_of_kernel
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
@@ -61,11 +60,6 @@ def _type_pointer(_context: Any, _address: Any) -> Any:
 
 
 pointer = intrinsic(_type_pointer)
-
-
-def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled into the kernels that call it."""
-    return numba.njit(error_model="numpy")(function)  # type: ignore[no-any-return]
 
 
 @part_of_kernel

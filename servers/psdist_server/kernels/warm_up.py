@@ -117,6 +117,7 @@ class BackgroundCompiler:
                     )
                 process.wait()
             if process.returncode in _ASKED_TO_END:
+                log.info("the process that compiles kernels for %s was asked to end: they stay interpreted", purpose)
                 return False
             if process.returncode == 0:
                 log.info("kernels for %s are compiled, after %.1f s", purpose, monotonic() - begin)

@@ -314,6 +314,7 @@ async def test_kernels_that_take_long_are_waited_for_and_told(
     setup = await start()
     call = asyncio.create_task(setup.weights.push(gradient(0)))
     with caplog.at_level(logging.WARNING, "psdist"):
+        # A log record wakes nobody.
         while "are compiled, once on this machine: the first push of 'p' waits" not in caplog.text:  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert setup.weights.statistics().compression.residual_norm == 0.0

@@ -86,7 +86,7 @@ def test_examples_are_encoded(name: str) -> None:
 
 
 def test_low_rank_is_encoded() -> None:
-    p, q = np.float32([[1, 0], [0, 2]]), np.float32([[1, 2, 3], [4, 5, 6]])  # type: ignore[call-overload]
+    p, q = np.array([[1, 0], [0, 2]], np.float32), np.array([[1, 2, 3], [4, 5, 6]], np.float32)
     matrix = np.zeros(600, np.float32)
     rows = np.concatenate([p, np.zeros((198, 2), np.float32)])
     prepared = PreparedLowRank(Region(0, 600, Float32(), (200, 3)), matrix, rows, q)

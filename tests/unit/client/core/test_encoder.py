@@ -104,11 +104,11 @@ def test_slices_that_abstain_keep_their_residual() -> None:
     pushed(encoder, gradient(0))
     before = encoder.residual.copy()
     push = encoder.begin_push()
-    ready = push.settled(ReadySlices((0, 1, 3), (2, 4)))
+    ready = push.decide(ReadySlices((0, 1, 3), (2, 4)))
     assert ready == ReadySlices((0, 1, 3), (2, 4))
     encoder.encode(push, gradient(1), ready.valued)
     # What was decided stays decided.
-    assert push.settled(ReadySlices((2, 5), (1, 6))) == ReadySlices((1, 5), (2, 6))
+    assert push.decide(ReadySlices((2, 5), (1, 6))) == ReadySlices((1, 5), (2, 6))
     assert encoder.end_push()
     for index in EVERY:
         start, stop = SLICING.bounds(index)

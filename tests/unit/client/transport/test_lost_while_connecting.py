@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any, cast
 
 import grpc.aio
 import pytest
-from silent_port import silent_port
+from silent_port import ports_by_stage
 
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
@@ -107,10 +106,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, int]]:
-    """By stage, the port that the server gives: one that does not answer, and one behind which nobody says anything."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        yield {"connect": stack.enter_context(silent_port()), "accept": listener.getsockname()[1]}
+    """The ports that the server gives."""
+    with ports_by_stage() as ports:
+        yield ports
 
 
 STAGES = [

@@ -7,7 +7,7 @@ import asyncio
 import gc
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc.aio
 import pytest
 import uvloop
-from silent_port import silent_port
+from silent_port import ports_by_stage
 
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
@@ -102,10 +102,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, int]]:
-    """By stage, the port that the replica gives: one that does not answer, and one behind which nobody speaks."""
-    with ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        yield {"connect": stack.enter_context(silent_port()), "accept": listener.getsockname()[1]}
+    """The ports that the replica gives."""
+    with ports_by_stage() as ports:
+        yield ports
 
 
 async def turns(count: int) -> None:
