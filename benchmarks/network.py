@@ -62,16 +62,16 @@ class Variant:
     others: str
     wire_dtype: str = "float32"
     codec: str = ""
+    pull_codec: str = ""
 
 
 VARIANTS: Mapping[str, Variant] = {
     "psdist": Variant("auto", "shm", "tcp"),
     "psdist_bf16": Variant("auto", "shm", "tcp", "bfloat16"),
     "psdist_grpc": Variant("grpc", "grpc", "grpc"),
-    # Weights come back in bfloat16.
-    "psdist_int8": Variant("auto", "shm", "tcp", "bfloat16", "Int8()"),
-    "psdist_topk": Variant("auto", "shm", "tcp", "bfloat16", "TopK(0.01)"),
-    "psdist_chunked": Variant("auto", "shm", "tcp", "bfloat16", "ChunkedTopK(64, 4096, bits=2)"),
+    "psdist_int8": Variant("auto", "shm", "tcp", "float32", "Int8()", "Int8()"),
+    "psdist_topk": Variant("auto", "shm", "tcp", "float32", "TopK(0.01)", "TopK(0.01)"),
+    "psdist_chunked": Variant("auto", "shm", "tcp", "float32", *2 * ("ChunkedTopK(64, 4096, bits=2)",)),
 }
 
 #: Of the raw transfer.
@@ -88,7 +88,8 @@ _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; wor
 def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
     """psdist as a user starts it on several machines: a server and a ``psdist-worker`` on each host."""
     variant = VARIANTS[name]
-    text = replace(settings, wire_dtype=variant.wire_dtype, codec=variant.codec).text()
+    wire = {"wire_dtype": variant.wire_dtype, "codec": variant.codec, "pull_codec": variant.pull_codec}
+    text = replace(settings, **wire).text()
     found = ("--scheduler-file", f"{DIRECTORY}/scheduler")
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--host", hosts.gateway, "--insecure",

@@ -25,6 +25,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
         copy=settings.copy,
         layer_elements=settings.layer_elements,
         compression=CODECS[settings.codec] if settings.codec else "",
+        pull_compression=CODECS[settings.pull_codec] if settings.pull_codec else "",
     )
 
 

@@ -8,6 +8,7 @@ when a measurement starts, so that the command line is fast.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Mapping
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 #: Elements of one tensor where nothing else is said.
 LAYER_ELEMENTS: Final = 1 << 20
+#: What names do not have.
+_PUNCTUATION = re.compile(r"[^A-Za-z0-9.]+")
 #: Of a tensor, at most: codecs leave vectors as they are, so these are matrices.
 _COLUMNS: Final = 1024
 #: Steps before the clock starts: the first ones touch new memory, compile, and attach.
@@ -50,7 +53,7 @@ class BenchSettings:
     """What is measured. Raises InvalidArgumentError for an unknown name or an impossible size.
 
     wire_dtype: dtype of gradients and weights on the wire.
-    compression: of gradients, a codec or its name; "" is ``wire_dtype``.
+    compression, pull_compression: of gradients and weights, a codec or its name; "" is ``wire_dtype``.
     copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
     layer_elements: elements of one tensor; the last one may be smaller.
     """
@@ -62,6 +65,7 @@ class BenchSettings:
     copy: bool = False
     layer_elements: int = LAYER_ELEMENTS
     compression: Codec | str = ""
+    pull_compression: Codec | str = ""
 
     def __post_init__(self) -> None:
         for name, number in (("params", self.params), ("layer_elements", self.layer_elements)):
@@ -79,7 +83,8 @@ class BenchSettings:
     def name(self) -> str:
         """The name of the parameter set, which is another one for other settings in the same run."""
         layers = "" if self.layer_elements == LAYER_ELEMENTS else f"-{self.layer_elements}"
-        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}{layers}"
+        pulls = f"-{_PUNCTUATION.sub('-', str(self.pull_compression))}" if self.pull_compression else ""
+        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}{layers}{pulls}"
 
     def layers(self) -> dict[str, int]:
         """The number of elements of each tensor, by name."""
@@ -97,7 +102,8 @@ class BenchSettings:
             "optimizer": OPTIMIZERS[self.optimizer],
             "consistency": CONSISTENCIES[self.consistency],
             "compression": self.compression or self.wire_dtype,
-            "pull_dtype": self.wire_dtype,
+            "pull_dtype": "float32" if self.pull_compression else self.wire_dtype,
+            "pull_compression": self.pull_compression or None,
         }
 
     def gradients(self, buffers: Mapping[str, NDArray[Any]] | None) -> Mapping[str, NDArray[Any]]:

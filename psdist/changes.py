@@ -46,6 +46,7 @@ def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChang
         "overrides": (old.overrides, new.overrides),
         "consistency": (before.consistency, after.consistency),
         "non_finite": (before.non_finite, after.non_finite),
+        "pull_compression": (before.pull_compression, after.pull_compression),
     }
     if old.kind != new.kind:
         pairs = {"optimizer": (_alone(old), _alone(new)), **pairs}

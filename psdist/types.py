@@ -177,7 +177,8 @@ class ParametersSpec:
     """Settings of a parameter set, on which all workers must agree.
 
     slice_elements: 0 lets the scheduler choose. reset_optimizer: if the run resumes from a snapshot, the optimizer's
-    state begins anew.
+    state begins anew. pull_compression: the codec by which workers are sent differences of weights, as text
+    (``psdist.compression.pulls``); "" where they are sent the weights.
     """
 
     name: str
@@ -186,6 +187,7 @@ class ParametersSpec:
     non_finite: NonFinite = "reject"
     slice_elements: int = 0
     reset_optimizer: bool = False
+    pull_compression: str = ""
 
     def __post_init__(self) -> None:
         check_name(self.name, "parameters name")
@@ -201,7 +203,7 @@ class ParametersSpec:
 
     def difference(self, other: ParametersSpec) -> str:
         """A sentence on the first setting in which ``other`` differs; empty if there is none."""
-        names = ["optimizer", "consistency", "non_finite", "reset_optimizer"]
+        names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression"]
         return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
 

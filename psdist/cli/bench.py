@@ -39,6 +39,7 @@ def command_line() -> CommandLine:
             Flag("--wire-dtype", "how values travel: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
                  "DTYPE"),
             Flag("--compression", "of gradients: a codec's name; default: --wire-dtype", str, "", "NAME"),
+            Flag("--pull-compression", "of weights: a codec's name; default: --wire-dtype", str, "", "NAME"),
             Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
             Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
             Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
@@ -57,8 +58,9 @@ def command_line() -> CommandLine:
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Measures, and prints the result at rank 0; the exit status."""
     settings = BenchSettings(
-        given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy, compression=given.compression
-    )
+        given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy, compression=given.compression,
+        pull_compression=given.pull_compression,
+    )  # fmt: skip
     with ExitStack() as stack:
         bench = StepBench(stack.enter_context(_client(given, environ, stack)), settings)
         result = bench.measure(given.steps)

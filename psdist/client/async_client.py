@@ -33,6 +33,7 @@ from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.target import find_target
 from psdist.client.snapshots import SnapshotInfo, SnapshotRequests
 from psdist.compression import Codec, resolve
+from psdist.compression.pulls import pull_codec_to_text
 from psdist.consistency import BSP, Consistency
 from psdist.errors import (
     ClosedError,
@@ -201,6 +202,7 @@ class AsyncClient(ProcessBound):
         slice_elements: int = 0,
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
+        pull_compression: Codec | str | None = None,
     ) -> AsyncParameters:
         """Creates parameters, or attaches to them after checking that layout and settings agree.
 
@@ -222,6 +224,10 @@ class AsyncClient(ProcessBound):
             takes three times the memory of the gradients. Where a push is dropped, what was added to it is lost, too;
             the warning says so.
         pull_dtype: how it gets weights ("float32", "bfloat16", "float16").
+        pull_compression: a codec, or its name, by which all workers get what the weights have over those that they
+            hold: Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. What it leaves out is in the next difference.
+            So workers compute on approximate weights, which are the same for all of them; a snapshot has both. Servers
+            and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is "float32".
         on_drop: what happens where a push of this worker is dropped, because it had been expelled and the others have
             gone on without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise"
             raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
@@ -233,16 +239,20 @@ class AsyncClient(ProcessBound):
         expelled and does not rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
         """
         handles, options = self._opened_handles(), self._options(compression, pull_dtype)
+        pulls = "" if pull_compression is None else pull_codec_to_text(resolve(pull_compression))
+        if pulls and pull_dtype != "float32":
+            raise InvalidArgumentError(f"pull_compression={pulls} with pull_dtype={pull_dtype!r}: pass one of them")
         check_name(name, "parameters name")
         check_on_drop(on_drop)
         if init is None:
-            if optimizer is not None or reset_optimizer:
-                what = "reset_optimizer=True" if optimizer is None else "an optimizer"
+            if optimizer is not None or reset_optimizer or pulls:
+                given = {"an optimizer": optimizer is not None, "reset_optimizer=True": reset_optimizer}
+                what = next((name for name, is_given in given.items() if is_given), "pull_compression")
                 raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
             return await handles.open_reader(name, options)
         if optimizer is None:
             raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
-        spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
+        spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pulls)
         return await handles.open_member(spec, init, options, on_drop)
 
     def _options(self, compression: Codec | str | None, pull_dtype: DType) -> Options:
@@ -400,6 +410,7 @@ def _spec(
     non_finite: NonFinite,
     slice_elements: int,
     reset_optimizer: bool,
+    pull_compression: str,
 ) -> ParametersSpec:
     consistency = BSP() if consistency is None else consistency
     if not isinstance(optimizer, Optimizer):
@@ -410,7 +421,7 @@ def _spec(
         )
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
-    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer)
+    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pull_compression)
 
 
 def _positive(name: str, value: float) -> float:

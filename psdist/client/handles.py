@@ -18,7 +18,7 @@ from psdist.client.transport.creation import CreatedParameters, ParametersCreato
 from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.transport import Transports
-from psdist.errors import LayoutMismatchError, SettingsMismatchError
+from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.types import Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
@@ -41,6 +41,10 @@ class Handles:
             if name not in self._by_name:
                 creator = self._creator()
                 described = await self._session.membership.retry_across_incarnations(lambda _: creator.describe(name))
+                if (codec := described.entry.spec.pull_compression) and options.pull_dtype != "float32":
+                    raise InvalidArgumentError(
+                        f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
+                    )
                 self._open(creator, described, options, "warn", is_member=False)
             return self._by_name[name]
 

@@ -11,6 +11,7 @@ from psdist.client.core import partition
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.exchange import Exchange
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
+from psdist.client.transport.held_weights import HeldWeights
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout
 
@@ -22,16 +23,22 @@ class Results:
         self._layout = layout
         self._exchange = exchange
         self._pool = BufferPool(layout)
+        #: What differences are added to, where servers send them.
+        self._held: HeldWeights | None = None
+        if exchange.participation.entry.spec.pull_compression:
+            self._held = HeldWeights(exchange.slicing, self._pool.kept)
         #: What the last result without a copy was made of, and that result: mostly the next one too.
         self._viewed: tuple[Flat, Arrays] | None = None
 
     def target(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> PullTarget:
         """Where the weights of a call arrive. Raises InvalidArgumentError, and as ``partition.check_out``."""
         slicing, dtype = self._exchange.slicing, self._exchange.options.pull_dtype
+        if out is not None and not copy:
+            raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+        mine = partition.check_out(self._layout, out) if out is not None else None
+        if self._held is not None:
+            return PullTarget(slicing, self._pool.kept, self._exchange.shared_memory.weights, held=self._held)
         if out is not None:
-            if not copy:
-                raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
-            mine = partition.check_out(self._layout, out)
             if mine is not None:
                 return PullTarget(slicing, mine, dtype=dtype)
         elif copy:
@@ -42,9 +49,13 @@ class Results:
 
     def arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         """The arrays for the user, once all weights have arrived."""
-        if out is None and copy:
+        if out is None and copy and target.held is None:
             return partition.unflatten(self._layout, target.target)
         vector = target.vector(range(self._exchange.slicing.count))
+        if out is None and copy:
+            fresh = self._pool.fresh()
+            fresh[...] = vector
+            return partition.unflatten(self._layout, fresh)
         if out is not None:
             if target.target is self._pool.kept:
                 partition.copy_out(self._layout, vector, out)

@@ -143,6 +143,7 @@ class Client(ProcessBound):
         slice_elements: int = 0,
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
+        pull_compression: Codec | str | None = None,
     ) -> Parameters:
         """Creates a parameter set, or attaches to it after checking that layout and settings agree.
 
@@ -153,6 +154,9 @@ class Client(ProcessBound):
         compression: how gradients are sent: a codec of ``psdist.compression``, or the name of one with its defaults:
             "float32" (the default), "bfloat16", "float16", "int8", "topk" and others. Workers may use different ones.
         pull_dtype: dtype of weights on the wire: "float32", "bfloat16" or "float16".
+        pull_compression: a codec, or its name, by which all workers get what the weights have over those that they
+            hold: Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. What it leaves out is in the next difference.
+            Workers compute on these weights, which are the same for all. With it ``pull_dtype`` is "float32".
         non_finite: what NaN and Inf in a gradient do: "reject" raises NonFiniteGradientError, "skip" leaves this
             worker out of the step.
         slice_elements: elements of one slice; 0 lets psdist choose.
@@ -160,14 +164,14 @@ class Client(ProcessBound):
             third in a row; "raise" raises it for the first; "ignore" logs it as information.
         reset_optimizer: begins the optimizer's state anew where the run goes on from a snapshot.
 
-        Optimizer, consistency, non_finite, slice_elements and reset_optimizer must be the same in all workers. Called
-        again for the same name it returns the same handle. Returns when all workers of the run's start have called it.
-        Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
-        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
-        rejoin; MutualWaitError where the others wait for it elsewhere.
+        Optimizer, consistency, non_finite, slice_elements, reset_optimizer and pull_compression must be the same in all
+        workers. Called again for the same name it returns the same handle. Returns when all workers of the run's start
+        have called it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError,
+        InvalidNameError, InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled
+        and does not rejoin; MutualWaitError where the others wait for it elsewhere.
         """
         settings = (optimizer, consistency, compression, pull_dtype, non_finite, slice_elements, on_drop)
-        handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer))
+        handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer, pull_compression))
         return self._handles.setdefault(id(handle), Parameters(handle))
 
     def dataset(

@@ -34,8 +34,8 @@ from psdist.types import (
 )
 from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
-#: The newest versions of manifests and commit records. A manifest without a field of version 2 has version 1.
-FORMAT: Final = 2
+#: The newest versions of manifests and commit records. A manifest has the lowest version that has all of its fields.
+FORMAT: Final = 3
 COMMIT_FORMAT: Final = 1
 #: Bytes of one element in a shard's file, which is float32, little-endian.
 ELEMENT_BYTES: Final = 4
@@ -334,7 +334,9 @@ class Manifest:
 
     @property
     def format(self) -> int:
-        """The version of the format: 2 if an optimizer's state was reset."""
+        """The version of the format: 2 if an optimizer's state was reset, 3 if there are published weights."""
+        if any(state.spec.pull_compression for state in self.parameters):
+            return 3
         return 2 if any(state.state_since or state.spec.reset_optimizer for state in self.parameters) else 1
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
+from psdist.compression.pulls import pull_codec_from_text
 from psdist.consistency import KINDS, kind_of
 from psdist.optim import Override, optimizer_from_values, schedule_from_values
 from psdist.types import ParametersSpec
@@ -28,12 +29,15 @@ def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
             "overrides": [{"pattern": item.pattern, "values": dict(item.values)} for item in optimizer.overrides],
         },
         **({"reset_optimizer": True} if spec.reset_optimizer else {}),
+        **({"pull_compression": spec.pull_compression} if spec.pull_compression else {}),
     }
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
     """Parses what ``spec_to_json`` returned. Raises PsdistError, KeyError, TypeError or ValueError for other values."""
     given, consistency = values["optimizer"], dict(values["consistency"])
+    if pull_compression := values.get("pull_compression", ""):
+        pull_codec_from_text(pull_compression)
     overrides = [Override(item["pattern"], tuple(sorted(item["values"].items()))) for item in given["overrides"]]
     schedule = schedule_from_values(given["schedule"]["kind"], given["schedule"]["values"])
     return ParametersSpec(
@@ -43,4 +47,5 @@ def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
         non_finite=values["non_finite"],
         slice_elements=values["slice_elements"],
         reset_optimizer=values.get("reset_optimizer", False),
+        pull_compression=pull_compression,
     )

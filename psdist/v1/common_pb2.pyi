@@ -129,20 +129,22 @@ class Consistency(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
-    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer")
+    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
     NON_FINITE_FIELD_NUMBER: _ClassVar[int]
     SLICE_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     RESET_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    PULL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     name: str
     optimizer: Optimizer
     consistency: Consistency
     non_finite: NonFinitePolicy
     slice_elements: int
     reset_optimizer: bool
-    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ...) -> None: ...
+    pull_compression: str
+    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ..., pull_compression: _Optional[str] = ...) -> None: ...
 
 class ParametersMember(_message.Message):
     __slots__ = ("worker_id", "incarnation", "rank", "first_step", "origin", "first_push")

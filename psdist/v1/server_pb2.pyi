@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class PushHeader(_message.Message):
     ABSTAIN_FIELD_NUMBER: _ClassVar[int]
     GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
     MARK_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -39,7 +40,24 @@ class PushHeader(_message.Message):
     abstain: bool
     grad_norm: float
     mark: int
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ...) -> None: ...
+    held: HeldWeights
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ...) -> None: ...
+
+class HeldWeights(_message.Message):
+    __slots__ = ("generation", "slices", "versions")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SLICES_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    slices: _containers.RepeatedScalarFieldContainer[int]
+    versions: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., versions: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Differences(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, bytes: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InstallRequest(_message.Message):
     __slots__ = ("identity", "slice", "padding", "payload")
@@ -74,12 +92,13 @@ class PushPullRequest(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., slice: _Optional[int] = ..., base_version: _Optional[int] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushPullResponse(_message.Message):
-    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "padding", "payload")
+    __slots__ = ("slice", "version", "ignored", "staleness", "waiting_for", "differences", "padding", "payload")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     slice: int
@@ -87,9 +106,10 @@ class PushPullResponse(_message.Message):
     ignored: bool
     staleness: int
     waiting_for: str
+    differences: Differences
     padding: bytes
     payload: bytes
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class PushRequest(_message.Message):
     __slots__ = ("header", "slice", "base_version", "padding", "payload")
@@ -120,30 +140,34 @@ class PushResponse(_message.Message):
     def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., waiting_for: _Optional[str] = ...) -> None: ...
 
 class PullRequest(_message.Message):
-    __slots__ = ("identity", "dtype", "min_version", "slices")
+    __slots__ = ("identity", "dtype", "min_version", "slices", "held")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     dtype: _common_pb2.DType
     min_version: int
     slices: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ...) -> None: ...
+    held: HeldWeights
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ...) -> None: ...
 
 class PullResponse(_message.Message):
-    __slots__ = ("slice", "version", "waiting_for", "padding", "payload")
+    __slots__ = ("slice", "version", "waiting_for", "differences", "padding", "payload")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     PADDING_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
     slice: int
     version: int
     waiting_for: str
+    differences: Differences
     padding: bytes
     payload: bytes
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., waiting_for: _Optional[str] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ..., padding: _Optional[bytes] = ..., payload: _Optional[bytes] = ...) -> None: ...
 
 class ShareRequest(_message.Message):
     __slots__ = ("call_id", "attach", "push", "pull", "cancel", "open", "slice")
@@ -198,16 +222,18 @@ class SharedPush(_message.Message):
     def __init__(self, header: _Optional[_Union[PushHeader, _Mapping]] = ..., wants_weights: _Optional[bool] = ..., slices: _Optional[_Iterable[int]] = ..., base_versions: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SharedPull(_message.Message):
-    __slots__ = ("identity", "min_version", "slices", "dtype")
+    __slots__ = ("identity", "min_version", "slices", "dtype", "held")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     SLICES_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     min_version: int
     slices: _containers.RepeatedScalarFieldContainer[int]
     dtype: _common_pb2.DType
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ...) -> None: ...
+    held: HeldWeights
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., min_version: _Optional[int] = ..., slices: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ...) -> None: ...
 
 class SharedCancel(_message.Message):
     __slots__ = ()
@@ -238,16 +264,18 @@ class Opened(_message.Message):
     def __init__(self) -> None: ...
 
 class SliceResult(_message.Message):
-    __slots__ = ("slice", "version", "ignored", "staleness")
+    __slots__ = ("slice", "version", "ignored", "staleness", "differences")
     SLICE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     IGNORED_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     slice: int
     version: int
     ignored: bool
     staleness: int
-    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ...) -> None: ...
+    differences: Differences
+    def __init__(self, slice: _Optional[int] = ..., version: _Optional[int] = ..., ignored: _Optional[bool] = ..., staleness: _Optional[int] = ..., differences: _Optional[_Union[Differences, _Mapping]] = ...) -> None: ...
 
 class ConnectRequest(_message.Message):
     __slots__ = ("identity",)

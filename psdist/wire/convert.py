@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from psdist.compression.pulls import pull_codec_from_text
 from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.map_difference import MapDifference
@@ -194,6 +195,8 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
 
 def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
     """Settings of a parameter set, checked."""
+    if message.pull_compression:
+        pull_codec_from_text(message.pull_compression)
     return _from_proto(
         ParametersSpec,
         message,

@@ -47,6 +47,8 @@ STREAM_CALLS_MAX: Final = 4096
 #: Payloads of one push over a direct connection that a worker may send before the server lets go of the first of them.
 #: As many are on their way or held by the server.
 DIRECT_WINDOW_SLICES: Final = 3
+#: Differences of weights that one answer may have (``pull_compression``), and that servers keep of a slice.
+DIFFERENCES_MAX: Final = 64
 #: Direct connections to one server that were promised, and did not come yet.
 NONCES_MAX: Final = MEMBERS_MAX
 #: A promised connection must come, and show its nonce, within so long.

@@ -33,7 +33,7 @@ from psdist.wire import convert, limits, status
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.rpc_call import Call, CallState, SliceAnswer
+from psdist_server.store.rpc_call import Call, CallState, SliceAnswer, one_for_each
 
 log = logging.getLogger("psdist.server")
 
@@ -233,9 +233,10 @@ class CallStream(ABC):
 
     def _push(self, call: StreamCall, push: server_pb2.SharedPush) -> None:
         call.read_header(push.header)
+        call.wanted.read_held(push.header.held, self.store.entry.generation)
         self.store.gradients.begin_push(call)
         self._check_slices(call, push.slices)
-        self.push(call, push, _one_for_each(push.base_versions, push.slices, "base_versions"))
+        self.push(call, push, one_for_each(push.base_versions, push.slices, "base_versions"))
 
     def _pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
         self.read_pull(call, pull)
@@ -326,12 +327,3 @@ def error_response(call: StreamCall) -> server_pb2.ShareResponse:
 
 def _own_wait(call: StreamCall) -> str:
     return "for the rest of the request" if call.coming else "for this server to apply the update"
-
-
-def _one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:
-    """``values``, or the only one of them as often as there are slices."""
-    if len(values) == 1:
-        return [values[0]] * len(slices)
-    if len(values) != len(slices):
-        raise InvalidArgumentError(f"{len(values)} {what} for {len(slices)} slices: send one for each, or one for all")
-    return values

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 
+from psdist.compression import segments
 from psdist.errors import NoStorageError
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
@@ -111,6 +112,8 @@ class ParameterServer:
         store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_decoding)
         if self._compiler is not None:
             self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
+            if store.dense.published is not None:
+                self._compiler.begin(segments.KERNELS, "compressed weights")
         return store
 
     def _prepare_decoding(self) -> None:

@@ -122,6 +122,7 @@ class ServerService:
         store = await self._admission.admit(identity)
         store.check_installed()
         call.read_header(message.header)
+        call.wanted.read_held(message.header.held, store.entry.generation)
         store.gradients.begin_push(call)
         return store
 
@@ -129,8 +130,9 @@ class ServerService:
         identity = convert.sender_from_proto(request)
         store = await self._admission.admit(identity)
         store.check_installed()
-        pull_dtype = convert.payload_dtype_from_proto(request.dtype)
-        call = Call(identity, is_push=False, wants_weights=True, pull_dtype=pull_dtype)
+        call = Call(identity, is_push=False, wants_weights=True)
+        call.wanted.dtype = convert.payload_dtype_from_proto(request.dtype)
+        call.wanted.read_held(request.held, store.entry.generation)
         last = -1
         try:
             slices = request.slices or store.router.indices
@@ -145,9 +147,12 @@ class ServerService:
                 if isinstance(answer, str):
                     yield server_pb2.PullResponse(waiting_for=answer)
                     continue
-                version, payload = await store.reads.read(answer.index, call.pull_dtype)
-                store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
-                yield frames.pack(server_pb2.PullResponse(slice=answer.index, version=version), payload)
+                weights = await store.reads.read(answer.index, call)
+                store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
+                header = server_pb2.PullResponse(
+                    slice=answer.index, version=weights.version, differences=weights.differences
+                )
+                yield frames.pack(header, weights.payload)
         finally:
             self._server.cancel_call(call)
 

@@ -139,7 +139,7 @@ class ShmCallStream(CallStream):
         if call.wants_weights and call.error is None:
             elements = sum(self.store.dense.slicing.size(answer.index) for answer in call.answers)
             counters = self.store.counters.of(call.identity.worker_id)
-            counters.pull_bytes += elements * ITEM_BYTES[call.pull_dtype]
+            counters.pull_bytes += elements * ITEM_BYTES[call.wanted.dtype]
 
     def end(self) -> None:
         """Ends the attachment and its calls."""

@@ -26,6 +26,7 @@ from psdist.types import Restore
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.core.bsp_shard import BspShard
+from psdist_server.kernels.arrays import PUBLISHED, Array
 from psdist_server.snapshot_writer import together
 from psdist_server.store.parameter_store import ParameterStore
 
@@ -190,7 +191,7 @@ async def _load_slices(
         if machine is None or load.store.router.machines.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
-        load.store.load(index, arrays, state.shards[shard].versions[position])
+        load.store.load(index, _fitting(arrays, state, load.store), state.shards[shard].versions[position])
         load.bytes_done += sum(array.nbytes for array in arrays)
 
 
@@ -212,18 +213,27 @@ def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
     state = manifest.state(entry.spec.name)
     if state is None:
         raise SettingsMismatchError(f"{entry.spec.name!r} is not in snapshot {manifest.directory}")
-    names = store.dense.rule.state_names
+    names, saved = store.dense.rule.state_names, [name for name in state.state_names if name != PUBLISHED]
     weights_only = entry.restore is not None and entry.restore.weights_only
     for what, mine, theirs in (
         ("elements", entry.total, state.layout.total),
         ("elements of a slice", entry.spec.slice_elements, state.spec.slice_elements),
-        ("state arrays", ", ".join(names) or "none", ", ".join(state.state_names) or "none"),
+        ("state arrays", ", ".join(names) or "none", ", ".join(saved) or "none"),
     ):
         if mine != theirs and not (weights_only and what == "state arrays"):
             raise SettingsMismatchError(
                 f"{entry.spec.name!r} has {mine} {what}, and {theirs} in snapshot {manifest.directory}"
             )
     return state
+
+
+def _fitting(arrays: list[Array], state: ParametersState, store: ParameterStore) -> list[Array]:
+    """The arrays of a slice in a snapshot, with published weights if the store has some, and without if not. They begin
+    as the weights."""
+    own = arrays[: 1 + len(state.state_names) - (PUBLISHED in state.state_names)]
+    if store.dense.published is None:
+        return own
+    return [*own, arrays[-1] if PUBLISHED in state.state_names else own[0]]
 
 
 def _bytes_of(load: _Load) -> int:

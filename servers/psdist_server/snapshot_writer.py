@@ -232,7 +232,7 @@ class SnapshotWriter:
     async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
         """Streams one file. While a slice is written it is hashed, and the next one copied."""
         store, machine = part.store, part.store.replicator.machines[shard]
-        slices, term, state_names = machine.slices, machine.term, store.dense.rule.state_names
+        slices, term, state_names = machine.slices, machine.term, store.dense.state_names
         name = layout.shard_file_name(part.number, shard, len(store.entry.shards))
         header = layout.shard_header(slices, [store.dense.slicing.size(index) for index in slices], state_names)
         hashes = _Hashes(header)

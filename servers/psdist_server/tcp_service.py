@@ -37,6 +37,7 @@ from psdist_server.kernels.arrays import Gradient
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import CallState, SliceAnswer, fenced
+from psdist_server.store.slice_reads import Weights
 from psdist_server.tcp_listener import TcpListener
 
 log = logging.getLogger("psdist.server")
@@ -185,7 +186,8 @@ class TcpCallStream(CallStream):
             call.coming.extend(zip(push.slices, bases, strict=True))
 
     def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
-        call.pull_dtype = convert.payload_dtype_from_proto(pull.dtype)
+        call.wanted.dtype = convert.payload_dtype_from_proto(pull.dtype)
+        call.wanted.read_held(pull.held, self.store.entry.generation)
 
     def _take(self, call: StreamCall, index: int, base: int, values: Gradient) -> None:
         """Takes a slice of a push, all of whose bytes are there. The worker may be fenced since the push began."""
@@ -241,19 +243,22 @@ class TcpCallStream(CallStream):
             self.connection_ended(as_psdist_error(error, "sending an answer", log))
 
     async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:
-        version: int = answer.version
-        payload: bytes | memoryview = b""
+        weights = Weights(answer.version, b"")
         if call.wants_weights:
             try:
-                version, payload = await self.store.reads.lasting(answer, call)
+                weights = await self.store.reads.lasting(answer, call)
             except PsdistError as error:
                 call.error = call.error or error
                 if call.state is not CallState.ENDED:
                     call.fail(error)
                 return
-            self.store.counters.of(call.identity.worker_id).pull_bytes += len(payload)
+            self.store.counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
         result = server_pb2.SliceResult(
-            slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
+            slice=answer.index,
+            version=weights.version,
+            ignored=answer.ignored,
+            staleness=answer.staleness,
+            differences=weights.differences,
         )
         response = server_pb2.ShareResponse(call_id=call.call_id, slice=result)
-        connection.send(response.SerializeToString(), memoryview(payload))
+        connection.send(response.SerializeToString(), memoryview(weights.payload))

@@ -97,7 +97,11 @@ class Workers:
         self.handles: list[AsyncParameters] = []
 
     async def open(
-        self, codecs: Sequence[Codec], consistency: Consistency | None = None, optimizer: optim.Optimizer = ADAM
+        self,
+        codecs: Sequence[Codec],
+        consistency: Consistency | None = None,
+        optimizer: optim.Optimizer = ADAM,
+        pull: Codec | None = None,
     ) -> None:
         await asyncio.gather(*(client.connect() for client in self.clients))
         name = f"p-{next(_numbers)}" if not self.handles else self.handles[0].name
@@ -105,7 +109,7 @@ class Workers:
             *(
                 client.parameters(
                     name, split(initial()), optimizer, consistency or BSP(), codec, slice_elements=SLICE,
-                    non_finite="skip",
+                    non_finite="skip", pull_compression=pull,
                 )
                 for client, codec in zip(self.clients, codecs, strict=True)
             )

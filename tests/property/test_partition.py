@@ -15,6 +15,7 @@ from psdist.client.core import partition, routing
 from psdist.consistency import BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
+from psdist.v1.server_pb2 import SliceResult
 
 DTYPES = [np.dtype("f4"), np.dtype("f8"), np.dtype("f2"), np.dtype(">f4"), np.dtype(ml_dtypes.bfloat16)]
 names = st.text(alphabet="abcXYZ019._/-", min_size=1, max_size=12)
@@ -102,7 +103,7 @@ def test_bfloat16_is_widened_exactly(bits: np.ndarray) -> None:
 
     target = np.empty(len(bits), np.float32)
     pulled = PullTarget(Slicing(len(bits), len(bits)), target, dtype="bfloat16")
-    pulled.write(0, bits.view(np.uint8).data, "server-0")
+    pulled.write(SliceResult(slice=0), bits.view(np.uint8).data, "server-0")
     expected = bits.view(ml_dtypes.bfloat16).astype(np.float32)
     assert np.array_equal(target, expected, equal_nan=True)
 

@@ -30,13 +30,15 @@ class ServerNews:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Slices of a parameter set, ascending, and the server that is their primary in the map of ``epoch``."""
+    """Slices of a parameter set, ascending, and the server that is their primary in the map of ``epoch``, in which the
+    set has this ``generation``."""
 
     server_id: str
     incarnation: int
     address: str
     epoch: int
     slices: tuple[int, ...]
+    generation: int = 0
 
     @property
     def peer(self) -> str:
@@ -98,8 +100,12 @@ def plan(
             orphans.append(index)
         else:
             by_server.setdefault(server.server_id, []).append(index)
+    generation = entry.generation
     live = {server.server_id: server for server in servers if server is not None}
-    routes = tuple(_route(cluster, live[server_id], slices) for server_id, slices in by_server.items())
+    routes = tuple(
+        Route(server_id, live[server_id].incarnation, live[server_id].address, cluster.epoch, tuple(slices), generation)
+        for server_id, slices in by_server.items()
+    )
     return RoutingPlan(routes, tuple(orphans), _reason(cluster, news, entry, orphans) if orphans else "")
 
 
@@ -112,10 +118,6 @@ def _live_primary(cluster: ClusterMap, news: ServerNews, entry: ParametersEntry,
             server=shard.primary,
         )
     return None if why_gone(cluster, news, shard.primary) else cluster.server(shard.primary.server_id)
-
-
-def _route(cluster: ClusterMap, server: ServerEntry, slices: list[int]) -> Route:
-    return Route(server.server_id, server.incarnation, server.address, cluster.epoch, tuple(slices))
 
 
 def _reason(cluster: ClusterMap, news: ServerNews, entry: ParametersEntry, orphans: list[int]) -> str:

@@ -24,6 +24,15 @@ def load() -> Future[None]:
         return _loading
 
 
+def interpret_decoders() -> None:
+    """Has payloads decoded by numpy until ``load`` has ended, which this begins."""
+    from psdist.compression.segments import DECODERS
+
+    for kernel in DECODERS:
+        kernel.interpret()
+    load()
+
+
 def _run(loading: Future[None]) -> None:
     try:
         from psdist.compression.compiled import compile_all

@@ -17,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.partition import Arrays, Flat
+from psdist.client.transport.held_weights import HeldWeights
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
 from psdist.types import DType, Layout, Slicing
+from psdist.v1.server_pb2 import SliceResult
 
 #: Vectors that were given to the user are remembered, and used again when nobody holds them any more. A loop that
 #: assigns each result to the same name holds the last one while the next is made.
@@ -64,42 +66,63 @@ class PullTarget:
     target: takes the weights of each slice that is in ``received``.
     shared: the servers' own memory, if the other slices are read in place; else None, and all are received.
     dtype: in which the weights are sent.
+    held: whose vector ``target`` is, where servers may send differences.
     """
 
     slicing: Slicing
     target: Flat
     shared: Flat | None = None
     dtype: DType = "float32"
+    held: HeldWeights | None = None
     received: set[int] = field(default_factory=set)
 
-    def write(self, index: int, payload: memoryview, peer: str) -> None:
-        """Writes the weights of a slice that ``peer`` sent, widened to float32.
+    def write(self, answer: SliceResult, payload: memoryview, peer: str) -> None:
+        """Writes the weights of a slice that ``peer`` sent, widened to float32, or adds differences to them.
 
-        Raises InternalError for a payload of another size.
+        Raises InternalError for a payload of another size, and as ``HeldWeights.add``.
         """
-        self._check_size(index, len(payload), peer)
-        values = np.frombuffer(payload, NUMPY_DTYPES[self.dtype])
-        if self.dtype == "float32":
-            start, stop = self.slicing.bounds(index)
-            self.target[start:stop] = values
-        self.accept(index, values)
+        memory = self.memory_for(answer, len(payload), peer)
+        memory.view(np.uint8)[...] = np.frombuffer(payload, np.uint8)
+        self.accept(answer, memory, peer)
 
-    def memory_for(self, index: int, size: int, peer: str) -> NDArray[Any]:
+    def memory_for(self, answer: SliceResult, size: int, peer: str) -> NDArray[Any]:
         """Memory of ``size`` bytes for the weights of a slice that ``peer`` sends: their own place if they are float32.
         ``accept`` when they are there.
 
         Raises InternalError for another size.
         """
+        index = answer.slice
+        if answer.HasField("differences"):
+            self._check_differences(index, size, peer)
+            return np.empty(size, np.uint8)
         self._check_size(index, size, peer)
+        if self.held is not None:
+            self.held.forget(index)
         start, stop = self.slicing.bounds(index)
         return self.target[start:stop] if self.dtype == "float32" else np.empty(stop - start, NUMPY_DTYPES[self.dtype])
 
-    def accept(self, index: int, values: NDArray[Any]) -> None:
-        """The weights of a slice are there: in their own place if they are float32, else in ``values``."""
+    def accept(self, answer: SliceResult, values: NDArray[Any], peer: str) -> None:
+        """What ``memory_for`` was asked for is there, in ``values``. Raises as ``HeldWeights.add``."""
+        index = answer.slice
         if self.dtype != "float32":
             start, stop = self.slicing.bounds(index)
             payloads.widen(values, self.target[start:stop])
+        if self.held is not None:
+            if answer.HasField("differences"):
+                self.held.add(index, answer.version, values, answer.differences.bytes, peer)
+            else:
+                self.held.take(index, answer.version)
         self.received.add(index)
+
+    def replaced(self, index: int) -> None:
+        """The weights of a slice were written to ``target`` from elsewhere."""
+        if self.held is not None:
+            self.held.forget(index)
+        self.received.add(index)
+
+    def _check_differences(self, index: int, size: int, peer: str) -> None:
+        if self.held is None or size > 4 * self.slicing.size(index):
+            raise InternalError(f"{peer} sent {size} bytes of differences for slice {index}, which were not asked for")
 
     def _check_size(self, index: int, size: int, peer: str) -> None:
         wanted = NUMPY_DTYPES[self.dtype].itemsize * self.slicing.size(index)
@@ -114,6 +137,8 @@ class PullTarget:
         if self.received.isdisjoint(slices):
             return self.shared
         for index in slices - self.received:
+            if self.held is not None:
+                self.held.forget(index)
             start, stop = self.slicing.bounds(index)
             self.target[start:stop] = self.shared[start:stop]
         return self.target

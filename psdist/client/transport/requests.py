@@ -167,12 +167,16 @@ class InstallRequest(Request):
             self.progress.answer(index, 0)
 
 
-def write_weights(request: PushRequest | PullRequest, index: int, payload: memoryview, peer: str) -> None:
+def write_weights(
+    request: PushRequest | PullRequest, answer: server_pb2.SliceResult, payload: memoryview, peer: str
+) -> None:
     """Writes the weights of a slice that ``peer`` sent.
 
-    Raises InternalError for a slice that is not asked for any more: a late answer must not overwrite a newer one.
+    Raises InternalError for a slice that is not asked for any more: a late answer must not overwrite a newer one; and
+    as ``PullTarget.write``.
     """
+    index = answer.slice
     if index not in request.progress.pending or request.target is None:
         raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
-    request.target.write(index, payload, peer)
+    request.target.write(answer, payload, peer)
     request.traffic.received += len(payload)

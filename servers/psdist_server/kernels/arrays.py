@@ -2,7 +2,8 @@
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
 ``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
-come and go without moving anything. Workers on this host may read the weights in place (``memory``). The shard
+come and go without moving anything. Workers on this host may read the weights in place (``memory``). Where workers are
+sent compressed differences, the published weights are one more array, and workers read these (``published``). The shard
 machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and
 may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run at the same time for other
 slices.
@@ -11,8 +12,8 @@ Invariants: each contribution is read once, into memory of the kernel, so that i
 NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
 and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine``, or by
 the mean that ``apply`` wrote out, gives the bytes of the update by its parts. Contributions that came encoded give the
-bytes of those that they decode to. What a released slice held is gone, except its weights, which can be read until
-``reclaim``.
+bytes of those that they decode to. What a released slice held is gone, except what workers read, which can be read
+until ``reclaim``.
 """
 
 from __future__ import annotations
@@ -21,24 +22,28 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.pulls import pull_codec_from_text
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry, Slicing
 from psdist_server.kernels import encoded, kernels
 from psdist_server.kernels.interpreted import BLOCK, CODES
 from psdist_server.kernels.memory import AnonymousMemory, WeightsMemory
 from psdist_server.kernels.optimizers import Rule
+from psdist_server.kernels.published import PublishedWeights
 
 Array = NDArray[np.float32]
 #: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only; or uint8, encoded.
 Gradient = NDArray[np.generic]
 Runs = tuple[tuple[int, int, int], ...]
+#: Name of the array of published weights, which is the last one of a slice.
+PUBLISHED: Final = "published"
 #: Positions of contributions that hold NaN or Inf and were left out.
 Bad = tuple[int, ...]
 
@@ -104,16 +109,35 @@ class DenseParameters:
         self._runs: dict[int, Runs] = {}
         self._segments: dict[int, tuple[_Segment, ...]] = {}
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
+        #: What workers read: the weights, or the published ones.
         self.weights = WeightsMemory(self.slicing)
-        self._states = tuple(AnonymousMemory(self.slicing.total) for _ in self.rule.state_names)
-        self.states = tuple(state.array for state in self._states)
+        #: None where workers read the weights themselves.
+        self.published: PublishedWeights | None = None
+        if entry.spec.pull_compression:
+            codec = pull_codec_from_text(entry.spec.pull_compression)
+            self.published = PublishedWeights(codec, self.slicing, self.weights)
+        count = len(self.rule.state_names) + (self.published is not None)
+        #: Memory of the optimizer's state; and of the weights, where workers read others.
+        self._private = tuple(AnonymousMemory(self.slicing.total) for _ in range(count))
+        self.states = tuple(memory.array for memory in self._private[: len(self.rule.state_names)])
         self._arrived: dict[int, set[int]] = {}
         self._thread = threading.local()
 
     @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of a slice's arrays after its weights."""
+        return (*self.rule.state_names, *((PUBLISHED,) if self.published is not None else ()))
+
+    @property
     def array_count(self) -> int:
-        """How many arrays a slice has: its weights, and its optimizer state."""
-        return 1 + len(self.states)
+        """How many arrays a slice has."""
+        return 1 + len(self._private)
+
+    def _arrays(self) -> list[Array]:
+        """float32[total] each: the weights, the optimizer's state, and the published weights where there are some."""
+        if self.published is None:
+            return [self.weights.array, *self.states]
+        return [self._private[-1].array, *self.states, self.weights.array]
 
     def hold(self, indices: Iterable[int]) -> None:
         """Gives slices memory; their content is not there yet. Those that are held stay as they are.
@@ -124,7 +148,7 @@ class DenseParameters:
         runs = _joined(self.slicing, new)
         self.weights.hold(runs, is_first=not self.held and not self.installed)
         for start, stop in runs:
-            for memory in self._states:
+            for memory in self._private:
                 memory.use(start, stop)
         for index in new:
             self._runs[index] = _runs_of(self._ranges, *self.slicing.bounds(index))
@@ -136,8 +160,10 @@ class DenseParameters:
         kernel may be at them."""
         gone = sorted(self.held.intersection(indices))
         for start, stop in _joined(self.slicing, gone):
-            for state in self._states:
-                state.give_back(start, stop)
+            for memory in self._private:
+                memory.give_back(start, stop)
+        if self.published is not None:
+            self.published.forget(gone)
         for index in gone:
             for table in (self._runs, self._segments, self._arrived):
                 table.pop(index, None)
@@ -163,19 +189,21 @@ class DenseParameters:
         weights, *states = self.export(index)
         self.weights.sequence[index] = 2 * version + 1
         weights[...] = values
+        if self.published is not None:
+            self.published.begin(index, weights)
         self.weights.sequence[index] = 2 * version
-        self.rule.initialize(weights, states, self._runs[index])
+        self.rule.initialize(weights, states[: len(self.states)], self._runs[index])
         self.installed.add(index)
 
     def export(self, index: int) -> list[Array]:
-        """The weights of a slice and its optimizer state, where they lie."""
+        """The arrays of a slice, where they lie: its weights, and those of ``state_names``."""
         if index not in self.held:
             raise InternalError(f"slice {index} is not held here")
         part = slice(*self.slicing.bounds(index))
-        return [self.weights.array[part], *(state[part] for state in self.states)]
+        return [array[part] for array in self._arrays()]
 
     def copy_slice(self, index: int, out: Array) -> None:
-        """Copies the weights of a slice and its optimizer state to ``out``, one after another."""
+        """Copies the arrays of a slice to ``out``, one after another."""
         start = 0
         for array in self.export(index):
             out[start : start + array.size] = array
@@ -191,11 +219,14 @@ class DenseParameters:
                 f"array {array_number} of {values.size} elements: slice {index} has {len(arrays)} arrays of "
                 f"{self.slicing.size(index)}"
             )
-        if array_number == 0:
+        is_read = array_number == (0 if self.published is None else len(arrays) - 1)
+        if is_read:
             self.weights.sequence[index] = 2 * version + 1
         arrays[array_number][...] = values
-        if array_number == 0:
+        if is_read:
             self.weights.sequence[index] = 2 * version
+        if self.published is not None:
+            self.published.forget([index])
         arrived = self._arrived.setdefault(index, set())
         arrived.add(array_number)
         if len(arrived) == len(arrays):
@@ -203,15 +234,17 @@ class DenseParameters:
             self.installed.add(index)
 
     def digest(self, index: int) -> bytes:
-        """16 bytes that tell the weights and the state of a slice from any others (xxh3_128)."""
+        """16 bytes that tell the arrays of a slice from any others (xxh3_128)."""
         state = xxhash.xxh3_128()
         for array in self.export(index):
             state.update(array.data)
         return state.digest()
 
     def read(self, index: int, dtype: str) -> memoryview:
-        """The weights of a slice as payload bytes; a view of the live weights where ``dtype`` is float32."""
-        return kernels.cast(self.export(index)[0], dtype).view(np.uint8).data
+        """What workers read of a slice as payload bytes; a view of it where ``dtype`` is float32."""
+        if index not in self.held:
+            raise InternalError(f"slice {index} is not held here")
+        return kernels.cast(self.weights.array[slice(*self.slicing.bounds(index))], dtype).view(np.uint8).data
 
     def combine(
         self, index: int, parts: Sequence[Gradient], is_encoded: bool = False
@@ -268,8 +301,16 @@ class DenseParameters:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)
         for update in updates:
+            if self.published is not None:
+                self._publish(update, self.published)
             sequence[update.index] = 2 * update.step + 2
         return [tuple(sorted(parts)) for parts in bad]
+
+    def _publish(self, update: Update, published: PublishedWeights) -> None:
+        if update.parts:
+            published.publish(update.index, update.step + 1, self.export(update.index)[0])
+        else:
+            published.unchanged(update.index)
 
     def _run(
         self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
@@ -304,7 +345,7 @@ class DenseParameters:
 
     def _segments_of(self, index: int) -> tuple[_Segment, ...]:
         first = self.slicing.bounds(index)[0]
-        bases = [kernels.address_of(array) for array in (self.weights.array, *self.states)]
+        bases = [kernels.address_of(array) for array in self._arrays()[: 1 + len(self.states)]]
         return tuple(
             _Segment(start, stop - start, group, tuple(base + 4 * (first + start) for base in bases))
             for start, stop, group in self._runs[index]

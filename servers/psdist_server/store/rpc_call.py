@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
@@ -35,12 +35,36 @@ class SliceAnswer:
     staleness: int = 0
 
 
+def one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:
+    """``values``, or the only one of them as often as there are slices. Raises InvalidArgumentError for other numbers
+    of them."""
+    if len(values) == 1:
+        return [values[0]] * len(slices)
+    if len(values) != len(slices):
+        raise InvalidArgumentError(f"{len(values)} {what} for {len(slices)} slices: send one for each, or one for all")
+    return values
+
+
 class CallState(Enum):
     """How far a call is. It changes in ``asked_all``, and when the last answer is there."""
 
     ASKING = "more slices may be asked about"
     WAITING = "some slices are not answered"
     ENDED = "all slices are answered, or the call was refused"
+
+
+@dataclass
+class WantedWeights:
+    """How a worker is sent weights. held: versions of those that it holds, by slice: it may be sent differences."""
+
+    dtype: str = "float32"
+    held: dict[int, int] = field(default_factory=dict)
+
+    def read_held(self, held: server_pb2.HeldWeights, generation: int) -> None:
+        """Notes the weights that the worker holds, if they are of this generation of the parameter set. Raises
+        InvalidArgumentError where there is not a version for each slice."""
+        if held.generation == generation:
+            self.held = dict(zip(held.slices, one_for_each(held.versions, held.slices, "versions"), strict=True))
 
 
 @dataclass
@@ -54,7 +78,7 @@ class Call:
     dtype: str = "float32"
     #: Its payloads are segments (``psdist.compression.segments``).
     is_encoded: bool = False
-    pull_dtype: str = "float32"
+    wanted: WantedWeights = field(default_factory=WantedWeights)
     abstain: bool = False
     grad_norm: float = 0.0
     #: The snapshot attempt that the push comes after; 0 for none.
@@ -90,7 +114,8 @@ class Call:
             if self.dtype != "float32":
                 raise InvalidArgumentError(f"segments decode to float32, not {self.dtype}: send DTYPE_FLOAT32")
             self.is_encoded = True
-        self.pull_dtype = convert.payload_dtype_from_proto(header.pull_dtype) if self.wants_weights else "float32"
+        if self.wants_weights:
+            self.wanted.dtype = convert.payload_dtype_from_proto(header.pull_dtype)
 
     def ask(self, index: int) -> int:
         """A token for one more slice: a number that no slice of any call had before."""

@@ -2,7 +2,8 @@
 
 A read that is sent happens between two updates of its slice, so that none is torn. Where a slice stands still until a
 worker pushes it again, that worker's answer need not be a copy. This is so in BSP without backup workers, as long as it
-is a member; a worker that is fenced is sent nothing more before others go on without it.
+is a member; a worker that is fenced is sent nothing more before others go on without it. A worker that holds an earlier
+version is sent the differences from it, where they are known (``kernels.published``).
 
 A worker of this host reads the weights of its last calls in place until its next ones. So the weights of slices that
 moved stay until every such worker has made a call by the map of the move, or a newer one, after which it reads none
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
@@ -31,6 +33,27 @@ ENCODED_MAX: Final = 4
 RECLAIM_SECONDS: Final = 60.0
 
 
+class Weights(NamedTuple):
+    """What is sent of a slice. differences: what the payload consists of; None where it is the weights."""
+
+    version: int
+    payload: bytes | memoryview
+    differences: server_pb2.Differences | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What is wanted of a slice. held: the version to which differences may be sent; None for none."""
+
+    index: int
+    dtype: str
+    held: int | None
+
+
+def _wanted(index: int, call: Call) -> _Wanted:
+    return _Wanted(index, call.wanted.dtype, call.wanted.held.get(index))
+
+
 class SliceReads:
     """Reads slices of one parameter set, at once or when the update under way is done."""
 
@@ -42,44 +65,62 @@ class SliceReads:
         self._waits_for_all = isinstance(consistency, BSP) and not consistency.backup_workers
         self._dense = dense
         self._counters = counters
-        self._waiting: dict[int, list[tuple[asyncio.Future[tuple[int, bytes]], str]]] = {}
-        self._encoded: dict[tuple[SliceAnswer, int, str], bytes] = {}
-        self._copies: dict[tuple[int, int, str], bytes] = {}
+        self._waiting: dict[int, list[tuple[asyncio.Future[Weights], _Wanted]]] = {}
+        self._encoded: dict[tuple[SliceAnswer, int, _Wanted], bytes] = {}
+        self._copies: dict[tuple[int, _Wanted], Weights] = {}
 
-    async def read(self, index: int, dtype: str) -> tuple[int, bytes | memoryview]:
-        """Version and payload of a slice. The payload is valid until the next await. Raises StaleEpochError where the
+    async def read(self, index: int, call: Call) -> Weights:
+        """A slice for the answer to a call. The payload is valid until the next await. Raises StaleEpochError where the
         slice is not served here any more."""
-        machine = self._router.get(index)
+        return await self._read(_wanted(index, call))
+
+    async def _read(self, wanted: _Wanted) -> Weights:
+        machine = self._router.get(wanted.index)
         if machine is None:
-            raise not_primary(self._router.shard_of(index))
-        state = machine.slices[index]
+            raise not_primary(self._router.shard_of(wanted.index))
+        state = machine.slices[wanted.index]
         if not state.is_written:
-            return state.version, self._dense.read(index, dtype)
-        future: asyncio.Future[tuple[int, bytes]] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(index, []).append((future, dtype))
+            return self._now(wanted, state.version)
+        future: asyncio.Future[Weights] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(wanted.index, []).append((future, wanted))
         return await future
+
+    def _now(self, wanted: _Wanted, version: int) -> Weights:
+        """A slice that is not being written."""
+        published = self._dense.published
+        if published is not None and wanted.held is not None:
+            found = published.differences(wanted.index, wanted.held, version)
+            if found is not None:
+                return Weights(version, b"".join(found), server_pb2.Differences(bytes=map(len, found)))
+        return Weights(version, self._dense.read(wanted.index, wanted.dtype))
 
     async def encode(self, answer: SliceAnswer, call: Call) -> bytes:
         """The PushPullResponse with the slice's weights; the last few are kept, as in BSP all workers get the same."""
-        version, payload = await self.read(answer.index, call.pull_dtype)
-        self._counters.of(call.identity.worker_id).pull_bytes += len(payload)
-        key = (answer, version, call.pull_dtype)
+        wanted = _wanted(answer.index, call)
+        weights = await self._read(wanted)
+        self._counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
+        key = (answer, weights.version, wanted)
         if key not in self._encoded:
             header = server_pb2.PushPullResponse(
-                slice=answer.index, version=version, ignored=answer.ignored, staleness=answer.staleness
+                slice=answer.index,
+                version=weights.version,
+                ignored=answer.ignored,
+                staleness=answer.staleness,
+                differences=weights.differences,
             )
-            self._encoded[key] = frames.pack(header, payload)
+            self._encoded[key] = frames.pack(header, weights.payload)
             if len(self._encoded) > ENCODED_MAX:
                 del self._encoded[next(iter(self._encoded))]
         return self._encoded[key]
 
-    async def lasting(self, answer: SliceAnswer, call: Call) -> tuple[int, bytes | memoryview]:
-        """Version and payload of a slice for the answer to a call of a member, or of a worker that reads. The payload
-        stays as it is until that worker pushes the slice again, or is fenced. Raises StaleEpochError where the slice is
-        not served here any more."""
-        if call.pull_dtype == "float32" and self._stands_still(answer, call):
-            return answer.version, self._dense.read(answer.index, call.pull_dtype)
-        return await self._copy(answer.index, call.pull_dtype)
+    async def lasting(self, answer: SliceAnswer, call: Call) -> Weights:
+        """A slice for the answer to a call of a member, or of a worker that reads. The payload stays as it is until
+        that worker pushes the slice again, or is fenced. Raises StaleEpochError where the slice is not served here any
+        more."""
+        wanted = _wanted(answer.index, call)
+        if wanted.dtype == "float32" and self._stands_still(answer, call):
+            return self._now(wanted, answer.version)
+        return await self._copy(wanted)
 
     def _stands_still(self, answer: SliceAnswer, call: Call) -> bool:
         """Whether the next update of the slice waits for another push of the call's worker."""
@@ -89,21 +130,22 @@ class SliceReads:
         state = machine.slices[answer.index]
         return not state.is_written and state.version == answer.version
 
-    async def _copy(self, index: int, dtype: str) -> tuple[int, bytes]:
-        """Version and payload of a slice, which stays as it is; the last few are kept, as in ``encode``."""
-        version, payload = await self.read(index, dtype)
-        key = (index, version, dtype)
+    async def _copy(self, wanted: _Wanted) -> Weights:
+        """A slice whose payload stays as it is; the last few are kept, as in ``encode``."""
+        weights = await self._read(wanted)
+        key = (weights.version, wanted)
         if key not in self._copies:
-            self._copies[key] = bytes(payload)
+            self._copies[key] = weights._replace(payload=bytes(weights.payload))
             if len(self._copies) > ENCODED_MAX:
                 del self._copies[next(iter(self._copies))]
-        return version, self._copies[key]
+        return self._copies[key]
 
     def updated(self, index: int, version: int) -> None:
         """Slice ``index`` is at ``version``, and its next update has not begun: serves the reads that wait for it."""
-        for future, dtype in self._waiting.pop(index, ()):
+        for future, wanted in self._waiting.pop(index, ()):
             if not future.done():
-                future.set_result((version, bytes(self._dense.read(index, dtype))))
+                weights = self._now(wanted, version)
+                future.set_result(weights._replace(payload=bytes(weights.payload)))
 
     def fail(self, indices: Iterable[int], error: PsdistError) -> None:
         """These slices are not served here any more."""

@@ -124,11 +124,23 @@ def test_a_state_that_was_reset_makes_version_2(since: int, reset: bool) -> None
     assert commit_of(manifest, data, 1).to_bytes().count(b'"format":1') == 1
 
 
+def test_published_weights_make_version_3() -> None:
+    """An older program must refuse it: it would take them for the optimizer's."""
+    manifest = manifest_of(replace(SPEC, pull_compression="TopK(ratio=0.01)"))
+    data = manifest.to_bytes()
+    assert json.loads(data)["format"] == manifest.format == 3
+    assert Manifest.from_bytes(data, "m") == manifest
+    for other in (data.replace(b'"format":3', b'"format":1'), data.replace(b"TopK(ratio", b"TopK(share")):
+        with pytest.raises(SnapshotCorruptError):
+            Manifest.from_bytes(other, "m")
+
+
 def test_what_says_nothing_is_not_written() -> None:
     values = json.loads(manifest_of().to_bytes())
     for place, name, nothing in (
         (values["parameters"][0], "state_since", 0),
         (values["parameters"][0]["spec"], "reset_optimizer", False),
+        (values["parameters"][0]["spec"], "pull_compression", ""),
     ):
         place[name] = nothing
         with pytest.raises(SnapshotCorruptError, match="canonical form"):
@@ -171,8 +183,8 @@ def test_another_form_of_the_same_values_is_refused() -> None:
 
 
 def test_a_newer_format_names_the_remedy() -> None:
-    values = json.loads(manifest_of().to_bytes()) | {"format": 3, "parameters": "as they are in format 3"}
-    with pytest.raises(StorageError, match=r"m has format 3, .* up to 2: use the psdist that wrote it"):
+    values = json.loads(manifest_of().to_bytes()) | {"format": 4, "parameters": "as they are in format 4"}
+    with pytest.raises(StorageError, match=r"m has format 4, .* up to 3: use the psdist that wrote it"):
         Manifest.from_bytes(as_json(values), "m")
     record = {"format": 2, "anything": "else"}
     with pytest.raises(StorageError, match="format 2"):

@@ -6,9 +6,10 @@ server. On the wire a stream of one message is the same as a unary request, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from psdist.client.core.routing import Route
+from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import InstallRequest, PullRequest, PushRequest, Request, write_weights
 from psdist.errors import InternalError
 from psdist.v1 import common_pb2
@@ -26,6 +27,12 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
     )
     number_push(header, push)
     return header
+
+
+def name_held(message: pb.HeldWeights, target: PullTarget | None, route: Route, slices: Sequence[int]) -> None:
+    """Writes into a request which weights this worker holds, where servers may send differences to them."""
+    if target is not None and target.held is not None:
+        message.CopyFrom(target.held.message(slices, route.generation))
 
 
 def number_push(header: pb.PushHeader, push: PushRequest) -> None:
@@ -58,6 +65,7 @@ def encode(request: Request, route: Route) -> Iterator[tuple[int, bytes]]:
                 min_version=request.progress.number,
                 slices=request.progress.unanswered(route.slices),
             )
+            name_held(message.held, request.target, route, message.slices)
             yield 0, message.SerializeToString()
         case InstallRequest():
             # A server that has only some of the slices does not answer: after a break all of them are sent again.
@@ -70,7 +78,9 @@ def encode(request: Request, route: Route) -> Iterator[tuple[int, bytes]]:
 def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, bytes]]:
     """One message per slice; the first has the header."""
     message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
-    header: pb.PushHeader | None = push_header(push, route)
+    first = push_header(push, route)
+    name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
+    header: pb.PushHeader | None = first
     for index in push.progress.unanswered(route.slices):
         message = message_type(header=header, slice=index, base_version=push.versions[index])
         yield index, frames.pack(message, push.payload(index))
@@ -89,13 +99,13 @@ def on_answer(request: Request, route: Route, data: bytes) -> str:
             pushed = frames.unpack(pb.PushPullResponse, data)
             answer = pushed.header
             if not answer.waiting_for:
-                write_weights(request, answer.slice, pushed.payload, route.peer)
+                write_weights(request, _result(answer), pushed.payload, route.peer)
                 request.progress.answer(answer.slice, answer.version, answer.staleness, answer.ignored)
             return answer.waiting_for
         case PullRequest():
             pulled = frames.unpack(pb.PullResponse, data)
             if not pulled.header.waiting_for:
-                write_weights(request, pulled.header.slice, pulled.payload, route.peer)
+                write_weights(request, _result(pulled.header), pulled.payload, route.peer)
                 request.progress.answer(pulled.header.slice, pulled.header.version)
             return pulled.header.waiting_for
         case InstallRequest():
@@ -106,3 +116,9 @@ def on_answer(request: Request, route: Route, data: bytes) -> str:
                 )
             request.on_installed(route.server, route.slices)
     return ""
+
+
+def _result(answer: pb.PushPullResponse | pb.PullResponse) -> pb.SliceResult:
+    """What an answer says of its weights."""
+    differences = answer.differences if answer.HasField("differences") else None
+    return pb.SliceResult(slice=answer.slice, version=answer.version, differences=differences)

@@ -258,7 +258,7 @@ class SharedStream(CallConnection[PendingCall]):
             payload = np.empty(part.size, NUMPY_DTYPES[target.dtype])
             payloads.narrow(part, payload)
             payloads.widen(payload, part)
-        target.received.add(index)
+        target.replaced(index)
         return version
 
     async def copy_moving(self, index: int, target: Flat) -> int:

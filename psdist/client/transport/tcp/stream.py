@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
+from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
@@ -66,21 +67,22 @@ class TcpCall(PendingCall):
         super().end(result)
         self._window.set()
 
-    def memory_for(self, index: int, size: int, peer: str) -> NDArray[Any] | None:
+    def memory_for(self, result: server_pb2.SliceResult, size: int, peer: str) -> NDArray[Any] | None:
         """Memory for the weights of a slice; None where the answer has none. Raises InternalError for a slice that is
         not asked for, and for another size."""
+        index = result.slice
         if index not in self.left or index not in self.request.progress.pending:
             raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
         if self.request.target is not None:
-            return self.request.target.memory_for(index, size, peer)
+            return self.request.target.memory_for(result, size, peer)
         if size:
             raise InternalError(f"{peer} sent {size} bytes of weights for slice {index}, which were not asked for")
         return None
 
-    def on_slice(self, result: server_pb2.SliceResult, values: NDArray[Any] | None) -> None:
+    def on_slice(self, result: server_pb2.SliceResult, values: NDArray[Any] | None, peer: str) -> None:
         """A slice is answered, with its weights in ``memory_for``."""
         if values is not None and self.request.target is not None:
-            self.request.target.accept(result.slice, values)
+            self.request.target.accept(result, values, peer)
             self.request.traffic.received += values.nbytes
         self.left.discard(result.slice)
         self.request.progress.answer(result.slice, result.version, result.staleness, result.ignored)
@@ -129,8 +131,10 @@ class TcpStream(CallConnection[TcpCall]):
         if isinstance(request, PullRequest):
             encoded = encode_pull(request, route, request.progress.number, slices)
             encoded.pull.dtype = convert.dtype_to_proto(request.target.dtype)
+            messages.name_held(encoded.pull.held, request.target, route, slices)
         else:
             encoded = self.encode_push(request, route, slices)
+            messages.name_held(encoded.push.header.held, request.target, route, slices)
         try:
             with self.sent(encoded, call):
                 if isinstance(request, PushRequest) and not request.abstains:
@@ -171,7 +175,7 @@ class TcpStream(CallConnection[TcpCall]):
             self._receiving = self.calls.get(response.call_id)
             if self._receiving is None:  # It was cancelled.
                 return memoryview(bytearray(size))
-            self._values = self._receiving.memory_for(response.slice.slice, size, self.peer)
+            self._values = self._receiving.memory_for(response.slice, size, self.peer)
         elif size:
             raise InternalError(f"a payload of {size} bytes that belongs to no slice")
         return self._values.view("u1").data if self._values is not None else memoryview(b"")
@@ -182,7 +186,7 @@ class TcpStream(CallConnection[TcpCall]):
         match response.WhichOneof("kind"):
             case "slice":
                 if call is not None and response.call_id in self.calls:
-                    call.on_slice(response.slice, values)
+                    call.on_slice(response.slice, values, self.peer)
                     if not call.left:
                         self.end_call(call, response)
             case "taken":

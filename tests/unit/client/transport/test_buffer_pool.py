@@ -9,6 +9,7 @@ from psdist.client.core import partition
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.errors import InternalError
 from psdist.types import Slicing
+from psdist.v1.server_pb2 import SliceResult
 
 LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
 
@@ -67,16 +68,16 @@ def test_weights_that_lie_in_two_places_are_brought_together() -> None:
 def test_weights_are_received_in_their_place_and_widened_where_they_are_narrower() -> None:
     target = np.zeros(10, np.float32)
     wide = PullTarget(Slicing(10, 4), target)
-    memory = wide.memory_for(1, 16, "server-0")
+    memory = wide.memory_for(SliceResult(slice=1), 16, "server-0")
     memory[...] = 1
-    wide.accept(1, memory)
+    wide.accept(SliceResult(slice=1), memory, "server-0")
     assert target.tolist() == [0] * 4 + [1] * 4 + [0] * 2 and wide.received == {1}
     narrow = PullTarget(Slicing(10, 4), target, dtype="float16")
-    memory = narrow.memory_for(2, 4, "server-0")
+    memory = narrow.memory_for(SliceResult(slice=2), 4, "server-0")
     assert memory.dtype == np.float16
     memory[...] = 0.5
-    narrow.accept(2, memory)
+    narrow.accept(SliceResult(slice=2), memory, "server-0")
     assert target.tolist() == [0] * 4 + [1] * 4 + [0.5] * 2 and narrow.received == {2}
     for size in (0, 15, 17):
         with pytest.raises(InternalError, match=f"server-0 sent {size} bytes for slice 1, which has 16 in float32"):
-            wide.memory_for(1, size, "server-0")
+            wide.memory_for(SliceResult(slice=1), size, "server-0")

@@ -96,9 +96,10 @@ async def sent_in_place(
     """Whether the answer to a call that was answered at version 1 is not a copy."""
     state = SimpleNamespace(version=version, is_written=False)
     router: Any = SimpleNamespace(get=lambda _: SimpleNamespace(slices={0: state}))
-    call = Call(Identity("run", "worker-0", 1, 1, "p"), is_push, wants_weights=True, pull_dtype=pull_dtype)
+    call = Call(Identity("run", "worker-0", 1, 1, "p"), is_push, wants_weights=True)
+    call.wanted.dtype = pull_dtype
     reads = SliceReads(router, dense, Counters(), consistency)
-    told, payload = await reads.lasting(SliceAnswer(0, 1, ignored, 0), call)
+    told, payload, _ = await reads.lasting(SliceAnswer(0, 1, ignored, 0), call)
     assert told == version
     return np.shares_memory(np.frombuffer(payload, np.uint8), dense.weights.array)
 

@@ -1,0 +1,72 @@
+"""The weights that one handle holds as the servers know them, where servers send differences (``pull_compression``).
+
+Invariant: a slice that has a version here has the bytes of that version at the servers. So it loses its version before
+something else is written to it, and all do when the parameter set begins anew.
+
+Not here: what the user is given (``results``), how differences are made (``psdist_server.kernels.published``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client.core.partition import Flat
+from psdist.client.process import codec_kernels
+from psdist.errors import InternalError
+from psdist.types import Slicing
+from psdist.v1 import server_pb2
+from psdist.wire.limits import DIFFERENCES_MAX
+
+
+class HeldWeights:
+    """float32[total] ``vector``, and the versions of its slices as the servers sent them."""
+
+    def __init__(self, slicing: Slicing, vector: Flat) -> None:
+        codec_kernels.interpret_decoders()
+        self.vector = vector
+        self._slicing = slicing
+        #: Generation of the parameter set, and version, by slice.
+        self._versions: dict[int, tuple[int, int]] = {}
+        #: The generation in the map by which a slice was asked for last.
+        self._asked: dict[int, int] = {}
+
+    def message(self, slices: Sequence[int], generation: int) -> server_pb2.HeldWeights:
+        """What is held of ``slices``, for a request for them by a map with this generation of the parameter set."""
+        self._asked.update(dict.fromkeys(slices, generation))
+        held = [index for index in slices if self._versions.get(index, (-1, 0))[0] == generation]
+        versions = [self._versions[index][1] for index in held]
+        if versions and min(versions) == max(versions):
+            versions = versions[:1]
+        return server_pb2.HeldWeights(generation=generation, slices=held, versions=versions)
+
+    def forget(self, index: int) -> None:
+        """A slice will be other than the servers know."""
+        self._versions.pop(index, None)
+
+    def take(self, index: int, version: int) -> None:
+        """A slice that was asked for is in the vector as a server sent it."""
+        self._versions[index] = self._asked[index], version
+
+    def add(self, index: int, version: int, payload: NDArray[np.uint8], sizes: Sequence[int], peer: str) -> None:
+        """Adds the differences that lead to ``version`` of a slice, which are one after another in the payload.
+
+        Raises InternalError, MalformedPayloadError or NonFiniteGradientError for what cannot be added, with nothing
+        changed.
+        """
+        from psdist.compression import segments
+
+        if self._versions.get(index, (-1, 0))[0] != self._asked[index]:
+            raise InternalError(f"{peer} sent differences of slice {index}, of which this worker holds no weights")
+        if len(sizes) > DIFFERENCES_MAX or sum(sizes) != payload.size:
+            raise InternalError(f"{peer} sent {len(sizes)} differences of {sum(sizes)} bytes in {payload.size} bytes")
+        start, stop = self._slicing.bounds(index)
+        parts = [payload[first:last] for first, last in pairwise(accumulate([0, *sizes]))]
+        for part in parts:
+            segments.check(part, stop - start)
+        for part in parts:
+            segments.accumulate(part, self.vector[start:stop])
+        self.take(index, version)
