@@ -1,12 +1,14 @@
 """What compression does to training: ``python -m benchmarks.convergence``.
 
-Trains each small model of ``models`` through two servers with two workers in BSP, once for each codec, with and without
-its error feedback, and seed: the same batches in each. Measured are the loss on samples that training does not see,
-beside that without compression, and the bytes that a push had. ``--page docs/compression.md`` writes the tables and the
+Trains each small model of ``models`` through two servers with two workers in BSP, once for each codec and seed, with
+and without its error feedback, and with weights that come back by it, too: the same batches in each. Measured are the
+loss of the weights that workers have, on samples that training does not see, beside that without compression, and the
+bytes of a push and of a pull. ``--page docs/compression.md`` writes the tables and the
 curves into that page, between the two marks of ``RESULTS``.
 
 The time to a loss on a slow link is arithmetic, not measured: steps that were needed, times the bytes that a model of
-25,000,000 parameters with as many bytes for each would push, and pull in bfloat16. ``network`` measures steps.
+25,000,000 parameters with as many bytes for each would push and pull, in bfloat16 where weights are not compressed.
+``network`` measures steps.
 
 What it is not: a test; it asserts nothing.
 """
@@ -20,7 +22,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,6 +32,8 @@ from benchmarks.codec_choice import CODECS
 from benchmarks.models import MODELS, Arrays, Model
 from benchmarks.report import table
 from psdist import compression
+from psdist.compression.pulls import check_pull_codec
+from psdist.errors import UnknownCodecError
 from psdist.launch.embedded import EmbeddedCluster
 
 WORKERS, BATCH, LOOKS = 2, 64, 30
@@ -44,33 +48,54 @@ _PARAMS, _BRAIN_BYTES = 25_000_000, 2
 _LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 
-def variants(codec: compression.Codec) -> dict[str, compression.Codec]:
-    """The codec with and without error feedback; a cast has none."""
+#: How a codec is used: for gradients with and without error feedback (a cast has none), and for weights beside that.
+VARIANTS = ("with", "without", "both ways")
+
+
+class Codecs(NamedTuple):
+    """Of gradients, and of weights."""
+
+    push: compression.Codec
+    pull: compression.Codec | None = None
+
+
+def variants(codec: compression.Codec) -> dict[str, Codecs]:
+    """The ways in which a codec can be used."""
     if not isinstance(codec, compression.Compressor):
-        return {"without": codec}
-    return {
-        "with": dataclasses.replace(codec, error_feedback=True),
-        "without": dataclasses.replace(codec, error_feedback=False),
+        return {"without": Codecs(codec)}
+    found = {
+        "with": Codecs(dataclasses.replace(codec, error_feedback=True)),
+        "without": Codecs(dataclasses.replace(codec, error_feedback=False)),
     }
+    try:
+        check_pull_codec(codec)
+    except UnknownCodecError:
+        return found
+    return found | {"both ways": Codecs(found["with"].push, codec)}
 
 
 async def train(
     clients: Sequence[psdist.AsyncClient],
     name: str,
     model: Model,
-    codec: compression.Codec,
+    codecs: Codecs,
     seed: int,
     optimizer: psdist.optim.Optimizer,
     steps: int,
 ) -> dict[str, Any]:
-    """One run: the losses after equal parts of its steps, and the bytes of a push for each parameter."""
+    """One run: the losses after equal parts of its steps, and the bytes of a push and a pull for each parameter."""
     initial = model.initial(seed)
     handles = await asyncio.gather(
-        *(client.parameters(name, init=initial, optimizer=optimizer, compression=codec) for client in clients)
+        *(
+            client.parameters(
+                name, init=initial, optimizer=optimizer, compression=codecs.push, pull_compression=codecs.pull
+            )
+            for client in clients
+        )
     )
     rngs = [np.random.default_rng([seed, rank]) for rank in range(len(handles))]
     weights: list[Arrays] = list(await asyncio.gather(*(handle.pull() for handle in handles)))
-    losses = []
+    losses, before = [], handles[0].statistics().pull_bytes
     for step in range(1, steps + 1):
         gradients = [
             model.gradients(mine, rng.integers(0, model.samples, BATCH))[1]
@@ -81,7 +106,9 @@ async def train(
         if step % max(1, steps // LOOKS) == 0 or step == steps:
             losses.append((step, model.loss(weights[0])))
     elements = sum(array.size for array in initial.values())
-    return {"losses": losses, "bytes": handles[0].statistics().push_bytes / steps / elements}
+    traffic = handles[0].statistics()
+    pulled = (traffic.pull_bytes - before) / steps / elements if codecs.pull is not None else _BRAIN_BYTES
+    return {"losses": losses, "bytes": traffic.push_bytes / steps / elements, "pulled": pulled}
 
 
 async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict[str, Any]:
@@ -98,11 +125,13 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
             optimizer = OPTIMIZERS[options.optimizer](model.lr[options.optimizer], psdist.optim.Cosine(steps))
             of_model = results[model_name] = {}
             for codec_name in dict.fromkeys(["none", *options.codec]):
-                for variant, codec in variants(CODECS[codec_name]).items():
+                for variant, codecs in variants(CODECS[codec_name]).items():
+                    if variant not in options.variant and codec_name != "none":
+                        continue
                     runs = []
                     for seed in range(options.seeds):
                         name = f"{model_name}-{len(of_model)}-{variant}-{seed}"
-                        runs.append(await train(clients, name, model, codec, seed, optimizer, steps))
+                        runs.append(await train(clients, name, model, codecs, seed, optimizer, steps))
                     one = of_model.setdefault(codec_name, {})[variant] = summary(runs)
                     print(f"{model_name:11} {codec_name:30} {variant:8} {one['loss']:.4f}", flush=True)
     finally:
@@ -119,6 +148,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "last": curves[:, -1].tolist(),
         "loss": float(curves[:, -1].mean()),
         "bytes": mean(run["bytes"] for run in runs),
+        "pulled": mean(run["pulled"] for run in runs),
     }
 
 
@@ -133,17 +163,27 @@ def steps_to(losses: Sequence[tuple[int, float]], target: float) -> int | None:
 def _row(name: str, variant: str, one: Mapping[str, Any], plain: Mapping[str, Any]) -> list[str]:
     reached = steps_to(one["losses"], TARGET * plain["loss"])
     seconds = [
-        "-" if reached is None else f"{reached * 8 * _PARAMS * (one['bytes'] + _BRAIN_BYTES) / speed:,.0f}"
+        "-" if reached is None else f"{reached * 8 * _PARAMS * (one['bytes'] + one['pulled']) / speed:,.0f}"
         for speed in _LINKS.values()
     ]
     spread = f"{min(one['last']):.4f} to {max(one['last']):.4f}"
     change = f"{one['loss'] / plain['loss'] - 1:+.1%}"
-    return [name, variant, f"{one['bytes']:.3f}", f"{one['loss']:.4f}", change, spread, str(reached or "-"), *seconds]
+    return [
+        name,
+        variant,
+        f"{one['bytes']:.3f}",
+        f"{one['pulled']:.3f}",
+        f"{one['loss']:.4f}",
+        change,
+        spread,
+        str(reached or "-"),
+        *seconds,
+    ]
 
 
 def text(results: Mapping[str, Any], stem: str) -> str:
     """The tables of all models, with their pictures."""
-    titles = ["codec", "error feedback", "bytes", "loss", "change", "of the seeds", "steps to 1.05x"]
+    titles = ["codec", "error feedback", "pushed", "pulled", "loss", "change", "of the seeds", "steps to 1.05x"]
     titles += [f"s, {link}" for link in _LINKS]
     parts = []
     for model, codecs in results.items():
@@ -186,6 +226,7 @@ def parser() -> argparse.ArgumentParser:
     )
     line.add_argument("--model", nargs="+", choices=list(MODELS), default=list(MODELS), help="default: all")
     line.add_argument("--codec", nargs="+", choices=list(CODECS), default=list(CODECS), help="default: all")
+    line.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     line.add_argument("--seeds", type=int, default=5, help="runs of each (default: %(default)s)")
     line.add_argument("--steps", type=int, help="default: so many that the loss hardly falls any more")
     line.add_argument(

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from benchmarks import convergence, models
-from psdist.compression import Float32, TopK
+from psdist.compression import Float32, PowerSGD, TopK
 
 RUNS = {
     "losses": [(10, 2.0), (20, 1.02)],
     "last": [1.0, 1.04],
     "loss": 1.02,
     "bytes": 4.0,
+    "pulled": 2.0,
 }
 
 
@@ -27,7 +28,7 @@ def test_results_are_written_between_the_marks_and_nothing_else_changes(tmp_path
     text = page.read_text()
     assert text.startswith(f"before\n\n{begin}\n\n### Digits, 2 seeds") and text.endswith(f"{end}\n\nafter\n")
     assert "old" not in text
-    assert "| TopK(0.01) | with | 0.060 | 2.0400 | +100.0% | 1.0000 to 1.0400 | 20 | 82 | 8 | 1 |" in text
+    assert "| TopK(0.01) | with | 0.060 | 2.000 | 2.0400 | +100.0% | 1.0000 to 1.0400 | 20 | 82 | 8 | 1 |" in text
     assert "TopK(0.01)" in (tmp_path / "page-digits.svg").read_text()
     convergence.write(results, page)
     assert page.read_text() == text
@@ -38,12 +39,15 @@ def test_the_time_to_a_loss_is_the_first_look_at_which_it_was_there() -> None:
     assert convergence.steps_to(losses, 1.0) == 20 and convergence.steps_to(losses, 0.5) is None
 
 
-def test_what_has_error_feedback_is_trained_without_it_too() -> None:
-    assert convergence.variants(Float32()) == {"without": Float32()}
+def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> None:
+    assert convergence.variants(Float32()) == {"without": (Float32(), None)}
+    with_feedback = TopK(0.1, error_feedback=True)
     assert convergence.variants(TopK(0.1)) == {
-        "with": TopK(0.1, error_feedback=True),
-        "without": TopK(0.1, error_feedback=False),
+        "with": (with_feedback, None),
+        "without": (TopK(0.1, error_feedback=False), None),
+        "both ways": (with_feedback, TopK(0.1)),
     }
+    assert set(convergence.variants(PowerSGD(2))) == {"with", "without"}
 
 
 @pytest.mark.parametrize("name", models.MODELS)
