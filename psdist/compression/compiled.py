@@ -126,13 +126,17 @@ def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda: None) -> None:
+def compile_all(
+    kernels: Iterable[Kernel],
+    compiled: Callable[[], None] = lambda: None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
     """Compiles ``kernels``; those that another process compiles now come last, so that processes share the work.
 
-    compiled: called after each of them.
+    compiled: called after each of them. is_wanted: whether to go on with the next one.
     """
     left, refused = deque(kernels), 0
-    while left:
+    while left and is_wanted():
         one = left.popleft()
         if refused > len(left):
             one.compile()

@@ -11,8 +11,8 @@ Invariants:
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds; in a server ``warm_up`` does it, and numpy works meanwhile (``interpreted``). The GIL is
-  released while a kernel runs.
+  which takes up to seconds; in a server ``background_compiler`` does it, and numpy works meanwhile (``interpreted``).
+  The GIL is released while a kernel runs.
 """
 
 from __future__ import annotations
