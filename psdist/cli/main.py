@@ -44,9 +44,9 @@ PSDIST: Final = Group(
                 lambda: import_module("psdist.cli.bench")),
         Command("chaos", "inject faults into a run of its own and count what was lost",
                 lambda: import_module("psdist.cli.chaos")),
-        Command("warmup", "compile the servers' kernels ahead of the first run on this machine",
-                lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles the servers' kernels, once on a machine. "
-                             "Servers do it by themselves where this was not called.", ()), _warm_up)),
+        Command("warmup", "compile the kernels ahead of the first run on this machine",
+                lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles all kernels, once on a machine. "
+                             "Servers and workers do it by themselves where this was not called.", ()), _warm_up)),
         Command("version", "the version of psdist",
                 lambda: Leaf(lambda: CommandLine("psdist version", "Prints the version.", ()), _version)),
     ),

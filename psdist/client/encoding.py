@@ -1,8 +1,8 @@
 """The gradients of one handle that are compressed: when the encoder works, and in which thread.
 
-The kernels that encode are compiled by numba, which takes long the first time on a machine, while a client must not
-miss heartbeats. So a thread loads them from the opening of the handle on, and the first push waits for it. Large
-gradients are encoded in threads, too.
+The kernels that encode need numba, whose import takes half a second, while a client must not miss heartbeats. So a
+thread loads them from the opening of the handle on, and the first push waits for it. Large gradients are encoded in
+threads, too.
 
 Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. The encoder's
 state follows the numbers of pushes, so that each is counted as sent or as not begun.
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("psdist")
 
-#: Loading that takes longer is told in the log.
-_SLOW_SECONDS: Final = 10.0
 #: Threads that encode one gradient, where there are as many processors.
 _THREADS: Final = 4
 
@@ -183,15 +181,8 @@ class Encoding:
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self) -> GradientEncoder:
-        waiting = asyncio.wrap_future(self._loading)
-        await asyncio.wait({waiting}, timeout=_SLOW_SECONDS)
-        if not waiting.done():
-            logger.warning(
-                "the kernels of %r are compiled, once on this machine: the first push of %r waits for that",
-                self._codec, self._participation.name,
-            )  # fmt: skip
-            await asyncio.wait({waiting})
-        waiting.result()
+        # Others wait for the same.
+        await asyncio.shield(asyncio.wrap_future(self._loading))
         from psdist.client.core.encoder import GradientEncoder
 
         part = self._participation

@@ -1,8 +1,7 @@
 """Casts between float32 and the 16-bit types of the wire, one pass over memory each, compiled by numba.
 
 The results are those of numpy and ml_dtypes, byte for byte (a NaN is a NaN; its payload bits are not promised).
-Widening is exact; narrowing rounds to nearest, ties to even. Importing this imports numba, which the client does only
-where it needs it (``psdist.compression.payloads``).
+Widening is exact; narrowing rounds to nearest, ties to even.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Kernels: functions on arrays that numba compiles for one signature each, ahead of their use.
 
-For the servers' arithmetic and both sides' casts. Importing this module imports numba, which takes half a second: the
-client does it in a thread, and only where a payload has 16 bits (``psdist.compression.payloads``).
-
-Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside its module, at its first call;
+For the servers' arithmetic and both sides' codecs. Nothing is compiled at import, and numba is not imported
+(``deferred``). A kernel is compiled, or loaded from numba's cache beside its module, at its first call;
 or it is interpreted by numpy until somebody has it compiled. The lock of the interpreter is not held while a compiled
 kernel runs.
 
@@ -23,16 +21,15 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
-import numba
-from numba import types
+from psdist.compression.deferred import PartOfKernel, evaluate, numba, resolve, types
 
 # Argument types. What is only read may be read-only memory at an odd address: a payload inside a received message.
 FLOAT = types.float32
 OUT = types.Array(FLOAT, 1, "C")
-IN = types.Array(FLOAT, 1, "C", readonly=True, aligned=False)
+IN = types.Array(FLOAT, 1, "C", True, None, False)  # readonly, no name, not aligned
 OUT_BITS16 = types.Array(types.uint16, 1, "C")
-IN_BITS16 = types.Array(types.uint16, 1, "C", readonly=True, aligned=False)
-IN_BITS32 = types.Array(types.uint32, 1, "C", readonly=True, aligned=False)
+IN_BITS16 = types.Array(types.uint16, 1, "C", True, None, False)
+IN_BITS32 = types.Array(types.uint32, 1, "C", True, None, False)
 
 #: A process that holds a lock for longer is taken to stand still.
 LOCK_SECONDS: Final = 60.0
@@ -61,11 +58,16 @@ class Kernel:
         self.__doc__ = function.__doc__
         #: The Python function.
         self.function = function
-        self.signature = result(*arguments)
+        self._signature = result(*arguments)
         self.interpreted = interpreted
         self._compiled: Callable[..., Any] | None = None
         #: What calls run. The first one compiles it, unless ``interpret`` was called.
         self._current: Callable[..., Any] | None = None
+
+    @property
+    def signature(self) -> Any:
+        """The types of its result and its arguments, as numba's."""
+        return evaluate(self._signature)
 
     def __call__(self, *arguments: Any) -> Any:
         return (self._current or self.compile())(*arguments)
@@ -110,9 +112,9 @@ class Kernel:
         """What compiles the function."""
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         try:
-            return numba.njit(cache=True, **options)(self.function)
+            return numba.value.njit(cache=True, **options)(resolve(self.function))
         except RuntimeError:  # numba finds no directory that it may write its cache to
-            return numba.njit(**options)(self.function)
+            return numba.value.njit(**options)(resolve(self.function))
 
     def _compile(self, dispatcher: Any) -> None:
         dispatcher.compile(self.signature)
@@ -120,19 +122,22 @@ class Kernel:
         self._compiled = self._current = dispatcher
 
 
-def part_of_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+def part_of_kernel(function: Callable[..., Any]) -> Any:
     """Compiled into the kernels that call it."""
-    compiled: Callable[..., Any] = numba.njit(error_model="numpy")(function)
-    return compiled
+    return PartOfKernel(function)
 
 
-def compile_all(kernels: Iterable[Kernel], compiled: Callable[[], None] = lambda: None) -> None:
+def compile_all(
+    kernels: Iterable[Kernel],
+    compiled: Callable[[], None] = lambda: None,
+    is_wanted: Callable[[], bool] = lambda: True,
+) -> None:
     """Compiles ``kernels``; those that another process compiles now come last, so that processes share the work.
 
-    compiled: called after each of them.
+    compiled: called after each of them. is_wanted: whether to go on with the next one.
     """
     left, refused = deque(kernels), 0
-    while left:
+    while left and is_wanted():
         one = left.popleft()
         if refused > len(left):
             one.compile()

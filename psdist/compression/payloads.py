@@ -1,8 +1,9 @@
 """Casts of 16-bit payloads on the client: numpy's until numba is loaded, then those of ``psdist.compression.casts``.
 
-numba takes half a second to import and, the first time on a machine, seconds to compile, while a client must not miss
-heartbeats. So a thread loads it from the first use of a 16-bit dtype on. Both ways give the same bytes; if numba cannot
-be loaded, numpy is used on. A client that uses float32 only never loads numba.
+numba takes half a second to import, while a client must not miss heartbeats. So a thread loads it from the first use of
+a 16-bit dtype on. The first time on a machine another process compiles (``background_compiler``), and numpy is used
+until then. Both ways give the same bytes; if numba cannot be loaded, numpy is used on. A client that uses float32 only
+never loads numba.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Casts:
         """Begins to load, once. Returns the loading thread."""
         with self._lock:
             if self._loading is None:
-                # Not a daemon: at exit the interpreter must wait for the compiler, which would crash otherwise.
+                # Not a daemon: at exit the interpreter must wait for the import, which would crash otherwise.
                 self._loading = threading.Thread(target=self._run, name="psdist-compile")
                 self._loading.start()
             return self._loading
@@ -60,9 +61,9 @@ class Casts:
 
 def _load_compiled() -> tuple[_Cast, _Cast]:
     from psdist.compression import casts
-    from psdist.compression.compiled import compile_all
+    from psdist.compression.background_compiler import of_workers
 
-    compile_all(casts.KERNELS)
+    of_workers().begin(casts.KERNELS, "16-bit payloads")
     return casts.narrow, casts.widen
 
 

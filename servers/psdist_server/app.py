@@ -7,6 +7,7 @@ launcher's lifeline breaks, when the scheduler says that the run has ended, or w
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import uvloop
 from grpc_health.v1.health import aio as health
 
 from psdist import logs
+from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.errors import PsdistError, UnauthenticatedError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback, parse_address
@@ -28,7 +30,6 @@ from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
 from psdist.wire.standard_services import add_standard_services
 from psdist_server.kernels import kernels
-from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
@@ -69,7 +70,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
     # While the other members start.
-    compiler = BackgroundCompiler()
+    compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
     compiler.begin(kernels.KERNELS, "all optimizers")
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 
 from psdist.compression import segments
+from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.errors import NoStorageError
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
@@ -24,7 +25,6 @@ from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
 from psdist_server.kernels import encoded
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.kernels.warm_up import BackgroundCompiler
 from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter

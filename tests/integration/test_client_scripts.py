@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from psdist.launch.embedded import EmbeddedCluster
 
 HEAD = """
-import numpy as np, os, psdist, sys, threading
+import hashlib, numpy as np, os, psdist, sys, threading
 """
 
 
@@ -25,10 +26,12 @@ def cluster() -> Iterator[EmbeddedCluster]:
     cluster.close()
 
 
-def start(script: str, cluster: EmbeddedCluster | None = None, **variables: str) -> subprocess.Popen[str]:
+def start(
+    script: str, cluster: EmbeddedCluster | None = None, *arguments: str, **variables: str
+) -> subprocess.Popen[str]:
     named = {} if cluster is None else {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", HEAD + script],
+        [sys.executable, "-W", "error", "-c", HEAD + script, *arguments],
         env=os.environ | named | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -36,8 +39,8 @@ def start(script: str, cluster: EmbeddedCluster | None = None, **variables: str)
     )
 
 
-def run(script: str, cluster: EmbeddedCluster | None = None, **variables: str) -> tuple[int, str, str]:
-    process = start(script, cluster, **variables)
+def run(script: str, cluster: EmbeddedCluster | None = None, *arguments: str, **variables: str) -> tuple[int, str, str]:
+    process = start(script, cluster, *arguments, **variables)
     out, error = process.communicate(timeout=240)
     return process.returncode, out, error
 
@@ -186,3 +189,33 @@ def test_every_name_is_there() -> None:
         "print(*(n for n in psdist.__all__ if getattr(psdist, n) is None), hasattr(psdist, 'nonsense'))"
     )
     assert (code, out.strip()) == (0, "False"), error
+
+
+#: Pushes compressed gradients where no kernel is compiled, and prints the weights.
+COMPRESSED = """
+with psdist.Client(worker_id=sys.argv[1]) as client:
+    sgd = psdist.optim.SGD(lr=1.0)
+    given = np.random.default_rng(0).standard_normal((2, 5000)).astype(np.float32)
+    weights = client.parameters(sys.argv[1], {"w": np.zeros(5000, np.float32)}, sgd, compression=sys.argv[2])
+    for gradient in given:
+        weights.push_pull({"w": gradient})
+    print(hashlib.sha256(weights.pull()["w"].tobytes()).hexdigest(), flush=True)
+    if "wait" in sys.argv:
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize("codec", ["int8", "float16"])
+def test_a_compressed_run_does_not_wait_for_the_compiler(cluster: EmbeddedCluster, tmp_path: Path, codec: str) -> None:
+    """Neither its first push, nor its end, nor Ctrl-C."""
+    empty = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    code, interpreted, error = run(COMPRESSED, cluster, f"{codec}-1", codec, **empty)
+    assert code == 0 and all("psdist: compiling kernels for" in line for line in error.splitlines()), error
+    with start(COMPRESSED, cluster, f"{codec}-2", codec, "wait", **empty) as process:
+        assert process.stdout is not None and process.stdout.readline() == interpreted
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=240)
+    assert process.returncode and error.rstrip().endswith("KeyboardInterrupt"), error
+    # Whoever waited would leave all kernels in the cache.
+    assert codec == "float16" or len(list(tmp_path.rglob("*.nbi"))) < 10
+    assert run(COMPRESSED, cluster, f"{codec}-3", codec)[:2] == (0, interpreted)  # Compiled.

@@ -1,6 +1,6 @@
 """Compressed payloads (CODEC_SEGMENTS): encoding them, and what servers do with them.
 
-Importing this imports numba. Every kernel also works without being compiled (``Kernel.interpret``).
+Every kernel also works without being compiled (``Kernel.interpret``), and without numba.
 
 A server::
 

@@ -10,17 +10,17 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 
 from psdist.compression.casts import INFINITY, widen_brain_one, widen_half_one
 from psdist.compression.compiled import OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments import numpy_decoding
 from psdist.compression.segments.format import HEADER_BYTES, POSITION_STOP, Kind
 from psdist.compression.segments.low_rank import PRODUCT_LARGEST, add_product
 from psdist.compression.segments.numpy_decoding import Defect
 from psdist.compression.segments.random_places import place, place_count
 
-BYTES = types.Array(types.uint8, 1, "C", readonly=True, aligned=False)
+BYTES = types.Array(types.uint8, 1, "C", True, None, False)
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _SIGN = np.uint32(0x80000000)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 
 from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments import numpy_integers
 from psdist.compression.segments.random_numbers import centred, draw
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments import random_numbers
 
 Floats = NDArray[np.float32]

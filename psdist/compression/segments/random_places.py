@@ -9,11 +9,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from psdist.compression.casts import INFINITY
 from psdist.compression.compiled import FLOAT, IN, OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments import random_numbers
 from psdist.compression.segments.random_numbers import draw
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from psdist.compression.casts import INFINITY, check_output, check_vector
 from psdist.compression.compiled import FLOAT, IN, OUT, kernel
+from psdist.compression.deferred import types
 
 Floats = NDArray[np.float32]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 from numpy.typing import NDArray
 
 from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments.integers import OUT_BYTES, largest_bits
 
 _U, _F, _B = np.uint32, np.float32, np.uint8

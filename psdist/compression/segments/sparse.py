@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 
 from psdist.compression.casts import narrow_brain_one, widen_brain_one
 from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
+from psdist.compression.deferred import types
 from psdist.compression.segments import numpy_sparse
 from psdist.compression.segments.integers import OUT_BYTES, pack
 
@@ -30,7 +30,7 @@ _GROUP: Final = 16
 _SAMPLES: Final = 16384
 
 POSITIONS = types.Array(types.int64, 1, "C")
-IN_POSITIONS = types.Array(types.int64, 1, "C", readonly=True, aligned=False)
+IN_POSITIONS = types.Array(types.int64, 1, "C", True, None, False)
 
 
 @part_of_kernel

@@ -2,7 +2,7 @@
 
 Without arguments every one, those of workers that compress too, which is ``psdist warmup``: then the first run on this
 machine has them at once. Some processes share that work. With the names of kernels these only, at low priority, and no
-longer than standard input is open: for ``warm_up``, and for those processes.
+longer than standard input is open: for ``background_compiler``, and for those processes.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
-from numba import types
 
 from psdist.compression import segments
 from psdist.compression.compiled import OUT, kernel
+from psdist.compression.deferred import types
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK, CODES, AnyArray, Floats
 from psdist_server.kernels.kernels import add_to_block, address_of

@@ -33,13 +33,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
-from numba import carray, types
-from numba.extending import overload
 
 from psdist.compression.compiled import FLOAT, OUT, Kernel, part_of_kernel
+from psdist.compression.deferred import numba, types, when_imported
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK
 from psdist_server.kernels.kernels import add_to_block, mean_of_block, pointer
@@ -127,7 +127,6 @@ def _select(condition: Any, one: Any, other: Any) -> Any:
     return np.where(condition, one, other)
 
 
-@overload(_select, inline="always")  # type: ignore[untyped-decorator]
 def _select_compiled(condition: Any, one: Any, other: Any) -> Any:
     """The same for single elements, in a form that is vectorized; numba's own ``where`` is not."""
 
@@ -138,6 +137,9 @@ def _select_compiled(condition: Any, one: Any, other: Any) -> Any:
 
     return select
 
+
+when_imported(lambda: import_module("numba.extending").overload(_select, inline="always")(_select_compiled))
+carray = numba.carray
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
 # w weights, then the state, then g the gradient, then the scalars. Weight decay 0 is no special case: the loops wait

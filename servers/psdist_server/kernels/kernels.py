@@ -11,22 +11,22 @@ Invariants:
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds; in a server ``warm_up`` does it, and numpy works meanwhile (``interpreted``). The GIL is
-  released while a kernel runs.
+  which takes up to seconds; in a server ``background_compiler`` does it, and numpy works meanwhile (``interpreted``).
+  The GIL is released while a kernel runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
-from numba import carray, types
-from numba.extending import intrinsic
 
 from psdist.compression import casts
 from psdist.compression.casts import INFINITY, check_output, check_vector, narrow, widen_brain_one, widen_half_one
 from psdist.compression.compiled import FLOAT, IN, IN_BITS16, IN_BITS32, OUT, Kernel, kernel, part_of_kernel
+from psdist.compression.deferred import Deferred, numba, types
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
@@ -54,12 +54,13 @@ def cast(values: Floats, dtype: str) -> AnyArray:
 
 def _type_pointer(_context: Any, _address: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr.value))
 
-    return types.voidptr(types.uintp), generate
+    return types.voidptr(types.uintp).value, generate
 
 
-pointer = intrinsic(_type_pointer)
+pointer = Deferred(lambda: import_module("numba.extending").intrinsic(_type_pointer))
+carray = numba.carray
 
 
 @part_of_kernel

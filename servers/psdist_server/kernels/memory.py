@@ -11,7 +11,6 @@ import mmap
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -191,17 +190,3 @@ def leave_out() -> None:
     for name in ("scipy", "rich", "cffi", "yaml"):
         # None is how Python notes a module that cannot be imported; its stubs do not know that.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-
-
-def release_compiler() -> None:
-    """Gives back the pages of LLVM's code (about 50 MB) once the kernels are compiled.
-
-    They are read-only pages of a file: if they are needed again, the kernel reads them again.
-    """
-    with suppress(AttributeError, OSError):
-        libc = ctypes.CDLL(None, use_errno=True)
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            parts = line.split()
-            if len(parts) > 5 and parts[1] == "r-xp" and "libllvmlite" in parts[5]:
-                start, stop = (int(address, 16) for address in parts[0].split("-"))
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)

@@ -10,9 +10,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 
+from psdist.compression import compiled
 from psdist.compression.compiled import compile_all
 
 #: A module of kernels whose cache is a directory of its own.
@@ -85,8 +87,6 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
 def test_a_process_that_stands_still_is_not_waited_for_for_ever(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import some_kernels
 
-    from psdist.compression import compiled
-
     monkeypatch.setattr(compiled, "LOCK_SECONDS", 0.01)
     other = _lock(module, "double")
     try:
@@ -109,14 +109,12 @@ def test_processes_share_the_work(module: Path) -> None:
 def test_without_a_cache_there_is_no_lock(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import some_kernels
 
-    from psdist.compression import compiled
-
     def refuse(*arguments: object, cache: bool = False, **options: object) -> object:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return njit(*arguments, **options)
 
-    njit = compiled.numba.njit
-    monkeypatch.setattr(compiled.numba, "njit", refuse)
+    njit = numba.njit
+    monkeypatch.setattr(numba, "njit", refuse)
     compile_all([some_kernels.double])
     assert not list(module.glob("**/*.lock"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
+import numba
 import numpy as np
 import pytest
 
@@ -67,14 +68,14 @@ def test_compiled_once_by_any_number_of_threads() -> None:
 
 
 def test_compiles_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = compiled.numba.njit
+    real = numba.njit
 
     def njit(*arguments: Any, cache: bool = False, **options: Any) -> Any:
         if cache:
             raise RuntimeError("cannot cache function: no locator available")
         return real(*arguments, **options)
 
-    monkeypatch.setattr(compiled.numba, "njit", njit)
+    monkeypatch.setattr(numba, "njit", njit)
 
     def halve(values: Any) -> None:
         for i in range(values.size):
@@ -97,7 +98,7 @@ KERNELS = {
 def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
     """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
     # Compiled anew, because numba cannot show code that came from its cache.
-    anew = compiled.numba.njit([kernel.signature], nogil=True, error_model="numpy")(kernel.function)
+    anew = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
     code = anew.inspect_llvm(anew.signatures[0])
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
 
@@ -108,7 +109,8 @@ UPDATES = {name: one for name, one in vars(fused).items() if isinstance(one, com
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """What a fused kernel does to a block, alone: compiled in it there are other loops."""
-    element, scalars = vars(fused)[f"_{name}"], UPDATES[name].signature.args[-1]
+    part, scalars = vars(fused)[f"_{name}"], UPDATES[name].signature.args[-1]
+    element = compiled.evaluate(part)
     arrays = element.py_func.__code__.co_argcount - scalars.count
 
     def one(w: Any, g: Any, s: Any) -> None:
@@ -128,13 +130,13 @@ def test_update_is_vectorized(name: str) -> None:
             w[i], a[i], b[i], c[i] = element(w[i], a[i], b[i], c[i], g[i], *s)
 
     loop = {2: one, 3: two, 4: three, 5: four}[arrays]
-    signature = compiled.types.void(*[compiled.OUT] * arrays, scalars)
-    code = compiled.numba.njit([signature], error_model="numpy")(loop).inspect_llvm(signature.args)
+    signature = compiled.types.void(*[compiled.OUT] * arrays, scalars).value
+    code = numba.njit([signature], error_model="numpy")(loop).inspect_llvm(signature.args)
     assert re.search(r"load <\d+ x float>", code)
 
 
 def test_fused_updates_are_vectorized_too() -> None:
     """Not the sum of contributions alone: the root shows it where there is one."""
     for kernel in (fused.adam, fused.ftrl):  # Each takes seconds to compile; the others are made like them.
-        anew = compiled.numba.njit([kernel.signature], nogil=True, error_model="numpy")(kernel.function)
+        anew = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
         assert re.search(r"sqrt\.v\d+f32", anew.inspect_llvm(anew.signatures[0])), kernel.__name__

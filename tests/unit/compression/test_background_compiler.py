@@ -1,9 +1,11 @@
-"""Kernels are compiled by another process while numpy does their work; it ends with the server, however that ends."""
+"""Kernels are compiled by another process while numpy does their work; it ends with its parent, however that ends."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,17 +15,17 @@ from typing import cast
 import psutil
 import pytest
 
+from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.compression.compiled import Kernel
-from psdist_server.kernels.warm_up import BackgroundCompiler
 
 #: Begins to compile a kernel into a cache that is empty, and uses it at once.
 _SCRIPT = """
-import sys, threading
+import logging, sys, threading
 import numpy as np
 from psdist import optim
+from psdist.compression.background_compiler import BackgroundCompiler
 from psdist_server.kernels import fused
 from psdist_server.kernels.optimizers import Rule
-from psdist_server.kernels.warm_up import BackgroundCompiler
 from tests.support.fused_update import update
 
 def step():
@@ -33,17 +35,21 @@ def step():
 
 def settle():
     for thread in threading.enumerate():
-        if thread.name == "compile":
+        if thread.name == "psdist-compile":
             thread.join()
 
 if "broken" in sys.argv:
     sys.executable = "/bin/false"
-compiler = BackgroundCompiler()
+if "stuck" in sys.argv:
+    sys.executable = sys.argv[2]
+compiler = BackgroundCompiler(logging.getLogger("psdist"))
 assert not fused.sgd.is_cached
 compiler.begin([fused.sgd], "sgd")
 step()
 print("is used", flush=True)
 sys.stdin.readline()
+if "exit" in sys.argv:
+    sys.exit()
 if "close" in sys.argv:
     compiler.close()
 settle()
@@ -95,6 +101,23 @@ def test_where_the_process_fails_kernels_are_compiled_all_the_same(tmp_path: Pat
     assert "the process that compiles kernels ended with 1" in problems
 
 
+@pytest.mark.parametrize("how", ["exit", "interrupt"])
+def test_a_script_that_ends_does_not_wait_for_the_process(tmp_path: Path, how: str) -> None:
+    """The process stands still here, as long as its parent does not kill it."""
+    stuck = tmp_path / "stuck"
+    stuck.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
+    stuck.chmod(0o700)
+    with _script(tmp_path, "stuck", str(stuck), how) as process:
+        while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
+            pass
+        if how == "interrupt":
+            process.send_signal(signal.SIGINT)
+        out, problems = process.communicate("\n")
+    assert out == "" and "ended with" not in problems, problems
+    assert process.returncode == (0 if how == "exit" else -signal.SIGINT)
+    assert not any(compiler.is_running() for compiler in compilers)
+
+
 def test_the_process_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
     with _script(tmp_path) as process:
         while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
@@ -124,7 +147,7 @@ class SlowKernel:
 
 async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_other_with_it() -> None:
     """The others would be cancelled without a word, and their peers wait for answers that never come."""
-    kernel, compiler = SlowKernel(), BackgroundCompiler()
+    kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
     compiler.begin([cast(Kernel, kernel)], "a test")
     given_up, others = asyncio.create_task(compiler.loaded()), [asyncio.create_task(compiler.loaded()) for _ in "ab"]
     await asyncio.sleep(0)
