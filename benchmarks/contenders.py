@@ -22,6 +22,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+import psutil
+
 from benchmarks import turns
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -104,6 +106,18 @@ class Running:
                     raise self._failure("a process ended before the first turn")
                 if time.monotonic() > deadline:
                     raise self._failure(f"{len(self._lines)} of {contender.workers} workers came in {START_SECONDS} s")
+
+    def processor_seconds(self) -> float:
+        """Processor time of all processes of this contender so far."""
+        total = 0.0
+        for started in self.processes:
+            with suppress(psutil.NoSuchProcess):
+                root = psutil.Process(started.pid)
+                for process in (root, *root.children(recursive=True)):
+                    with suppress(psutil.NoSuchProcess):
+                        times = process.cpu_times()
+                        total += times.user + times.system
+        return total
 
     def turn(self, steps: int) -> list[list[float]]:
         """Lets all workers make ``steps`` steps; seconds by worker. Raises ContenderError."""

@@ -3,8 +3,8 @@
 Hosts are network namespaces (``shaped_hosts``), of which each has one worker and one server; psdist's scheduler is
 outside, and its own link has no limit. psdist, with each transport, wire dtype and codec of ``VARIANTS``, takes turns
 with torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. Measured are the time of
-a step, and the bytes that the hosts' interfaces counted meanwhile. A raw TCP transfer, from each host to the next, all
-at once, shows beforehand what a link carries.
+a step, the bytes that the hosts' interfaces counted meanwhile, and the processor time of all hosts together. A raw TCP
+transfer, from each host to the next, all at once, shows beforehand what a link carries.
 
 Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result.
 Nothing is left behind: no namespace, interface or process, whatever ends the benchmark (after SIGKILL, the next one
@@ -69,6 +69,7 @@ VARIANTS: Mapping[str, Variant] = {
     "psdist": Variant("auto", "shm", "tcp"),
     "psdist_bf16": Variant("auto", "shm", "tcp", "bfloat16"),
     "psdist_grpc": Variant("grpc", "grpc", "grpc"),
+    "psdist_auto": Variant("auto", "shm", "tcp", codec="auto"),
     "psdist_int8": Variant("auto", "shm", "tcp", "float32", "Int8()", "Int8()"),
     "psdist_topk": Variant("auto", "shm", "tcp", "float32", "TopK(0.01)", "TopK(0.01)"),
     "psdist_chunked": Variant("auto", "shm", "tcp", "float32", *2 * ("ChunkedTopK(64, 4096, bits=2)",)),
@@ -159,12 +160,14 @@ class Counted:
         self._running = running
         self._hosts = hosts
         self._moved = [Counters()] * hosts.hosts
+        self._processor_seconds = 0.0
         self._steps = 0
 
     def turn(self, steps: int) -> list[list[float]]:
         """As that of ``Running``."""
-        before = self._counters()
+        before, processor = self._counters(), self._running.processor_seconds()
         seconds = self._running.turn(steps)
+        self._processor_seconds += self._running.processor_seconds() - processor
         deltas = [now - then for now, then in zip(self._counters(), before, strict=True)]
         self._moved = [moved + delta for moved, delta in zip(self._moved, deltas, strict=True)]
         self._steps += steps
@@ -176,6 +179,10 @@ class Counted:
             "sent": max(moved.sent for moved in self._moved) / self._steps,
             "received": max(moved.received for moved in self._moved) / self._steps,
         }
+
+    def processor_ms_per_step(self) -> float:
+        """Processor time of all hosts together."""
+        return 1e3 * self._processor_seconds / self._steps
 
     def _counters(self) -> list[Counters]:
         return [self._hosts.counters(host) for host in range(self._hosts.hosts)]
@@ -233,6 +240,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     for one in counted:
         shown = result["psdist"] if one.name == "psdist" else result["peers"][one.name]
         moved = shown["bytes_per_step"] = one.bytes_per_step()
+        shown["processor_ms"] = one.processor_ms_per_step()
         shown["link_share"] = 8 * max(moved.values()) / rate.bits_per_second / (shown["ms"] / 1e3)
     result["transfer_bits_per_second"] = raw
     result["settings"] = asdict(settings)
@@ -241,12 +249,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> str:
     """The result for one rate as text."""
-    lines = [f"{'':14}{'ms':>9}{'x psdist':>10}{'MB sent':>10}{'received':>10}{'of the link':>13}"]
+    lines = [f"{'':14}{'ms':>9}{'x psdist':>10}{'MB sent':>10}{'received':>10}{'of the link':>13}{'processor ms':>14}"]
     for name, one in {"psdist": result["psdist"] | {"ratio": 1.0}, **result["peers"]}.items():
         moved = one["bytes_per_step"]
         lines.append(
             f"{name:14}{one['ms']:>9.1f}{one['ratio']:>10.2f}{moved['sent'] / 1e6:>10.1f}"
-            f"{moved['received'] / 1e6:>10.1f}{one['link_share']:>13.0%}"
+            f"{moved['received'] / 1e6:>10.1f}{one['link_share']:>13.0%}{one['processor_ms']:>14.0f}"
         )
     return "\n".join(lines)
 

@@ -30,7 +30,8 @@ class Settings:
     """What every contender's processes are told, as JSON on their command line.
 
     compute_ms: length of an emulated forward and backward pass; 0 for none.
-    codec, pull_codec: of psdist's gradients and weights, by their names in ``codec_choice``; "" is ``wire_dtype``.
+    codec, pull_codec: of psdist's gradients and weights, by their names in ``codec_choice`` or in psdist; "" is
+        ``wire_dtype``.
     copy: psdist's plain calls, with arrays of the user's own. layer_elements: of psdist's tensors. transport, replicas:
     of psdist. role, rank: which of a contender's processes it is.
     """

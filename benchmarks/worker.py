@@ -24,8 +24,8 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
         optimizer=settings.optimizer,
         copy=settings.copy,
         layer_elements=settings.layer_elements,
-        compression=CODECS[settings.codec] if settings.codec else "",
-        pull_compression=CODECS[settings.pull_codec] if settings.pull_codec else "",
+        compression=CODECS.get(settings.codec, settings.codec),
+        pull_compression=CODECS.get(settings.pull_codec, settings.pull_codec),
     )
 
 

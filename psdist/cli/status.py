@@ -112,7 +112,8 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "steps_per_second": _steps_per_second(member.rates),
         "waiting_share": _waiting_share(member.rates),
         "connections": [
-            {"server": one.server_id, **values(one, "parameters", "transport", "reason")} for one in member.connections
+            {"server": one.server_id, **values(one, "parameters", "transport", "reason", "compression")}
+            for one in member.connections
         ],
     }
 

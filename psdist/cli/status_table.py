@@ -197,7 +197,8 @@ def _connections(members: list[dict[str, Any]]) -> Table:
     reached: dict[tuple[str, str, str, str], list[str]] = {}
     for member in members:
         for one in member["connections"]:
-            key = (member["id"], one["server"], one["transport"], one["reason"])
+            reasons = [one["reason"], f"compression={one['compression']}" if one["compression"] else ""]
+            key = (member["id"], one["server"], one["transport"], "; ".join(filter(None, reasons)))
             reached.setdefault(key, []).append(one["parameters"])
     rows: list[list[str | Text]] = [
         [

@@ -219,10 +219,10 @@ class AsyncClient(ProcessBound):
             on with the step. All workers must agree on it. Once in a run: where that goes back to a snapshot, the
             state begins anew only if it had not yet when the snapshot was taken. Without a snapshot it does nothing.
         compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
-            defaults, such as "bfloat16", "int8", "topk" or "chunked_topk". Workers may use different ones. Codecs that
-            leave something out of a gradient add it to the next one. That is in snapshots and in ``statistics()``, and
-            takes three times the memory of the gradients. Where a push is dropped, what was added to it is lost, too;
-            the warning says so.
+            defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
+            links. Workers may use different ones. Codecs that leave something out of a gradient add it to the next one.
+            That is in snapshots and in ``statistics()``, and takes three times the memory of the gradients. Where a
+            push is dropped, what was added to it is lost, too; the warning says so.
         pull_dtype: how it gets weights ("float32", "bfloat16", "float16").
         pull_compression: a codec, or its name, by which all workers get what the weights have over those that they
             hold: Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. What it leaves out is in the next difference.

@@ -45,6 +45,8 @@ class Options:
     pull_dtype: DType
     request_timeout: float | None = None
     transport: TransportName = "auto"
+    #: Why the codec was chosen, where psdist did that.
+    reason: str = ""
 
     @property
     def cast(self) -> Cast:
@@ -177,6 +179,18 @@ class Exchange:
         title = f"the pull of {part.name!r}"
         await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
         part.sequence.end_pull(progress)
+
+    def remote_slices(self) -> list[tuple[int, ...]]:
+        """By server, the slices of those that share no memory with this worker."""
+        transports, routes = self.transports(), self._plan(range(self.slicing.count)).routes
+        return [route.slices for route in routes if transports.get(route.server_id) != "shm"]
+
+    async def probe(self, slices: Sequence[int], target: PullTarget) -> None:
+        """Gets the weights of some slices, in any version: for the speed of the links."""
+        part = self.participation
+        progress = PendingRequest(0, set(slices))
+        title = f"measuring the links of {part.name!r}"
+        await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
 
     @contextmanager
     def invalidate_on_error(self) -> Iterator[None]:

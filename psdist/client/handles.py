@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from random import Random
 
 from numpy.typing import ArrayLike
 
+from psdist.client.automatic_compression import choose_codec
 from psdist.client.core import partition
 from psdist.client.exchange import Exchange, Options
 from psdist.client.parameters import AsyncParameters
@@ -18,6 +20,7 @@ from psdist.client.transport.creation import CreatedParameters, ParametersCreato
 from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.transport import Transports
+from psdist.compression import Auto
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.types import Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
@@ -45,7 +48,7 @@ class Handles:
                     raise InvalidArgumentError(
                         f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
                     )
-                self._open(creator, described, options, "warn", is_member=False)
+                self._open(self._exchange(creator, described, options, is_member=False), described, "warn")
             return self._by_name[name]
 
     async def open_member(
@@ -62,7 +65,15 @@ class Handles:
             created = await self._session.membership.retry_across_incarnations(
                 lambda _: creator.create(spec, layout, values)
             )
-            handle = self._open(creator, created, options, on_drop, is_member=True)
+            exchange = self._exchange(creator, created, options, is_member=True)
+            if isinstance(options.codec, Auto):
+                try:
+                    codec, reason = await choose_codec(exchange, layout)
+                except BaseException:  # This includes cancellation.
+                    await exchange.close()
+                    raise
+                exchange.options = replace(options, codec=codec, reason=reason)
+            handle = self._open(exchange, created, on_drop)
             await handle.open()
             created.announce()
             return handle
@@ -71,12 +82,13 @@ class Handles:
         path = DataPath(Transports(self._grpc), self._session.membership.view, self._session.waits, self._rng)
         return ParametersCreator(self._session, path)
 
-    def _open(
-        self, creator: ParametersCreator, created: CreatedParameters, options: Options, on_drop: OnDrop, *,
-        is_member: bool,
-    ) -> AsyncParameters:  # fmt: skip
+    def _exchange(
+        self, creator: ParametersCreator, created: CreatedParameters, options: Options, *, is_member: bool
+    ) -> Exchange:
         participation = Participation(self._session, creator, created, is_member=is_member)
-        exchange = Exchange(self._session, self._grpc, participation, options)
+        return Exchange(self._session, self._grpc, participation, options)
+
+    def _open(self, exchange: Exchange, created: CreatedParameters, on_drop: OnDrop) -> AsyncParameters:
         handle = AsyncParameters(exchange, created.layout, on_drop)
         self._by_name[handle.name] = handle
         self._opened.append(handle)
@@ -92,7 +104,11 @@ class Handles:
             for server_id, transport in handle.exchange.transports().items():
                 kind, _, reason = transport.partition(": ")
                 yield scheduler_pb2.Connection(
-                    server_id=server_id, parameters=handle.name, transport=kind, reason=reason
+                    server_id=server_id,
+                    parameters=handle.name,
+                    transport=kind,
+                    reason=reason,
+                    compression=handle.exchange.options.reason,
                 )
 
     async def close(self) -> None:

@@ -111,9 +111,11 @@ class AsyncParameters(ProcessBound):
         )
 
     def _compression(self) -> CompressionStatistics:
+        options = self.exchange.options
         if (encoding := self._steps.encoding) is not None:
-            return CompressionStatistics(encoding.ratio, encoding.residual_norm)
-        return CompressionStatistics(ITEM_BYTES["float32"] / ITEM_BYTES[self.exchange.options.cast.dtype])
+            return CompressionStatistics(encoding.ratio, encoding.residual_norm, options.reason)
+        ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]
+        return CompressionStatistics(ratio, choice=options.reason)
 
     def __repr__(self) -> str:
         role = f"step {self.step}" if self.is_member else "reading"

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from psdist.compression.regions import PerTensor
 from psdist.compression.specifications import (
+    Auto,
     BFloat16,
     Cast,
     Chain,
@@ -31,12 +32,13 @@ from psdist.compression.specifications import (
 from psdist.errors import UnknownCodecError
 
 __all__ = [
-    "CODECS", "BFloat16", "Cast", "Chain", "ChunkedTopK", "Codec", "Compressor", "Float16", "Float32", "Int2", "Int4",
-    "Int8", "OneBit", "PerTensor", "PowerSGD", "RandomK", "TopK", "resolve",
+    "CODECS", "Auto", "BFloat16", "Cast", "Chain", "ChunkedTopK", "Codec", "Compressor", "Float16", "Float32", "Int2",
+    "Int4", "Int8", "OneBit", "PerTensor", "PowerSGD", "RandomK", "TopK", "resolve",
 ]  # fmt: skip
 
 #: Codecs by the names users may give instead.
 CODECS: dict[str, Callable[[], Codec]] = {
+    "auto": Auto,
     "none": Float32,
     "float32": Float32,
     "float16": Float16,

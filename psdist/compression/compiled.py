@@ -103,6 +103,11 @@ class Kernel:
         return None if directory is None else Path(directory) / f"{self.function.__module__}.{self.__name__}.{suffix}"
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether calls run machine code."""
+        return self._compiled is not None
+
+    @property
     def is_cached(self) -> bool:
         """Whether numba's cache has a file of this function. It may be of an older version of it."""
         directory, line = self._dispatcher().stats.cache_path, self.function.__code__.co_firstlineno

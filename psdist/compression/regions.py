@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final
 
-from psdist.compression.specifications import Cast, Codec, Float32
+from psdist.compression.specifications import Auto, Cast, Codec, Float32
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.types import TensorSpec
 
@@ -37,7 +37,7 @@ class PerTensor(Codec):
         if not isinstance(self.codecs, Mapping):
             raise InvalidArgumentError(f"codecs={self.codecs!r:.60}: use a mapping of patterns to codecs")
         for pattern, codec in self.codecs.items():
-            if not isinstance(pattern, str) or not isinstance(codec, Codec) or isinstance(codec, PerTensor):
+            if not isinstance(pattern, str) or not isinstance(codec, Codec) or isinstance(codec, PerTensor | Auto):
                 raise InvalidArgumentError(f"codecs: {pattern!r:.60}: {codec!r:.60} is not a pattern and a codec")
         check_integer("min_elements", self.min_elements, MIN_ELEMENTS, _ELEMENTS_LAST)
         check_integer("min_vector", self.min_vector, MIN_ELEMENTS, _ELEMENTS_LAST)

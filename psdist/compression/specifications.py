@@ -71,6 +71,12 @@ class BFloat16(Cast):
 
 
 @dataclass(frozen=True)
+class Auto(Codec):
+    """The codec that makes pushes shortest, of those with which training goes as without: it is chosen when the
+    parameters are opened, by the speed of the links and of encoding (``automatic``)."""
+
+
+@dataclass(frozen=True)
 class Compressor(Codec):
     """A codec of tensors.
 

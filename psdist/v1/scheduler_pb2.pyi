@@ -723,16 +723,18 @@ class RendezvousResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., formed: _Optional[bool] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
 
 class Connection(_message.Message):
-    __slots__ = ("server_id", "parameters", "transport", "reason")
+    __slots__ = ("server_id", "parameters", "transport", "reason", "compression")
     SERVER_ID_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     server_id: str
     parameters: str
     transport: str
     reason: str
-    def __init__(self, server_id: _Optional[str] = ..., parameters: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    compression: str
+    def __init__(self, server_id: _Optional[str] = ..., parameters: _Optional[str] = ..., transport: _Optional[str] = ..., reason: _Optional[str] = ..., compression: _Optional[str] = ...) -> None: ...
 
 class Connections(_message.Message):
     __slots__ = ("connections",)

@@ -255,7 +255,7 @@ def _file(written: pb.SnapshotReport.Written) -> ShardFile:
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
     """How a worker reports that it reaches servers, limited to what is kept."""
-    names = ("server_id", "parameters", "transport", "reason")
+    names = ("server_id", "parameters", "transport", "reason", "compression")
     return [
         pb.Connection(**{name: getattr(one, name)[:TEXT_CHARACTERS_MAX] for name in names})
         for one in message.connections[:CONNECTIONS_KEPT]

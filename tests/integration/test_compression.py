@@ -5,6 +5,7 @@ encoders make, over each transport, through the loss of a server, and through a 
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -14,9 +15,14 @@ import pytest
 import pytest_asyncio
 
 from psdist import AsyncClient, AsyncParameters, optim
+from psdist.cli import status_table
+from psdist.cli.status import as_json
+from psdist.client import automatic_compression
 from psdist.client.core import partition
 from psdist.client.core.encoder import GradientEncoder
+from psdist.client.exchange import Exchange
 from psdist.compression import (
+    Auto,
     Chain,
     ChunkedTopK,
     Codec,
@@ -29,11 +35,13 @@ from psdist.compression import (
     PowerSGD,
     RandomK,
     TopK,
+    automatic,
 )
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import Slicing
+from psdist.v1 import scheduler_pb2
 from tests.integration.test_exact import SLICE, TOTAL, gradient, initial, joined, split
 from tests.support import reference
 
@@ -273,3 +281,53 @@ async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name
 async def psdist_close(client: AsyncClient) -> None:
     """Leaves without another snapshot."""
     await client.close("failed")
+
+
+async def choices(client: AsyncClient) -> set[str]:
+    """The codecs that workers chose, and why, as ``psdist status`` has it."""
+    calls = client.session.calls
+    form = as_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
+    table = io.StringIO()
+    status_table.print_status(form, table)
+    found = {one["compression"] for member in form["members"] for one in member["connections"]}
+    assert "compression=" in table.getvalue() or not any(found)
+    return found
+
+
+@pytest.mark.parametrize(("transport", "link", "codec"), [("tcp", 1e6, "Int4"), ("grpc", 1e12, "none")])
+async def test_a_codec_is_chosen_by_the_speed_of_the_links(
+    cluster: EmbeddedCluster, transport: TransportName, link: float, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[float] = []
+
+    async def measure(exchange: Exchange) -> tuple[float, float]:
+        remote, speed = await measure_links(exchange)
+        measured.append(speed)
+        return remote, link
+
+    measure_links = automatic_compression._measure_links
+    monkeypatch.setattr(automatic_compression, "_measure_links", measure)
+    monkeypatch.setattr(automatic, "_SMALL_ELEMENTS", 1)
+    workers, codecs = Workers(cluster, transport), (Int4(), Int4()) if codec == "Int4" else (Float32(), Float32())
+    try:
+        expected = reference_run(codecs, 2)
+        await workers.open((Auto(), Auto()))
+        for step in range(2):
+            assert await workers.step(step) == expected[step]
+        statistics = workers.handles[0].statistics()
+        assert statistics.compression.choice.startswith(f"{codec}: a push takes ")
+        assert len(measured) == WORKERS and min(measured) > 1e5
+        while statistics.compression.choice not in await choices(workers.clients[0]):
+            await workers.clients[0].session.membership.view.changed(0.1)  # Heartbeats tell it.
+    finally:
+        await workers.close()
+
+
+async def test_nothing_is_compressed_in_shared_memory(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster, "shm")
+    try:
+        await workers.open((Auto(), Auto()))
+        assert await workers.step(0) == reference_run((Float32(), Float32()), 1)[0]
+        assert workers.handles[0].statistics().compression.choice.startswith("none: all servers share memory")
+    finally:
+        await workers.close()

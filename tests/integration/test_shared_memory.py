@@ -269,7 +269,8 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
         )
         form = as_json(answer)
         (mine,) = [member for member in form["members"] if member["id"] == "worker-0"]
-        assert {"server": servers[0], "parameters": "shown", "transport": "shm", "reason": ""} in mine["connections"]
+        shared = {"server": servers[0], "parameters": "shown", "transport": "shm", "reason": "", "compression": ""}
+        assert shared in mine["connections"]
         table = io.StringIO()
         status_table.print_status(form, table)
         assert f"worker-0 - {servers[0]}" in table.getvalue() and "the transport is 'grpc'" in table.getvalue()

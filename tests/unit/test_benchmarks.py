@@ -205,9 +205,14 @@ class FakeRunning:
 
     def __init__(self, *transports: dict[str, str]) -> None:
         self.facts = [{"transports": one} for one in transports]
+        self.turned = 0
 
     def turn(self, steps: int) -> list[list[float]]:
+        self.turned += 1
         return [[1.0] * steps]
+
+    def processor_seconds(self) -> float:
+        return 0.5 * self.turned
 
 
 class FakeHosts:
@@ -229,6 +234,7 @@ def test_bytes_are_those_of_the_busiest_host_in_its_own_turns() -> None:
     assert counted.bytes_per_step() == {"sent": pytest.approx(2000 / 3), "received": pytest.approx(20 / 3)}
     counted.turn(1)
     assert counted.bytes_per_step() == {"sent": pytest.approx(1000), "received": pytest.approx(10)}
+    assert counted.processor_ms_per_step() == pytest.approx(250)
 
 
 def test_a_variant_whose_servers_were_reached_in_another_way_is_no_result() -> None:
@@ -242,7 +248,7 @@ def test_a_variant_whose_servers_were_reached_in_another_way_is_no_result() -> N
 def _between(ratio: float) -> dict[str, Any]:
     result = figures.result({"psdist": [[0.1]], "ddp": [[0.1 * ratio]]})
     for one in (result["psdist"], *result["peers"].values()):
-        one |= {"bytes_per_step": {"sent": 2e6, "received": 1e6}, "link_share": 0.5}
+        one |= {"bytes_per_step": {"sent": 2e6, "received": 1e6}, "link_share": 0.5, "processor_ms": 7.0}
     return {"rates": {"1gbit": result | {"settings": {"params": 25_000_000}}}}
 
 

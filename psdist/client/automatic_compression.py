@@ -1,0 +1,86 @@
+"""Measures what ``compression="auto"`` chooses by: the links to the servers, and encoding.
+
+The speed of the links is that at which the servers of other hosts send this worker some slices, all at once, while the
+other workers mostly do the same.
+
+Not here: the choice (``psdist.compression.automatic``).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+import numpy as np
+
+from psdist.client.exchange import Exchange
+from psdist.client.process import codec_kernels
+from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
+from psdist.client.transport.buffer_pool import PullTarget
+from psdist.compression import Codec, Float32
+from psdist.compression.automatic import CANDIDATES, Choice, choose
+from psdist.compression.regions import Region
+from psdist.errors import FencedError
+from psdist.types import Layout
+
+logger = logging.getLogger("psdist")
+
+#: From each server, at most: on a slow link this takes a while.
+_PROBE_ELEMENTS: Final = 1 << 20
+#: A link that is faster than this for the first slices is looked at again: connections are slow at first.
+_QUICK_SECONDS: Final = 0.05
+#: Measurements, of which the fastest counts.
+_PROBES: Final = 3
+_ENCODED_ELEMENTS: Final = 1 << 18
+
+
+async def choose_codec(exchange: Exchange, layout: Layout) -> Choice:
+    """Chooses for one handle, and logs why. Raises as ``Exchange.open``."""
+    try:
+        remote, link = await _measure_links(exchange)
+        speeds = await off_loop(LARGE_ELEMENTS, _encoding_speeds) if remote else {}
+        choice = choose(layout, remote, link, speeds)
+    except FencedError:  # It takes part again, and the others do not wait for a measurement.
+        choice = Choice(Float32(), "none: this worker was expelled while it measured the links")
+    logger.info("compression of %r: %s", exchange.participation.name, choice.reason)
+    return choice
+
+
+async def _measure_links(exchange: Exchange) -> tuple[float, float]:
+    """The part of the elements that servers of other hosts have, and bytes per second from all of them."""
+    await exchange.open()
+    slicing, remote = exchange.slicing, exchange.remote_slices()
+    elements = sum(slicing.size(index) for slices in remote for index in slices)
+    if not elements:
+        return 0.0, 1.0
+    count = max(1, _PROBE_ELEMENTS // slicing.slice_elements)
+    probes = [index for slices in remote for index in slices[:count]]
+    target = PullTarget(slicing, np.empty(slicing.total, np.float32))
+    seconds: list[float] = []
+    while not seconds or (len(seconds) < _PROBES and seconds[-1] < _QUICK_SECONDS):
+        begin = time.perf_counter()
+        await exchange.probe(probes, target)
+        seconds.append(time.perf_counter() - begin)
+    return elements / slicing.total, 4 * sum(slicing.size(index) for index in probes) / min(seconds)
+
+
+def _encoding_speeds() -> dict[Codec, float]:
+    """By codec, bytes of float32 that it encodes in a second. Empty while that is done by numpy, for a while only."""
+    from psdist.compression import segments
+
+    codec_kernels.load().result()
+    if not all(kernel.is_compiled for kernel in segments.KERNELS):
+        return {}
+    values = np.random.default_rng(0).standard_normal(_ENCODED_ELEMENTS, np.float32)
+    out, rest = np.empty(segments.payload_limit(values.size), np.uint8), np.empty_like(values)
+    found = {}
+    for codec in CANDIDATES:
+        region, seconds = Region(0, values.size, codec, values.shape), []
+        for _ in range(_PROBES):
+            begin = time.perf_counter()
+            prepared = segments.prepare(region, values, segments.PushNumber(0, 0))
+            segments.encode([prepared], 0, values.size, out, rest)
+            seconds.append(time.perf_counter() - begin)
+        found[codec] = values.nbytes / min(seconds)
+    return found
