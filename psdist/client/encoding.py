@@ -29,7 +29,8 @@ from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.client.session.worker_state import OWN, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
-from psdist.types import Layout
+from psdist.types import ITEM_BYTES, Layout
+from psdist.wire.limits import STATE_BYTES_MAX
 
 if TYPE_CHECKING:
     from psdist.client.core.encoder import EncodedSlices, GradientEncoder
@@ -143,6 +144,13 @@ class Encoding:
         if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(layout.tensors)):
             patterns = join_names([repr(pattern) for pattern in unmatched])
             logger.warning("compression of %r: no tensor's name matches %s", participation.name, patterns)
+        if (size := ITEM_BYTES["float32"] * layout.total) > STATE_BYTES_MAX:
+            logger.warning(
+                "compression of %r: what is left out takes %d bytes, more than the %d that a snapshot takes of a "
+                "worker: snapshots will fail. Divide the tensors between several parameter sets, or pass "
+                "error_feedback=False",
+                participation.name, size, STATE_BYTES_MAX,
+            )  # fmt: skip
         return cls(codec, layout, participation)
 
     # --- the state ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from psdist.compression.specifications import (
     Int2,
     Int4,
     Int8,
+    Integers,
     OneBit,
     PowerSGD,
     RandomK,
@@ -54,11 +55,15 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
+#: What codecs have in common, of which there are no codecs.
+_KINDS = (Codec, Cast, Compressor, Integers)
+
+
 def resolve(compression: Codec | str | None) -> Codec:
     """The codec for a codec, its name, or None (no compression). Raises UnknownCodecError."""
     if compression is None:
         return Float32()
-    if isinstance(compression, Codec):
+    if isinstance(compression, Codec) and type(compression) not in _KINDS:
         return compression
     if isinstance(compression, str) and compression in CODECS:
         return CODECS[compression]()

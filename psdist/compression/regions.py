@@ -43,8 +43,16 @@ class PerTensor(Codec):
         check_integer("min_vector", self.min_vector, MIN_ELEMENTS, _ELEMENTS_LAST)
         object.__setattr__(self, "codecs", MappingProxyType(dict(self.codecs)))
 
+    def __eq__(self, other: object) -> bool:
+        """The first pattern that matches counts, so their order does."""
+        return isinstance(other, PerTensor) and self._key == other._key
+
     def __hash__(self) -> int:
-        return hash((tuple(self.codecs.items()), self.min_elements, self.min_vector))
+        return hash(self._key)
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        return tuple(self.codecs.items()), self.min_elements, self.min_vector
 
     def __reduce__(self) -> tuple[type[PerTensor], tuple[dict[str, Codec], int, int]]:
         """For copies and other processes: a read-only view of a mapping has neither."""

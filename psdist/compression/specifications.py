@@ -23,6 +23,8 @@ ErrorFeedback = bool | Literal["ef21"]
 _SEED_LAST = 2**63 - 1
 _BLOCK_LAST = 65536
 _WARM_UP_RATIO = 0.25
+#: With a momentum of 1 nothing would ever be forgotten.
+_MOMENTUM_LAST = 0.9999
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,7 @@ class TopK(Compressor):
         check_number("ratio", self.ratio, 0.0, 1.0)
         check_integer("warm_up", self.warm_up, 0, _SEED_LAST)
         if self.momentum != 0.0:
-            check_number("momentum", self.momentum, 0.0, 1.0)
+            check_number("momentum", self.momentum, 0.0, _MOMENTUM_LAST)
             check_momentum(self, self)
 
     def ratio_at(self, ordinal: int) -> float:

@@ -17,6 +17,7 @@ from client_fakes import Break, Setup
 
 import psdist
 from psdist import errors
+from psdist.client import encoding
 from psdist.client.encoding import _run_in_threads
 from psdist.client.process import codec_kernels
 from psdist.compression import Float16, Int8, PerTensor
@@ -340,6 +341,14 @@ async def test_a_pattern_that_matches_no_tensor_is_told(start: Start, caplog: py
     await start(compression=PerTensor({"embedding*": Int8(), "[vw]": Int8()}))
     [told] = [record.getMessage() for record in caplog.records if "matches" in record.getMessage()]
     assert told == "compression of 'p': no tensor's name matches 'embedding*'"
+
+
+async def test_what_no_snapshot_can_have_is_told(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoding, "STATE_BYTES_MAX", 100)
+    await start(compression=Int8())
+    assert any("more than the 100 that a snapshot takes" in record.getMessage() for record in caplog.records)
 
 
 async def test_an_error_feedback_that_servers_do_not_have_is_refused() -> None:

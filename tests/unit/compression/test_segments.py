@@ -12,9 +12,11 @@ from numpy.typing import NDArray
 
 from psdist.compression import (
     BFloat16,
+    Cast,
     Chain,
     ChunkedTopK,
     Codec,
+    Compressor,
     Float32,
     Int2,
     Int4,
@@ -247,6 +249,7 @@ def test_what_is_not_finite_and_badly_padded_is_malformed() -> None:
         lambda: TopK(1.5),
         lambda: TopK(warm_up=-1),
         lambda: TopK(momentum=-0.5),
+        lambda: TopK(momentum=1.0),
         lambda: TopK(momentum=0.5, error_feedback=False),
         lambda: ChunkedTopK(k=0),
         lambda: ChunkedTopK(k=65, chunk=64),
@@ -286,6 +289,10 @@ def test_codecs_can_be_copied_and_sent_to_processes() -> None:
 
 
 def test_names() -> None:
+    for kind in (Codec, Cast, Compressor):
+        with pytest.raises(UnknownCodecError):
+            resolve(kind())
+    assert PerTensor({"a": Int8(), "*": TopK()}) != PerTensor({"*": TopK(), "a": Int8()})
     assert resolve("int8") == Int8() and resolve("topk") == TopK(0.01) and resolve(PowerSGD(2)) == PowerSGD(2)
 
 
