@@ -89,3 +89,23 @@ KINDS: Final[dict[str, type[Consistency]]] = {"bsp": BSP, "ssp": SSP, "asp": ASP
 def kind_of(consistency: Consistency) -> str:
     """The key of a mode in ``KINDS``."""
     return type(consistency).__name__.lower()
+
+
+#: What a gradient may count for in a mean, and the inverse of the least.
+_WEIGHT_LAST = 1e18
+
+
+def check_weight(weight: float, consistency: Consistency) -> float:
+    """Returns the weight of a gradient in the mean of its step: a number from 1e-18 to 1e18, in BSP. Raises
+    InvalidArgumentError for another one, and in other modes."""
+    if not isinstance(consistency, BSP):
+        raise InvalidArgumentError(
+            f"weight={weight!r:.40}: in {type(consistency).__name__} each push is applied by itself, so there is "
+            "no mean in which it could count for more. Use BSP, or scale the gradient"
+        )
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not is_number or not 1 / _WEIGHT_LAST <= weight <= _WEIGHT_LAST:
+        raise InvalidArgumentError(
+            f"weight={weight!r:.40} is out of range: use a number from 1e-18 to 1e18, or 0 to contribute nothing"
+        )
+    return float(weight)

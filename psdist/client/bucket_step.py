@@ -88,6 +88,7 @@ class BucketStep:
 
     gradient: a vector, or what encodes it. The tensors that were given lie in the vector, and are not written again
     before their slices are answered.
+    weight: what the gradient counts for in the mean of the step; with 0 all of it abstains.
     on_finished: called once when the whole step is given and answered, with its progress and whether any of it
     abstained.
     """
@@ -99,6 +100,7 @@ class BucketStep:
         index: SliceIndex,
         gradient: Gradient,
         on_finished: Callable[[PendingRequest, bool], None],
+        weight: float,
         *,
         whole: bool,
     ) -> None:
@@ -108,6 +110,7 @@ class BucketStep:
         self._exchange = exchange
         self._results = results
         self._gradient = gradient
+        self.weight = weight
         self._target = results.target(None, copy=False)
         self._on_finished = on_finished
         self._progress = exchange.participation.sequence.begin_push()
@@ -187,7 +190,11 @@ class BucketStep:
             incarnation = self._exchange.participation.incarnation
             try:
                 await all_or_first_error(
-                    [self._exchange.push(part, flat, 0.0, self._target) for part, flat in parts if part.pending]
+                    [
+                        self._exchange.push(part, flat, 0.0, self._target, self.weight or 1.0)
+                        for part, flat in parts
+                        if part.pending
+                    ]
                 )
             except FencedError as error:
                 if not await self._exchange.rejoin(error, incarnation):

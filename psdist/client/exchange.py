@@ -159,8 +159,10 @@ class Exchange:
         gradient: Flat | EncodedGradient | None,
         norm: float,
         target: PullTarget | None = None,
+        weight: float = 1.0,
     ) -> None:
-        """Sends a gradient (None: abstains). target: where the new weights go; None if they are not asked for."""
+        """Sends a gradient (None: abstains). target: where the new weights go; None if they are not asked for. weight:
+        what the gradient counts for in the mean of its step."""
         flat, encoded = (gradient, None) if isinstance(gradient, np.ndarray) else (None, gradient)
         part = self.participation
         what = "step" if part.sequence.synchronous else "push"
@@ -168,7 +170,7 @@ class Exchange:
         await self._deliver(
             PushRequest(
                 part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
-                self.traffic, target, encoded,
+                self.traffic, weight, target, encoded,
             )
         )  # fmt: skip
 

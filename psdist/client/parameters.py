@@ -145,9 +145,13 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             return await self._steps.pull(out, copy)
 
-    async def push(self, gradients: Mapping[str, ArrayLike]) -> None:
+    async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
         because this worker had been expelled and the others had gone on without it.
+
+        weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
+            the mean of: 1e-18 to 1e18. The gradient that is applied is sum(weight * gradient) / sum(weight): float32
+            products, added to zeros in rank order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
@@ -155,23 +159,30 @@ class AsyncParameters(ProcessBound):
         worker takes part again, and the next call goes on.
         """
         async with self._steps.call():
-            await self._steps.push(gradients)
+            await self._steps.push(gradients, weight)
 
     async def push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
+        self,
+        gradients: Mapping[str, ArrayLike],
+        out: Mapping[str, NDArray[Any]] | None = None,
+        copy: bool = True,
+        weight: float = 1.0,
     ) -> Arrays:
         """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
         the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
         returns."""
         async with self._steps.call():
-            return await self._steps.push_pull(gradients, out, copy)
+            return await self._steps.push_pull(gradients, out, copy, weight)
 
-    async def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
+    async def push_pull_async(
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0
+    ) -> AsyncBucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
         ``await`` what it returns for the new weights of these tensors.
 
         gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
             and stay as they are until the bucket is done.
+        weight: of the whole step, as in ``push``; the same in each of its buckets.
 
         The first call begins a step, and the step is complete when all tensors were given once, in any order. A slice
         is sent when all tensors that touch it were given. The call after that begins the next step, and first waits
@@ -187,7 +198,7 @@ class AsyncParameters(ProcessBound):
         the norm of the whole gradient is needed before anything can be sent.
         """
         async with self._steps.call():
-            return await self._steps.give_bucket(gradients)
+            return await self._steps.give_bucket(gradients, weight)
 
     async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this

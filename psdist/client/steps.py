@@ -35,7 +35,7 @@ from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import EncodedGradient
-from psdist.consistency import BSP, SSP
+from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec
 
@@ -145,14 +145,19 @@ class Steps:
         return await self._result(await self._retry(pull_once), out, copy)
 
     async def push(
-        self, gradients: Mapping[str, ArrayLike], make_target: Callable[[], PullTarget] | None = None
+        self,
+        gradients: Mapping[str, ArrayLike],
+        weight: float = 1.0,
+        make_target: Callable[[], PullTarget] | None = None,
     ) -> PullTarget | None:
         """Makes one push, again in another incarnation where it goes on there.
 
+        weight: what it counts for in the mean of its step; 0 contributes nothing.
         make_target: says where the new weights go, if they are wanted. Returns where they are; None if the push was
         dropped.
         """
         self._check_member()
+        weight = self._checked(weight)
         gathered: tuple[Flat | None, float] | None = None
         while True:
             incarnation = self._participation.incarnation
@@ -160,9 +165,9 @@ class Steps:
                 await self._begin()
                 target = make_target() if make_target is not None else None
                 if gathered is None:
-                    gathered = await off_loop(self._elements, lambda: self._gather(gradients))
+                    gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight))
                 await self._reach_first_step()
-                await self._send(*gathered, target)
+                await self._send(*gathered, target, weight)
                 return target
             except FencedError as error:
                 number = self._sequence.step
@@ -171,25 +176,31 @@ class Steps:
                     return None
 
     async def push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool
+        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool, weight: float
     ) -> Arrays:
         """See ``AsyncParameters.push_pull``."""
-        if (target := await self.push(gradients, lambda: self._results.target(out, copy))) is None:
+        if (target := await self.push(gradients, weight, lambda: self._results.target(out, copy))) is None:
             return await self.pull(out, copy)
         return await self._result(target, out, copy)
 
-    async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> AsyncBucket:
+    async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async``."""
         self._check_member()
+        weight = self._checked(weight)
         if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
                 "common steps: the norm of the whole gradient is needed first, so use push_pull"
             )
-        step = await self._retry(self._current_step)
+        step = await self._retry(lambda: self._current_step(weight))
+        if weight != step.weight:
+            raise InvalidArgumentError(
+                f"weight={weight:g} in a step that was begun with weight={step.weight:g}: a gradient has one weight"
+            )
         self._gradients.check_bucket(gradients)
         numbers = step.choose(list(gradients))
-        bucket = step.give(numbers, abstain=not self._gradients.gather_bucket(numbers, gradients))
+        is_given = self._gradients.gather_bucket(numbers, gradients) and weight > 0
+        bucket = step.give(numbers, abstain=not is_given)
         if not step.open:
             self._gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
@@ -228,14 +239,14 @@ class Steps:
         await self._exchange.open()
         await self._end_step()
 
-    async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None) -> None:
+    async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None, weight: float) -> None:
         gradient: Flat | EncodedGradient | None = flat
         try:
             if self.encoding is not None:
                 gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
             progress = self._sequence.begin_push()
             with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
-                await self._exchange.push(progress, gradient, norm, target)
+                await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
         except BaseException:  # This includes cancellation.
             if self.encoding is not None:
                 self.encoding.discard_unsent()
@@ -272,9 +283,17 @@ class Steps:
     async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         return await off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
 
-    def _gather(self, gradients: Mapping[str, ArrayLike]) -> tuple[Flat | None, float]:
+    def _checked(self, weight: float) -> float:
+        """The weight of a gradient. Raises InvalidArgumentError for one that it cannot have."""
+        if not isinstance(weight, bool) and weight in (0.0, 1.0):
+            return float(weight)
+        return check_weight(weight, self._spec.consistency)
+
+    def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
         flat = self._gradients.gather(gradients, self._sequence.step)
+        if not weight:
+            return None, 0.0
         if flat is None or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
@@ -323,8 +342,8 @@ class Steps:
 
     # --- a step in buckets --------------------------------------------------------------------------------------------
 
-    async def _current_step(self) -> BucketStep:
-        """The step that the next bucket belongs to. A new one is kept only with its first bucket."""
+    async def _current_step(self, weight: float) -> BucketStep:
+        """The step that the next bucket belongs to. A new one has this weight, and is kept with its first bucket."""
         await self._exchange.open()
         if self._bucket_step is not None:
             await self._bucket_step.raise_failure()
@@ -337,7 +356,7 @@ class Steps:
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
         vector = self._gradients.vector
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
-        return BucketStep(self._exchange, self._results, self._index, gradient, self._on_pushed, whole=whole)
+        return BucketStep(self._exchange, self._results, self._index, gradient, self._on_pushed, weight, whole=whole)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""

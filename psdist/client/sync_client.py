@@ -323,12 +323,15 @@ class Parameters(ProcessBound):
         """
         return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
-    def push(self, gradients: Mapping[str, ArrayLike]) -> None:
+    def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Sends the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``)
         because this worker had been expelled and the others had gone on without it.
 
         gradients: an array for each tensor, by name, in its shape. The arrays of ``gradient_buffers`` are sent without
             a copy.
+        weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
+            the mean of. The gradient that is applied is sum(weight * gradient) / sum(weight), in rank order and
+            float32. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError for a parameter set that was opened for reading; ServerLostError,
@@ -336,10 +339,14 @@ class Parameters(ProcessBound):
         PushDroppedError as ``on_drop`` of ``Client.parameters`` says. Calling again with the same gradients goes on
         with the same step.
         """
-        loop.shared().call(self._handle.push(gradients))
+        loop.shared().call(self._handle.push(gradients, weight))
 
     def push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True
+        self,
+        gradients: Mapping[str, ArrayLike],
+        out: Mapping[str, NDArray[Any]] | None = None,
+        copy: bool = True,
+        weight: float = 1.0,
     ) -> Arrays:
         """One step: sends the gradient, and returns the weights with it in them by name.
 
@@ -347,6 +354,7 @@ class Parameters(ProcessBound):
             arrays of ``gradient_buffers`` are sent without a copy.
         out: arrays to write the weights into; else the arrays are the caller's own.
         copy: False gives read-only arrays instead, which are valid until the next call on this parameter set.
+        weight: what it counts for in the mean of its step, as in ``push``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
         bound. ASP: waits for no other worker. Where the push was dropped, the weights are those of this worker's new
@@ -358,14 +366,15 @@ class Parameters(ProcessBound):
         InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets. Calling
         again with the same gradients goes on with the same step.
         """
-        return loop.shared().call(self._handle.push_pull(gradients, out, copy))
+        return loop.shared().call(self._handle.push_pull(gradients, out, copy, weight))
 
-    def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str]) -> Bucket:
+    def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
         ``wait`` on what it returns gives the new weights of these tensors.
 
         gradients: a bucket of arrays by name, copied before this returns; or names, whose gradients are in
             ``gradient_buffers`` and stay as they are until the bucket is done.
+        weight: of the whole step, as in ``push``; the same in each of its buckets.
 
         The first call begins a step, which is complete when all tensors were given once, in any order. The next step
         begins with the call after that, which first waits until this one is answered. While tensors are missing, pull,
@@ -376,7 +385,7 @@ class Parameters(ProcessBound):
         once where the whole step was dropped, because this worker was expelled and the others closed the step without
         it.
         """
-        return Bucket(loop.shared().call(self._handle.push_pull_async(gradients)))
+        return Bucket(loop.shared().call(self._handle.push_pull_async(gradients, weight)))
 
     def keep_state(self, save: Save, restore: Restore) -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest

@@ -109,16 +109,16 @@ class ParameterServer:
         await self.admission.followed(cluster)
 
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
-        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_decoding)
+        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums)
         if self._compiler is not None:
             self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
             if store.dense.published is not None:
                 self._compiler.begin(segments.KERNELS, "compressed weights")
         return store
 
-    def _prepare_decoding(self) -> None:
+    def _prepare_sums(self) -> None:
         if self._compiler is not None:
-            self._compiler.begin(encoded.KERNELS, "compressed gradients")
+            self._compiler.begin(encoded.KERNELS, "compressed or weighted gradients")
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)

@@ -158,3 +158,34 @@ def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObj
     parts = draw_parts(np.random.default_rng(seed), size, data)
     total = encoded.total(parts, size)
     assert not np.signbit(total[total == 0]).any()
+
+
+@settings(max_examples=40)
+@given(seed=st.integers(0, 2**32 - 1), data=st.data())
+def test_a_weighted_sum_has_the_bytes_of_products_that_are_added_up(seed: int, data: st.DataObject) -> None:
+    """What is not finite is left out, with its weight."""
+    rng = np.random.default_rng(seed)
+    size = data.draw(st.sampled_from([200, 4100, 10_000]))
+    kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), min_size=1, max_size=4))
+    parts = [
+        encoded_part(rng, size, data) if kind == "encoded" else _values(rng, size).astype(kernels.DTYPES[kind])
+        for kind in kinds
+    ]
+    poison(parts, data)
+    weights = [data.draw(st.sampled_from([1.0, 2.0, 0.3, 1e-6, 12345.0])) for _ in parts]
+    plain = [part.astype(np.float32) for part in encoded.decoded(parts, size)]
+    expected, counted, bad = np.zeros(size, np.float32), 0.0, []
+    with np.errstate(all="ignore"):
+        for place, (part, weight) in enumerate(zip(plain, weights, strict=True)):
+            if np.isfinite(part).all():
+                expected += np.float32(weight) * part
+                counted += weight
+            else:
+                bad.append(place)
+    if len(bad) == len(parts):
+        expected, counted = np.full(size, np.nan, np.float32), 1.0
+    total, divisor, left_out = encoded.weighted_total(parts, weights, size)
+    assert (divisor, left_out) == (counted, tuple(bad))
+    assert np.array_equal(total, expected, equal_nan=True)
+    if np.isfinite(expected).all():
+        assert total.tobytes() == expected.tobytes()

@@ -82,6 +82,7 @@ class PushRequest(Request):
     flat: the gradient, which ``codec`` casts as it is sent.
     encoded: the gradient where it was encoded before, in place of ``flat``. Without both the worker abstains.
     target: where the new weights go; None if they are not asked for.
+    weight: what the gradient counts for in the mean of its step.
     mark: the newest snapshot attempt that had marked this worker's pushes when this one began.
     """
 
@@ -90,6 +91,7 @@ class PushRequest(Request):
     codec: Cast
     grad_norm: float
     traffic: ByteCounters
+    weight: float = 1.0
     target: PullTarget | None = None
     encoded: EncodedGradient | None = None
     mark: int = 0

@@ -9,11 +9,11 @@ may run in kernel threads, at most one per slice at a time. ``hold`` and ``relea
 slices.
 
 Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
-NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements,
-and its position is returned. A block whose sum overflows is not updated. An update by the mean of ``combine``, or by
-the mean that ``apply`` wrote out, gives the bytes of the update by its parts. Contributions that came encoded give the
-bytes of those that they decode to. What a released slice held is gone, except what workers read, which can be read
-until ``reclaim``.
+NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements, or
+of the slice where contributions have weights, and its position is returned. A block whose sum overflows is not updated.
+An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the bytes of the update by its
+parts. Contributions that came encoded give the bytes of those that they decode to. What a released slice held is gone,
+except what workers read, which can be read until ``reclaim``.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Update:
 
     factor: what the only part is multiplied by (clipping). mean: float32[n] that what is applied is written to: an
         update by it, without a factor, gives the same bytes. copy: float32 that the slice is copied to before
-        (``copy_slice``). is_encoded: some of the parts came encoded. count: how many contributions the only part is the
-        sum of; 0 where each part is one.
+        (``copy_slice``). is_encoded: some of the parts came encoded. weights: what each part counts for; empty where
+        all count the same. divisor: what the only part is divided by, as it is a sum; 0 where each part is one.
     """
 
     index: int
@@ -67,7 +67,8 @@ class Update:
     mean: Array | None = None
     copy: Array | None = None
     is_encoded: bool = False
-    count: int = 0
+    weights: tuple[float, ...] = ()
+    divisor: float = 0.0
 
 
 class UpdateWork(Protocol):
@@ -247,15 +248,18 @@ class DenseParameters:
         return kernels.cast(self.weights.array[slice(*self.slicing.bounds(index))], dtype).view(np.uint8).data
 
     def combine(
-        self, index: int, parts: Sequence[Gradient], is_encoded: bool = False
+        self, index: int, parts: Sequence[Gradient], is_encoded: bool = False, weights: tuple[float, ...] = ()
     ) -> tuple[Array | None, float, Bad]:
         """The mean of the parts that are finite, its sum of squares, and the positions of the others. The mean is None
-        where nothing is left. An update by it gives the bytes of the update by these parts. is_encoded: some came
-        encoded."""
+        where nothing is left. An update by it gives the bytes of the update by these parts. is_encoded, weights: as in
+        ``Update``."""
         if not parts:
             return None, 0.0, ()
         mean = np.empty(self.slicing.size(index), np.float32)
-        bad = _combine_encoded(mean, parts) if is_encoded else _combine(mean, parts)
+        if weights:
+            bad = _combine_weighted(mean, parts, weights)
+        else:
+            bad = _combine_encoded(mean, parts) if is_encoded else _combine(mean, parts)
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
@@ -272,17 +276,24 @@ class DenseParameters:
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
         """Carries updates of different slices out, and returns for each which parts were left out."""
-        if any(update.is_encoded for update in updates):
+        if any(update.is_encoded or update.weights for update in updates):
             # One by one: the sum of a slice stays in the cache from its decoding to its use, in the same memory.
-            return [self._apply([self._decoded(update) if update.is_encoded else update])[0] for update in updates]
+            return [self._apply_alone(update) for update in updates]
         return self._apply(updates)
+
+    def _apply_alone(self, update: Update) -> Bad:
+        if update.weights and update.parts:
+            total, divisor, bad = encoded.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
+            self._apply([replace(update, parts=[total], divisor=divisor, is_encoded=False, weights=())])
+            return bad
+        return self._apply([self._decoded(update) if update.is_encoded else update])[0]
 
     def _decoded(self, update: Update) -> Update:
         """The update without encoded parts: by their sum, in this thread's memory, where all of it is finite."""
         size = self.slicing.size(update.index)
         total = encoded.total(update.parts, size)
         if kernels.all_finite(total):
-            return replace(update, parts=[total], count=len(update.parts), is_encoded=False)
+            return replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
         return replace(update, parts=encoded.decoded(update.parts, size), is_encoded=False)
 
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
@@ -355,7 +366,7 @@ class DenseParameters:
 def _division(update: Update) -> tuple[np.float32, np.float32]:
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
-    return kernels.division_by(update.count or len(update.parts))
+    return kernels.division_by(update.divisor or len(update.parts))
 
 
 def _joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
@@ -387,6 +398,13 @@ def _combine_encoded(out: Array, parts: Sequence[Gradient]) -> Bad:
     if kernels.combine(out, [encoded.total(parts, out.size)], len(parts)):
         return ()
     return _combine(out, encoded.decoded(parts, out.size))
+
+
+def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float]) -> Bad:
+    """``_combine`` where parts count for different amounts."""
+    total, divisor, bad = encoded.weighted_total(parts, weights, out.size)
+    kernels.combine(out, [total], divisor)
+    return bad
 
 
 def gradient_of(payload: memoryview, dtype: str) -> Gradient:

@@ -87,6 +87,14 @@ def add_elements(out: Floats, address: int, code: int) -> None:
             out[at:stop] += part.copy(0, at, stop - at)
 
 
+def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> None:
+    """``encoded._add_weighted``."""
+    part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
+    with np.errstate(all="ignore"):
+        for at, stop in _pieces(out.size, _PIECE):
+            out[at:stop] += np.float32(weight) * part.copy(0, at, stop - at)
+
+
 def sum_squares(values: Floats) -> float:
     """``kernels._sum_squares``."""
     lanes = np.zeros(SUM_LANES, np.float64)

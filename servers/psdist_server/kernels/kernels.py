@@ -17,6 +17,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Final
@@ -156,19 +157,19 @@ def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) ->
     return bad == _U(0)
 
 
-def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> bool:
+def combine(out: Floats, parts: Sequence[AnyArray], divisor: float) -> bool:
     """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32; whether all of it is
     finite. It is not where a part holds NaN or Inf, or where the sum overflows. Each part is read once.
 
     out: float32[n], overwritten; overlaps no part.
     parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], mixed at will; 16-bit values are widened
         exactly.
-    divisor: 1 or more.
+    divisor: above 0.
 
     Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is as it was.
     """
-    if not parts or divisor < 1:
-        raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: there must be at least one of each")
+    if not parts or not divisor > 0:
+        raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: use at least one, and one above 0")
     check_vector("out", out, DTYPES["float32"], out.size)
     check_output("out", out)
     for part in parts:
@@ -186,12 +187,12 @@ def address_of(array: AnyArray) -> int:
     return address
 
 
-def division_by(count: int) -> tuple[np.float32, np.float32]:
-    """Divisor and factor by which kernels divide by ``count``: to multiply by a power of two's inverse is to divide by
-    it, bit for bit, and cheaper."""
-    if count & (count - 1) == 0 and count < 1 << 64:
-        return np.float32(0.0), np.float32(1.0 / count)
-    return np.float32(count), np.float32(0.0)
+def division_by(number: float) -> tuple[np.float32, np.float32]:
+    """Divisor and factor by which kernels divide by a positive ``number``: to multiply by a power of two's inverse is
+    to divide by it, bit for bit, and cheaper."""
+    if math.frexp(number)[0] == 0.5 and 2.0**-64 < number < 2.0**64:
+        return np.float32(0.0), np.float32(1.0 / number)
+    return np.float32(number), np.float32(0.0)
 
 
 @kernel(IN, result=types.float64, interpreted=interpreted.sum_squares)

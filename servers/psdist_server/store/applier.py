@@ -105,10 +105,10 @@ class Applier:
     def start(self, effect: Apply | Aggregate) -> None:
         """Begins to carry ``effect`` out."""
         index = effect.index
-        values = self._gradients.values(effect.parts)
+        values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
         is_encoded = self._gradients.are_encoded(values)
         if isinstance(effect, Aggregate):
-            job = _Job(effect, Update(index, effect.step, values, is_encoded=is_encoded))
+            job = _Job(effect, Update(index, effect.step, values, is_encoded=is_encoded, weights=weights))
             self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
             mean, square = self._means.pop(index)
@@ -119,7 +119,7 @@ class Applier:
             factor = None
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
                 factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
-            update = Update(index, effect.step, values, effect.lr_scale, factor, is_encoded=is_encoded)
+            update = Update(index, effect.step, values, effect.lr_scale, factor, is_encoded=is_encoded, weights=weights)
             self._deliver(_Job(effect, update))
 
     def norm_known(self, step: int, norm: float) -> None:
@@ -149,9 +149,7 @@ class Applier:
         """Begins an update that is sent to the replicas."""
         given = job.update
         mean = self._replicator.memory.reserve(given.index) if given.parts else None
-        update = Update(
-            given.index, given.step, given.parts, given.lr_scale, given.factor, mean, is_encoded=given.is_encoded
-        )
+        update = replace(given, mean=mean)
         self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
@@ -191,7 +189,8 @@ class Applier:
         outcomes = []
         for index, job in works:
             started = time.perf_counter()
-            mean, square, bad = self._dense.combine(index, job.update.parts, job.update.is_encoded)
+            update = job.update
+            mean, square, bad = self._dense.combine(index, update.parts, update.is_encoded, update.weights)
             outcomes.append(Outcome(time.perf_counter() - started, bad, mean, square))
         return outcomes
 

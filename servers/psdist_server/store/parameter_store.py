@@ -40,7 +40,7 @@ class ParameterStore:
 
     network: how other servers are reached.
     on_aggregated: called with (store, step) when all slices served here are aggregated (clipping).
-    prepare_decoding: called when the first encoded push begins.
+    prepare_sums: called when the first push begins that is encoded or has a weight.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class ParameterStore:
         pool: KernelPool[Any, Any],
         network: ReplicaNetwork,
         on_aggregated: Callable[[ParameterStore, int], None],
-        prepare_decoding: Callable[[], None] = lambda: None,
+        prepare_sums: Callable[[], None] = lambda: None,
     ) -> None:
         self.entry = entry
         self.counters = Counters()
         self.dense = dense = DenseParameters(entry)
         kernels = KernelLauncher(entry, pool, self.fail)
-        self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_decoding)
+        self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
         self.replicator = Replicator(entry, network, self, dense, self.norms)
         self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, self._carried_out)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from psdist.compression import segments
-from psdist.consistency import BSP
+from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
 from psdist_server.kernels import kernels
@@ -38,7 +38,7 @@ class PendingGradient:
 class PendingGradients:
     """The contributions of one parameter set that are not used yet.
 
-    prepare_decoding: called when the first encoded push begins.
+    prepare_sums: called when the first push begins that is encoded or has a weight.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class PendingGradients:
         spec: ParametersSpec,
         slicing: Slicing,
         counters: Counters,
-        prepare_decoding: Callable[[], None] = lambda: None,
+        prepare_sums: Callable[[], None] = lambda: None,
     ) -> None:
-        self._prepare_decoding = prepare_decoding
-        #: There was a push whose payloads are encoded.
-        self._has_encoded = False
+        self._prepare_sums = prepare_sums
+        #: There was a push that was encoded or had a weight, so that contributions are summed up before the update.
+        self._has_sums = False
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -60,13 +60,15 @@ class PendingGradients:
 
     def begin_push(self, call: Call) -> None:
         """A push whose header was read. Raises InvalidArgumentError where it must bring its gradient's global norm and
-        does not."""
-        needed = self._needs_norm and not call.abstain
-        if needed and not (math.isfinite(call.grad_norm) and call.grad_norm >= 0):
-            raise InvalidArgumentError(f"grad_norm={call.grad_norm} must be finite: the optimizer has max_grad_norm")
-        if call.is_encoded and not self._has_encoded:
-            self._has_encoded = True
-            self._prepare_decoding()
+        does not, and for a weight that is out of range, or where nothing is averaged."""
+        needed, norm = self._needs_norm and not call.abstain, call.scale.norm
+        if needed and not (math.isfinite(norm) and norm >= 0):
+            raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
+        if call.scale.weight != 1.0:
+            check_weight(call.scale.weight, self._spec.consistency)
+        if (call.is_encoded or call.scale.weight != 1.0) and not self._has_sums:
+            self._has_sums = True
+            self._prepare_sums()
 
     def decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
         """A payload's elements, or its bytes where it is encoded, in place. Raises InvalidArgumentError where they are
@@ -133,11 +135,18 @@ class PendingGradients:
 
     def are_encoded(self, values: Iterable[Gradient]) -> bool:
         """Whether some of these contributions are encoded."""
-        return self._has_encoded and any(map(is_encoded, values))
+        return self._has_sums and any(map(is_encoded, values))
 
     def norm(self, token: int) -> float:
         """The global norm of the gradient that a contribution is part of, as the worker sent it."""
-        return self._by_token[token].call.grad_norm
+        return self._by_token[token].call.scale.norm
+
+    def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
+        """What each contribution counts for; empty where all count the same as one that says nothing."""
+        if not self._has_sums:
+            return ()
+        found = tuple(self._by_token[token].call.scale.weight for token in tokens)
+        return found if any(weight != 1.0 for weight in found) else ()
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """An update of slice ``index`` has read these contributions. Those at positions ``left_out`` held NaN or Inf

@@ -53,6 +53,15 @@ class CallState(Enum):
     ENDED = "all slices are answered, or the call was refused"
 
 
+@dataclass(frozen=True, slots=True)
+class GradientScale:
+    """What a push says of its gradient as a whole. norm: its L2 norm, if needed. weight: what it counts for in the mean
+    of its step."""
+
+    norm: float = 0.0
+    weight: float = 1.0
+
+
 @dataclass
 class WantedWeights:
     """How a worker is sent weights. held: versions of those that it holds, by slice: it may be sent differences."""
@@ -80,7 +89,7 @@ class Call:
     is_encoded: bool = False
     wanted: WantedWeights = field(default_factory=WantedWeights)
     abstain: bool = False
-    grad_norm: float = 0.0
+    scale: GradientScale = GradientScale()
     #: The snapshot attempt that the push comes after; 0 for none.
     mark: int = 0
     #: Slices that were asked about and not answered, by token.
@@ -107,7 +116,8 @@ class Call:
         not the codec's."""
         if header.codec not in _CODECS:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
-        self.step, self.abstain, self.grad_norm = header.step, header.abstain, header.grad_norm
+        self.step, self.abstain = header.step, header.abstain
+        self.scale = GradientScale(header.grad_norm, header.weight if header.HasField("weight") else 1.0)
         self.mark = header.mark
         self.dtype = convert.payload_dtype_from_proto(header.dtype)
         if header.codec == common_pb2.CODEC_SEGMENTS:

@@ -39,6 +39,10 @@ def number_push(header: pb.PushHeader, push: PushRequest) -> None:
     """Writes into a header what differs from push to push."""
     header.step, header.abstain, header.grad_norm = push.progress.number, push.abstains, push.grad_norm
     header.mark = push.mark
+    if push.weight == 1.0:
+        header.ClearField("weight")
+    else:
+        header.weight = push.weight
 
 
 def method_of(request: Request) -> str:
