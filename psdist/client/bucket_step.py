@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from psdist.client.core import partition
 from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
@@ -83,12 +83,17 @@ class AsyncBucket:
         return f"<{type(self).__name__} {', '.join(self.names[:4])}{', ...' * (len(self.names) > 4)}: {state}>"
 
 
+class WeightedGradient(NamedTuple):
+    """A vector, or what encodes it; and what it counts for in the mean of its step, 0 where all of it abstains."""
+
+    values: Gradient
+    weight: float
+
+
 class BucketStep:
     """One step that is given bucket by bucket.
 
-    gradient: a vector, or what encodes it. The tensors that were given lie in the vector, and are not written again
-    before their slices are answered.
-    weight: what the gradient counts for in the mean of the step; with 0 all of it abstains.
+    gradient: the tensors that were given lie in its vector, and are not written again before their slices are answered.
     on_finished: called once when the whole step is given and answered, with its progress and whether any of it
     abstained.
     """
@@ -98,9 +103,8 @@ class BucketStep:
         exchange: Exchange,
         results: Results,
         index: SliceIndex,
-        gradient: Gradient,
+        gradient: WeightedGradient,
         on_finished: Callable[[PendingRequest, bool], None],
-        weight: float,
         *,
         whole: bool,
     ) -> None:
@@ -110,7 +114,6 @@ class BucketStep:
         self._exchange = exchange
         self._results = results
         self._gradient = gradient
-        self.weight = weight
         self._target = results.target(None, copy=False)
         self._on_finished = on_finished
         self._progress = exchange.participation.sequence.begin_push()
@@ -124,6 +127,11 @@ class BucketStep:
         self._changed = asyncio.Event()
 
     # --- giving ---
+
+    @property
+    def weight(self) -> float:
+        """What the gradient counts for in the mean of the step."""
+        return self._gradient.weight
 
     @property
     def open(self) -> bool:
@@ -141,8 +149,8 @@ class BucketStep:
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
-        if isinstance(self._gradient, EncodedPush):
-            ready = self._gradient.decide(ready)
+        if isinstance(self._gradient.values, EncodedPush):
+            ready = self._gradient.values.decide(ready)
         self._update_sequence()
         if ready.valued or ready.abstaining:
             task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
@@ -163,8 +171,8 @@ class BucketStep:
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
         parts = [(self._progress.part(slices), flat) for slices, flat in self._parts(ready)]
         try:
-            if isinstance(self._gradient, EncodedPush):
-                await self._gradient.encode(ready.valued)
+            if isinstance(self._gradient.values, EncodedPush):
+                await self._gradient.values.encode(ready.valued)
             if not await self._until_answered(parts):
                 self.state = StepState.LOST
             if self.state is not StepState.UNDER_WAY:
@@ -191,7 +199,7 @@ class BucketStep:
             try:
                 await all_or_first_error(
                     [
-                        self._exchange.push(part, flat, 0.0, self._target, self.weight or 1.0)
+                        self._exchange.push(part, flat, 0.0, self._target, self._gradient.weight or 1.0)
                         for part, flat in parts
                         if part.pending
                     ]
@@ -204,7 +212,7 @@ class BucketStep:
     def _parts(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Gradient | None]]:
         """Slices, and what their gradient is in (None: they abstain)."""
         parts: list[tuple[tuple[int, ...], Gradient | None]] = [
-            (ready.valued, self._gradient),
+            (ready.valued, self._gradient.values),
             (ready.abstaining, None),
         ]
         return [part for part in parts if part[0]]

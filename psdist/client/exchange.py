@@ -170,7 +170,7 @@ class Exchange:
         await self._deliver(
             PushRequest(
                 part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
-                self.traffic, weight, target, encoded,
+                self.traffic, target, encoded, weight,
             )
         )  # fmt: skip
 

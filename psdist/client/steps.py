@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client.bucket_step import AsyncBucket, BucketStep, StepState
+from psdist.client.bucket_step import AsyncBucket, BucketStep, StepState, WeightedGradient
 from psdist.client.core import partition
 from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.partition import Arrays, Flat
@@ -35,7 +35,7 @@ from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import EncodedGradient
-from psdist.consistency import BSP, SSP, check_weight
+from psdist.consistency import BSP, SSP, Consistency, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.types import Layout, ParametersSpec
 
@@ -157,7 +157,7 @@ class Steps:
         dropped.
         """
         self._check_member()
-        weight = self._checked(weight)
+        weight = _checked(weight, self._spec.consistency)
         gathered: tuple[Flat | None, float] | None = None
         while True:
             incarnation = self._participation.incarnation
@@ -186,7 +186,7 @@ class Steps:
     async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async``."""
         self._check_member()
-        weight = self._checked(weight)
+        weight = _checked(weight, self._spec.consistency)
         if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
@@ -283,12 +283,6 @@ class Steps:
     async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         return await off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
 
-    def _checked(self, weight: float) -> float:
-        """The weight of a gradient. Raises InvalidArgumentError for one that it cannot have."""
-        if not isinstance(weight, bool) and weight in (0.0, 1.0):
-            return float(weight)
-        return check_weight(weight, self._spec.consistency)
-
     def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
         flat = self._gradients.gather(gradients, self._sequence.step)
@@ -356,7 +350,9 @@ class Steps:
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
         vector = self._gradients.vector
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
-        return BucketStep(self._exchange, self._results, self._index, gradient, self._on_pushed, weight, whole=whole)
+        return BucketStep(
+            self._exchange, self._results, self._index, WeightedGradient(gradient, weight), self._on_pushed, whole=whole
+        )
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""
@@ -376,3 +372,10 @@ class Steps:
             self._drop(step.number)
             if not step.told_fenced:
                 raise step.dropped()
+
+
+def _checked(weight: float, consistency: Consistency) -> float:
+    """The weight of a gradient. Raises InvalidArgumentError for one that it cannot have."""
+    if not isinstance(weight, bool) and weight in (0.0, 1.0):
+        return float(weight)
+    return check_weight(weight, consistency)

@@ -91,9 +91,9 @@ class PushRequest(Request):
     codec: Cast
     grad_norm: float
     traffic: ByteCounters
-    weight: float = 1.0
     target: PullTarget | None = None
     encoded: EncodedGradient | None = None
+    weight: float = 1.0
     mark: int = 0
     _scratch: NDArray[Any] | None = field(default=None, init=False, repr=False)
 
