@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from psdist.compression.background_compiler import BackgroundCompiler
+from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
@@ -110,12 +110,14 @@ class ParameterServer:
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
         store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_decoding)
         if self._compiler is not None:
-            self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
+            self._compiler.add([store.dense.rule.fused], entry.spec.optimizer.kind)
+            if entry.slicing.total >= LARGE_ELEMENTS:
+                self._compiler.begin()
         return store
 
     def _prepare_decoding(self) -> None:
         if self._compiler is not None:
-            self._compiler.begin(encoded.KERNELS, "compressed gradients")
+            self._compiler.add(encoded.KERNELS, "compressed gradients")
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)
