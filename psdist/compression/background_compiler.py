@@ -183,7 +183,7 @@ class BackgroundCompiler:
 
     def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """A process that compiles the kernels of these names; None once this is closed."""
-        command = [sys.executable, "-m", _PROGRAM, *names]
+        command = [sys.executable, "-P", "-m", _PROGRAM, *names]
         with self._lock:
             if self._closed:
                 return None
