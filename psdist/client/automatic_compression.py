@@ -39,7 +39,7 @@ async def choose_codec(exchange: Exchange, layout: Layout) -> Choice:
     """Chooses for one handle, and logs why. Raises as ``Exchange.open``."""
     try:
         remote, link = await _measure_links(exchange)
-        speeds = await off_loop(LARGE_ELEMENTS, _encoding_speeds) if remote else {}
+        speeds = await _measure_encoding(layout.total) if remote else {}
         choice = choose(layout, remote, link, speeds)
     except FencedError:  # It takes part again, and the others do not wait for a measurement.
         choice = Choice(Float32(), "none: this worker was expelled while it measured the links")
@@ -65,11 +65,15 @@ async def _measure_links(exchange: Exchange) -> tuple[float, float]:
     return elements / slicing.total, 4 * sum(slicing.size(index) for index in probes) / min(seconds)
 
 
-def _encoding_speeds() -> dict[Codec, float]:
+async def _measure_encoding(elements: int) -> dict[Codec, float]:
     """By codec, bytes of float32 that it encodes in a second. Empty while that is done by numpy, for a while only."""
+    await codec_kernels.prepare(elements).loaded()
+    return await off_loop(LARGE_ELEMENTS, _encoding_speeds)
+
+
+def _encoding_speeds() -> dict[Codec, float]:
     from psdist.compression import segments
 
-    codec_kernels.load().result()
     if not all(kernel.is_compiled for kernel in segments.KERNELS):
         return {}
     values = np.random.default_rng(0).standard_normal(_ENCODED_ELEMENTS, np.float32)

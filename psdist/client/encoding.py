@@ -1,8 +1,7 @@
 """The gradients of one handle that are compressed: when the encoder works, and in which thread.
 
-The kernels that encode need numba, whose import takes half a second, while a client must not miss heartbeats. So a
-thread loads them from the opening of the handle on, and the first push waits for it. Large gradients are encoded in
-threads, too.
+A client must not miss heartbeats, so large gradients are encoded in threads. Where they are large, a thread loads the
+compiled kernels from the opening of the handle on, if they are in the cache, and the first push waits for it.
 
 Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. The encoder's
 state follows the numbers of pushes, so that each is counted as sent or as not begun.
@@ -12,7 +11,6 @@ Not here: what is encoded, and what is kept of it (``core.encoder``).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -134,7 +132,7 @@ class Encoding:
         self._begun = (participation.origin, -1)
         #: What the last push that was dropped took with it, until a message says so.
         self._lost = ""
-        self._loading = codec_kernels.load()
+        self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in layout.tensors))
 
     @classmethod
     def of(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
@@ -189,8 +187,7 @@ class Encoding:
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self) -> GradientEncoder:
-        # Others wait for the same.
-        await asyncio.shield(asyncio.wrap_future(self._loading))
+        await self._compiler.loaded()
         from psdist.client.core.encoder import GradientEncoder
 
         part = self._participation

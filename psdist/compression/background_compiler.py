@@ -1,9 +1,12 @@
 """Compiling kernels while a server or a worker is at work: in another process, of low priority, with a line in the log.
 
-The first time on a machine this takes half a minute. Until a kernel is there it is interpreted, which gives the same
-bytes, so nothing waits. The compiler keeps the interpreter's lock for long; a process of its own does not take it from
-the event loop, whose heartbeats others wait for, and can be ended at any time. It leaves what it compiled in numba's
-cache, from which this process then loads it.
+Until a kernel is there it is interpreted, which gives the same bytes, so nothing waits. The first time on a machine it
+is compiled, which takes half a minute for all of them. The compiler keeps the interpreter's lock for long; a process of
+its own does not take it from the event loop, whose heartbeats others wait for, and can be ended at any time. It leaves
+what it compiled in numba's cache, from which this process then loads it.
+
+To import numba and to load kernels takes half a second and some 60 MB, which is more than numpy needs for small vectors
+altogether. So this begins once a process has spent some time in interpreted kernels, or is told that it is worth it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,10 @@ from typing import IO, Final
 
 from psdist.compression.compiled import Kernel, compile_all, locked
 
+#: To interpret for longer would cost more than to load what is compiled.
+_WORTH_SECONDS: Final = 0.2
+#: Vectors of so many elements are worth it at once.
+LARGE_ELEMENTS: Final = 1 << 18
 #: The program that compiles the kernels whose names it is given.
 _PROGRAM: Final = "psdist_server.kernels"
 #: A process that waits for its compiler looks this often whether it is about to exit.
@@ -55,6 +62,10 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._closed = False
+        self._begun = False
+        self._seconds = 0.0
+        #: Kernels for which it was not yet begun, and their purpose.
+        self._added: list[tuple[Sequence[Kernel], str]] = []
         #: Done when kernels that are in the cache are loaded.
         self._loading: set[Future[None]] = set()
 
@@ -64,18 +75,33 @@ class BackgroundCompiler:
             # One request that is cancelled meanwhile must not cancel what others wait for, and so these requests.
             await asyncio.shield(asyncio.wrap_future(loading))
 
-    def begin(self, kernels: Sequence[Kernel], purpose: str) -> Future[None]:
-        """Has ``kernels`` compiled, or loaded from the cache, and interpreted until then.
+    def add(self, kernels: Sequence[Kernel], purpose: str) -> None:
+        """Has ``kernels`` interpreted, and compiled, or loaded from the cache, once that is worth it.
 
-        purpose: what they are for, in a log line. Returns a future that is done when the kernels that are in the cache
-        are loaded, or where some are not: there is nothing to wait for then.
+        purpose: what they are for, in a log line.
         """
         for kernel in kernels:
-            kernel.interpret()
-        loading: Future[None] = Future()
-        self._loading.add(loading)
-        threading.Thread(target=self._compile, args=(kernels, purpose, loading), name="psdist-compile").start()
-        return loading
+            kernel.interpret(self._spend)
+        with self._lock:
+            self._added.append((kernels, purpose))
+        if self._begun:
+            self.begin()
+
+    def begin(self) -> None:
+        """Begins to compile, or to load, what was added. From now on it is worth it."""
+        with self._lock:
+            self._begun = True
+            added, self._added = self._added, []
+        for kernels, purpose in added:
+            loading: Future[None] = Future()
+            self._loading.add(loading)
+            threading.Thread(target=self._compile, args=(kernels, purpose, loading), name="psdist-compile").start()
+
+    def _spend(self, seconds: float) -> None:
+        """Counts the processor time of a call that was interpreted."""
+        self._seconds += seconds
+        if self._seconds >= _WORTH_SECONDS and not self._begun:
+            self.begin()
 
     def close(self) -> None:
         """Ends what is being compiled."""
@@ -95,6 +121,8 @@ class BackgroundCompiler:
                             return
             compile_all(kernels, is_wanted=lambda: not self._is_over())
             release_compiler()
+        except ImportError as error:  # numba is broken here; numpy works.
+            self._log.warning("kernels for %s cannot be compiled, and are slower: %r", purpose, error)
         finally:
             self._end_loading(loading)
 
@@ -155,7 +183,7 @@ class BackgroundCompiler:
 
     def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
         """A process that compiles the kernels of these names; None once this is closed."""
-        command = [sys.executable, "-m", _PROGRAM, *names]
+        command = [sys.executable, "-P", "-m", _PROGRAM, *names]
         with self._lock:
             if self._closed:
                 return None

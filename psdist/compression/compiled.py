@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Final
@@ -72,10 +73,13 @@ class Kernel:
     def __call__(self, *arguments: Any) -> Any:
         return (self._current or self.compile())(*arguments)
 
-    def interpret(self) -> None:
-        """From now on calls do not compile. Until ``compile`` was called they are interpreted."""
-        if self._current is None:
-            self._current = self.interpreted
+    def interpret(self, spent: Callable[[float], None] = lambda seconds: None) -> None:
+        """From now on calls do not compile. Until ``compile`` was called they are interpreted.
+
+        spent: is told the processor time of each such call, in seconds.
+        """
+        if self._current is None and self.interpreted is not None:
+            self._current = partial(_measured, self.interpreted, spent)
 
     def compile(self) -> Callable[..., Any]:
         """Compiles the function once, and returns it. Any thread may call this."""
@@ -125,6 +129,13 @@ class Kernel:
         dispatcher.compile(self.signature)
         dispatcher.disable_compile()
         self._compiled = self._current = dispatcher
+
+
+def _measured(interpreted: Callable[..., Any], spent: Callable[[float], None], *arguments: Any) -> Any:
+    begin = time.thread_time()
+    result = interpreted(*arguments)
+    spent(time.thread_time() - begin)
+    return result
 
 
 def part_of_kernel(function: Callable[..., Any]) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any, Final, TypeVar, cast
 
 from google.protobuf.message import Message
@@ -54,6 +55,8 @@ HasIdentity = (
     | server_pb2.ConnectRequest
 )
 
+#: Settings and shards in an epoch's map are mostly those of the one before: so many are kept as they were made.
+_KEPT: Final = 512
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -195,6 +198,12 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
 
 def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
     """Settings of a parameter set, checked."""
+    return _spec_from_bytes(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=_KEPT)
+def _spec_from_bytes(data: bytes) -> ParametersSpec:
+    message = pb.ParametersSpec.FromString(data)
     if message.pull_compression:
         pull_codec_from_text(message.pull_compression)
     return _from_proto(
@@ -237,6 +246,12 @@ def _shard_to_proto(shard: Shard) -> pb.Shard:
 
 
 def _shard_from_proto(message: pb.Shard) -> Shard:
+    return _shard_from_bytes(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=_KEPT)
+def _shard_from_bytes(data: bytes) -> Shard:
+    message = pb.Shard.FromString(data)
     return _from_proto(
         Shard,
         message,
@@ -256,13 +271,18 @@ def restore_from_proto(message: pb.Restore) -> Restore:
     return _from_proto(Restore, message, directory=check_directory(message.directory))
 
 
+#: Messages that are copied into others, and not changed.
+_kept_spec: Final = lru_cache(maxsize=_KEPT)(spec_to_proto)
+_kept_shard: Final = lru_cache(maxsize=_KEPT)(_shard_to_proto)
+
+
 def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
     """An entry of the cluster map as a message."""
     return _to_proto(
         pb.ParametersEntry,
         entry,
-        spec=spec_to_proto(entry.spec),
-        shards=map(_shard_to_proto, entry.shards),
+        spec=_kept_spec(entry.spec),
+        shards=map(_kept_shard, entry.shards),
         members=map(member_to_proto, entry.members),
         ranges=[_to_proto(pb.GroupRange, one) for one in entry.ranges],
         restore=restore_to_proto(entry.restore),

@@ -69,9 +69,8 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 async def _serve(settings: ServerSettings, scheduler: str) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    # While the other members start.
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
-    compiler.begin(kernels.KERNELS, "all optimizers")
+    compiler.add(kernels.KERNELS, "all optimizers")
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
     advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"

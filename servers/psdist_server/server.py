@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from psdist.compression import segments
-from psdist.compression.background_compiler import BackgroundCompiler
+from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
@@ -111,14 +111,16 @@ class ParameterServer:
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
         store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums)
         if self._compiler is not None:
-            self._compiler.begin([store.dense.rule.fused], entry.spec.optimizer.kind)
+            self._compiler.add([store.dense.rule.fused], entry.spec.optimizer.kind)
             if store.dense.published is not None:
-                self._compiler.begin(segments.KERNELS, "compressed weights")
+                self._compiler.add(segments.KERNELS, "compressed weights")
+            if entry.slicing.total >= LARGE_ELEMENTS:
+                self._compiler.begin()
         return store
 
     def _prepare_sums(self) -> None:
         if self._compiler is not None:
-            self._compiler.begin(encoded.KERNELS, "compressed or weighted gradients")
+            self._compiler.add(encoded.KERNELS, "compressed or weighted gradients")
 
     async def _close_store(self, name: str) -> None:
         self._norm_exchange.cancel(name)

@@ -191,12 +191,12 @@ def test_every_name_is_there() -> None:
     assert (code, out.strip()) == (0, "False"), error
 
 
-#: Pushes compressed gradients where no kernel is compiled, and prints the weights.
+#: Pushes compressed gradients that are large enough for compiled kernels, and prints a digest of the weights.
 COMPRESSED = """
 with psdist.Client(worker_id=sys.argv[1]) as client:
-    sgd = psdist.optim.SGD(lr=1.0)
-    given = np.random.default_rng(0).standard_normal((2, 5000)).astype(np.float32)
-    weights = client.parameters(sys.argv[1], {"w": np.zeros(5000, np.float32)}, sgd, compression=sys.argv[2])
+    size, sgd = 1 << 18, psdist.optim.SGD(lr=1.0)
+    given = np.random.default_rng(0).standard_normal((2, size)).astype(np.float32)
+    weights = client.parameters(sys.argv[1], {"w": np.zeros(size, np.float32)}, sgd, compression="int8")
     for gradient in given:
         weights.push_pull({"w": gradient})
     print(hashlib.sha256(weights.pull()["w"].tobytes()).hexdigest(), flush=True)
@@ -205,17 +205,16 @@ with psdist.Client(worker_id=sys.argv[1]) as client:
 """
 
 
-@pytest.mark.parametrize("codec", ["int8", "float16"])
-def test_a_compressed_run_does_not_wait_for_the_compiler(cluster: EmbeddedCluster, tmp_path: Path, codec: str) -> None:
+def test_a_compressed_run_does_not_wait_for_the_compiler(cluster: EmbeddedCluster, tmp_path: Path) -> None:
     """Neither its first push, nor its end, nor Ctrl-C."""
     empty = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    code, interpreted, error = run(COMPRESSED, cluster, f"{codec}-1", codec, **empty)
+    code, interpreted, error = run(COMPRESSED, cluster, "ends", **empty)
     assert code == 0 and all("psdist: compiling kernels for" in line for line in error.splitlines()), error
-    with start(COMPRESSED, cluster, f"{codec}-2", codec, "wait", **empty) as process:
+    with start(COMPRESSED, cluster, "interrupted", "wait", **empty) as process:
         assert process.stdout is not None and process.stdout.readline() == interpreted
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=240)
     assert process.returncode and error.rstrip().endswith("KeyboardInterrupt"), error
     # Whoever waited would leave all kernels in the cache.
-    assert codec == "float16" or len(list(tmp_path.rglob("*.nbi"))) < 10
-    assert run(COMPRESSED, cluster, f"{codec}-3", codec)[:2] == (0, interpreted)  # Compiled.
+    assert len(list(tmp_path.rglob("*.nbi"))) < 10
+    assert run(COMPRESSED, cluster, "compiled")[:2] == (0, interpreted)

@@ -140,7 +140,7 @@ class Compiler:
     def __init__(self, prepared: list[str]) -> None:
         self._prepared = prepared
 
-    def begin(self, _: Any, purpose: str) -> None:
+    def add(self, _: Any, purpose: str) -> None:
         self._prepared.append(purpose)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from psdist import AsyncClient, optim
+from psdist.compression.background_compiler import LARGE_ELEMENTS
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 from psdist.types import choose_slice_elements
@@ -28,6 +29,11 @@ def peak_bytes(pid: int) -> int:
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise AssertionError("no VmHWM")
+
+
+def has_mapped(pid: int, library: str) -> bool:
+    """Whether the process has loaded a library."""
+    return library in Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
@@ -54,4 +60,24 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
         assert peak <= bound
     finally:
         await asyncio.gather(*(client.close() for client in clients))
+        cluster.close()
+
+
+async def test_a_server_of_small_vectors_does_without_the_compiler() -> None:
+    """Its memory, and half a second at its start."""
+    cluster = EmbeddedCluster(servers=1)
+    client = AsyncClient(cluster.address, cluster.token)
+    try:
+        await client.connect()
+        loaded = []
+        for name, elements in ("small", 1000), ("large", LARGE_ELEMENTS):
+            values = {"w": np.ones(elements, np.float32)}
+            handle = await client.parameters(name, init=values, optimizer=optim.Adam())
+            await handle.push_pull(values)
+            status = await client.status()
+            (server,) = [member for member in status.members if member.member_id == "server-0"]
+            loaded.append(has_mapped(server.pid, "llvmlite"))
+        assert loaded == [False, True]
+    finally:
+        await client.close()
         cluster.close()

@@ -26,7 +26,7 @@ class HeldWeights:
     """float32[total] ``vector``, and the versions of its slices as the servers sent them."""
 
     def __init__(self, slicing: Slicing, vector: Flat) -> None:
-        codec_kernels.interpret_decoders()
+        codec_kernels.prepare(slicing.total)
         self.vector = vector
         self._slicing = slicing
         #: Generation of the parameter set, and version, by slice.

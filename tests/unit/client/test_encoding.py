@@ -7,7 +7,6 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -305,36 +304,34 @@ async def test_the_norm_for_clipping_is_that_of_what_is_sent(start: Start) -> No
     assert sorted(norms) == [pytest.approx(np.linalg.norm(joined(await setup.weights.pull())), rel=1e-6)]
 
 
-class Waited(Future[None]):
-    """A future that knows how many wait for it."""
+class LoadingCompiler:
+    """A compiler that is loading kernels until ``go`` is set."""
 
-    waiting = 0
+    def __init__(self) -> None:
+        self.go, self.is_awaited = asyncio.Event(), asyncio.Event()
 
-    def add_done_callback(self, fn: Callable[[Future[None]], Any]) -> None:
-        self.waiting += 1
-        super().add_done_callback(fn)
+    async def loaded(self) -> None:
+        """See ``BackgroundCompiler``."""
+        self.is_awaited.set()
+        await self.go.wait()
 
 
-async def test_a_push_waits_until_kernels_can_be_used(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    load: Callable[[], Any] = codec_kernels.load
-    later = Waited()
-    monkeypatch.setattr(codec_kernels, "load", lambda: later)
+async def test_a_push_waits_for_kernels_that_are_being_loaded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, elements = LoadingCompiler(), []
+    monkeypatch.setattr(codec_kernels, "prepare", lambda size: elements.append(size) or compiler)
     setup = await start()
     for given_up in True, False:
-        waiting = later.waiting
         call = asyncio.create_task(setup.weights.push(gradient(0)))
-        async with asyncio.timeout(60):
-            while later.waiting == waiting and not call.done():  # noqa: ASYNC110 - a future tells nobody who waits.
-                await asyncio.sleep(0)
+        await asyncio.wait_for(compiler.is_awaited.wait(), 60)
+        compiler.is_awaited.clear()
         assert not call.done() and setup.weights.statistics().compression.residual_norm == 0.0
         if given_up:
             call.cancel()
             await asyncio.wait({call})
-            assert call.cancelled() and not later.cancelled()
-    load().result()
-    later.set_result(None)
+    compiler.go.set()
     await call
     await is_all_there(setup, 0)
+    assert elements == [168]
 
 
 async def test_a_pattern_that_matches_no_tensor_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:

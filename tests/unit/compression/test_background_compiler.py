@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -22,16 +23,13 @@ from psdist.compression.compiled import Kernel
 _SCRIPT = """
 import logging, sys, threading
 import numpy as np
-from psdist import optim
 from psdist.compression.background_compiler import BackgroundCompiler
-from psdist_server.kernels import fused
-from psdist_server.kernels.optimizers import Rule
-from tests.support.fused_update import update
+from psdist.compression.casts import widen_brain
 
 def step():
-    weights = np.ones(3, np.float32)
-    update(Rule(optim.SGD(lr=0.5)), weights, (), np.ones(3, np.float32), 0)
-    assert weights.tolist() == [0.5] * 3
+    out = np.empty(2, np.float32)
+    widen_brain(np.array([0x3F80, 0xC000], np.uint16), out)
+    assert out.tolist() == [1.0, -2.0]
 
 def settle():
     for thread in threading.enumerate():
@@ -43,9 +41,10 @@ if "broken" in sys.argv:
 if "stuck" in sys.argv:
     sys.executable = sys.argv[2]
 compiler = BackgroundCompiler(logging.getLogger("psdist"))
-assert not fused.sgd.is_cached
-compiler.begin([fused.sgd], "sgd")
+assert not widen_brain.is_cached
+compiler.add([widen_brain], "payloads")
 step()
+compiler.begin()
 print("is used", flush=True)
 sys.stdin.readline()
 if "exit" in sys.argv:
@@ -54,7 +53,7 @@ if "close" in sys.argv:
     compiler.close()
 settle()
 step()
-print(fused.sgd.is_cached, sum(fused.sgd.compile().stats.cache_hits.values()))
+print(widen_brain.is_cached, sum(widen_brain.compile().stats.cache_hits.values()))
 """
 
 
@@ -133,7 +132,7 @@ class SlowKernel:
     def __init__(self) -> None:
         self.go = threading.Event()
 
-    def interpret(self) -> None:
+    def interpret(self, spent: Callable[[float], None]) -> None:
         """See ``Kernel``."""
 
     @property
@@ -148,7 +147,8 @@ class SlowKernel:
 async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_other_with_it() -> None:
     """The others would be cancelled without a word, and their peers wait for answers that never come."""
     kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
-    compiler.begin([cast(Kernel, kernel)], "a test")
+    compiler.add([cast(Kernel, kernel)], "a test")
+    compiler.begin()
     given_up, others = asyncio.create_task(compiler.loaded()), [asyncio.create_task(compiler.loaded()) for _ in "ab"]
     await asyncio.sleep(0)
     given_up.cancel()
@@ -158,3 +158,45 @@ async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_othe
     async with asyncio.timeout(60):
         assert await asyncio.gather(*others, later) == [None, None, None]
     assert given_up.cancelled()
+
+
+class MeteredKernel(SlowKernel):
+    """A kernel in the cache that tells the time that it took."""
+
+    def interpret(self, spent: Callable[[float], None]) -> None:
+        """See ``Kernel``."""
+        self.spent = spent
+
+    def try_compile(self) -> bool:
+        """See ``Kernel``."""
+        self.go.set()
+        return True
+
+
+def test_kernels_are_loaded_once_they_took_long_and_those_that_come_later_at_once() -> None:
+    first, second, later = MeteredKernel(), MeteredKernel(), MeteredKernel()
+    compiler = BackgroundCompiler(logging.getLogger("psdist"))
+    compiler.add([cast(Kernel, first)], "a test")
+    compiler.add([cast(Kernel, second)], "another")
+    first.spent(0.1)
+    assert "psdist-compile" not in {thread.name for thread in threading.enumerate()}
+    second.spent(0.11)
+    assert first.go.wait(60) and second.go.wait(60)
+    compiler.add([cast(Kernel, later)], "what comes later")
+    assert later.go.wait(60)
+
+
+def test_where_numba_is_broken_numpy_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(MeteredKernel):
+        @property
+        def is_cached(self) -> bool:
+            raise ImportError("numba needs another NumPy")
+
+    compiler = BackgroundCompiler(logging.getLogger("psdist"))
+    compiler.add([cast(Kernel, Broken())], "a test")
+    with caplog.at_level(logging.WARNING, "psdist"):
+        compiler.begin()
+        for thread in threading.enumerate():
+            if thread.name == "psdist-compile":
+                thread.join()
+    assert "kernels for a test cannot be compiled, and are slower: ImportError" in caplog.text
