@@ -13,8 +13,9 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install 'psdist[torch]'", name="torch") from error
 
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
+from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "convert_optimizer", "convert_scheduler"]
+__all__ = ["DistributedDataParallel", "DistributedOptimizer", "convert_optimizer", "convert_scheduler"]
 
 del _torch

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from psdist.errors import InvalidArgumentError
+
 
 class BucketPlan:
     """Divides tensors into buckets, and counts those of a step that are ready.
@@ -43,3 +45,14 @@ class BucketPlan:
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         return () if self._missing[bucket] else self.buckets[bucket]
+
+
+def bucket_bytes_of(bucket_cap_mb: float) -> int:
+    """Bytes of a bucket. Raises InvalidArgumentError."""
+    if (
+        isinstance(bucket_cap_mb, bool)
+        or not isinstance(bucket_cap_mb, int | float)
+        or not 0 < bucket_cap_mb <= 1 << 20
+    ):
+        raise InvalidArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} is out of range: use MiB above 0")
+    return max(1, int(bucket_cap_mb * (1 << 20)))

@@ -13,7 +13,7 @@ Not here: what becomes of the answer (``optimizer``, ``data_parallel``), which t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -33,6 +33,8 @@ class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
 
     bucket_bytes: see ``BucketPlan``.
+    as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 in main memory can be one.
+    others: tensors of ``handle`` that are no parameters. They are given at the end.
     on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
     """
 
@@ -41,15 +43,19 @@ class GradientStream:
         handle: Parameters,
         trained: Mapping[str, nn.Parameter],
         bucket_bytes: int,
-        on_begin: Callable[[], None] = lambda: None,
+        on_begin: Callable[[], None],
+        *,
+        as_views: bool = True,
+        others: Iterable[str] = (),
     ) -> None:
         self._handle = handle
-        self._names = list(trained)
+        self._names = [*trained, *others]
         self._parameters = list(trained.values())
         self.buffers = handle.gradient_buffers()
-        self._views = [torch.from_numpy(self.buffers[name]) for name in self._names]
+        self._views = [torch.from_numpy(self.buffers[name]) for name in trained]
         self._plan = BucketPlan([view.nbytes for view in self._views], bucket_bytes)
         self._on_begin = on_begin
+        self._as_views = as_views
         #: Gradients of this step that were taken over, and the version that they had then.
         self._taken: dict[int, tuple[Tensor | None, int]] = {}
         self._given: set[int] = set()
@@ -109,7 +115,7 @@ class GradientStream:
         elif gradient is not view:
             with torch.no_grad():
                 view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
-            if parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+            if self._as_views and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
                 gradient = parameter.grad = view
         self._taken[number] = gradient, 0 if gradient is None else gradient._version
 
@@ -125,9 +131,14 @@ class GradientStream:
     # --- at its end ---
 
     @property
+    def is_paused(self) -> bool:
+        """Whether backward passes push nothing."""
+        return self._is_paused
+
+    @property
     def untaken(self) -> list[str]:
         """Parameters that got no gradient in this step so far."""
-        return [name for number, name in enumerate(self._names) if number not in self._taken]
+        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in self._taken]
 
     def complete(self) -> None:
         """Gives what is missing: parameters without a gradient count with zeros.
@@ -182,7 +193,7 @@ class GradientStream:
         self._end()
 
     def _take_rest(self) -> None:
-        for number in range(len(self._names)):
+        for number in range(len(self._parameters)):
             if number not in self._taken:
                 self._take(number)
 

@@ -26,13 +26,13 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Optimizer, group_of
+from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
 
-_MIB: Final = 1 << 20
 #: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
 _RATE_TOLERANCE: Final = 1e-6
 
@@ -82,7 +82,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         consistency = BSP() if consistency is None else consistency
         _check_scheduler(optimizer, scheduler, consistency)
-        bucket_bytes = _bucket_bytes(bucket_cap_mb)
+        bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = inspect(model, _parameters_of(wrapped))
         spec = _specification(optimizer, tensors.trained, scheduler)
@@ -287,12 +287,6 @@ def _check_scheduler(optimizer: object, scheduler: object, consistency: Consiste
             f"scheduler={type(scheduler).__name__} counts this worker's steps, but in {type(consistency).__name__} the "
             "servers count the pushes of all workers: give a schedule in a specification of psdist.optim"
         )
-
-
-def _bucket_bytes(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, int | float) or not 0 < bucket_cap_mb <= 1 << 20:
-        raise InvalidArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} is out of range: use MiB above 0")
-    return max(1, int(bucket_cap_mb * _MIB))
 
 
 def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:

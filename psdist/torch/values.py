@@ -21,6 +21,15 @@ from psdist.client.sync_client import Client
 _NO_TRAINING: Final = optim.SGD(lr=0.0)
 
 
+def write_into(tensor: Tensor, array: NDArray[Any]) -> None:
+    """Copies the array, which need not stay, into a tensor of any dtype and device."""
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        np.copyto(tensor.detach().numpy(), array)
+    else:
+        tensor.detach().copy_(from_array(array))
+    torch.autograd.graph.increment_version(tensor)
+
+
 class TensorWriter:
     """Writes arrays into tensors of the same names, shapes and dtypes. tensors: on any one device."""
 
@@ -62,14 +71,14 @@ def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
     A parameter set holds finite floats, so buffers (masks with -inf, counters) cross it as numbers of 0 to 255, one for
     each byte. Only frozen float32 parameters, which may be large, cross it as they are.
     """
-    init = {key: _plain(tensor) if _is_plain(tensor) else _as_bytes(tensor) for key, tensor in fixed.items()}
+    init = {key: _plain(tensor) if _is_plain(tensor) else as_bytes(tensor) for key, tensor in fixed.items()}
     init = {key: array for key, array in init.items() if array.size}
     if not init:
         return
     values = client.parameters(name, init, _NO_TRAINING).pull()
     for key, array in values.items():
         tensor = fixed[key]
-        received = torch.from_numpy(array) if _is_plain(tensor) else _from_bytes(array, tensor)
+        received = torch.from_numpy(array) if _is_plain(tensor) else from_bytes(array, tensor)
         with torch.no_grad():
             tensor.copy_(received.view_as(tensor))
 
@@ -83,11 +92,13 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
     return array
 
 
-def _as_bytes(tensor: Tensor) -> NDArray[np.float32]:
+def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
+    """The bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
     flat = tensor.detach().cpu().contiguous().view(-1)
     array: NDArray[np.float32] = flat.view(torch.uint8).numpy().astype(np.float32)
     return array
 
 
-def _from_bytes(array: NDArray[np.float32], like: Tensor) -> Tensor:
+def from_bytes(array: NDArray[np.float32], like: Tensor) -> Tensor:
+    """The tensor of which ``array`` has the bytes: of one dimension, with the dtype of ``like``."""
     return torch.from_numpy(array.astype(np.uint8)).view(like.dtype)

@@ -12,13 +12,14 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
 
 sys.path.insert(0, sys.argv[1])
 
-from psdist.torch import DistributedOptimizer  # the path is an argument
+from psdist.torch import DistributedDataParallel, DistributedOptimizer  # the path is an argument
 from tests.support.torch_models import MODELS, loss_of, part  # as above
 
 
@@ -41,6 +42,8 @@ def main() -> None:
         digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
         line = f"{name} digest {digest[:16]}"
         if beside:
+            averaged = by_ddp(name, at_first, steps, rank, world, DistributedDataParallel)
+            line += f" averaged {difference(averaged, by_ddp(name, at_first, steps, rank, world)):.1e}"
             line += f" ddp {difference(model, by_ddp(name, at_first, steps, rank, world)):.1e}"
             line += f" alone {difference(model, alone(name, at_first, steps)) if rank == 0 else 0:.1e}"
         if rank == 0:
@@ -59,14 +62,19 @@ def alone(name: str, at_first: nn.Module, steps: int) -> nn.Module:
     return model
 
 
-def by_ddp(name: str, at_first: nn.Module, steps: int, rank: int, world: int) -> nn.Module:
-    """The model after training with torch's DDP."""
+def by_ddp(
+    name: str, at_first: nn.Module, steps: int, rank: int, world: int, wrap: Any = nn.parallel.DistributedDataParallel
+) -> nn.Module:
+    """The model after training with torch's DDP, or what has its shape."""
     if not distributed.is_initialized():
         rendezvous = Path(tempfile.gettempdir()) / "gloo"
         distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     model = copy.deepcopy(at_first)
     _, batch_of, optimizer_of = MODELS[name]
-    optimizer, wrapped = optimizer_of(model), nn.parallel.DistributedDataParallel(model)
+    optimizer, wrapped = (
+        optimizer_of(model),
+        wrap(model, **({"name": f"{name}/gradients"} if wrap is DistributedDataParallel else {})),
+    )
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(wrapped, part(batch_of(step), rank, world)).backward()
