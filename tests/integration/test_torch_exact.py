@@ -52,6 +52,20 @@ def test_three_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[s
     assert digests(tmp_path, 3) == on_one_server
 
 
+@pytest.mark.long  # What servers do when one of them dies has tests of its own; here it is a step of hooks.
+def test_a_server_that_is_killed_changes_no_byte(tmp_path: Path, on_one_server: list[str]) -> None:
+    arguments = (str(ROOT), "20", MODELS)
+    run = Run(tmp_path, SCRIPT.read_text(), *arguments, flags=("--nservers", "3", "--replicas", "2"))
+    try:
+        run.until("mlp is under way")
+        run.child("psdist_server").kill()
+        status, output = run.end()
+    finally:
+        run.stop()
+    assert status == 0, output
+    assert re.findall(r" digest (\S+)", "".join(run.seen) + output) == on_one_server
+
+
 @pytest.mark.long  # The same bytes over other transports, and on two servers.
 @pytest.mark.parametrize("transport", ["auto", "tcp", "grpc"])
 def test_two_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[str], transport: str) -> None:

@@ -177,6 +177,21 @@ def test_a_compiled_model_trains(alone: Context, name: str) -> None:
     assert distance(model, other) < 1e-5
 
 
+def test_autocast_trains(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    for step in range(STEPS):
+        for trained, by in ((model, optimizer), (other, plain)):
+            by.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(trained, BATCHES(step))
+            loss.backward()
+            by.step()
+    assert distance(model, other) < 1e-3, "rounded to bfloat16 on the way"
+
+
 @pytest.mark.parametrize("consistency", [psdist.SSP(2), psdist.ASP()], ids=["ssp", "asp"])
 def test_other_modes_of_one_worker_are_the_same(
     alone: Context, name: str, consistency: psdist.consistency.Consistency

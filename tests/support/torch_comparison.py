@@ -38,6 +38,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss_of(model, part(batch_of(step), rank, world)).backward()
             optimizer.step()
+            if rank == 0 and step == 10:
+                print(f"{name} is under way", flush=True)
         assert optimizer.handle.step == steps
         digest = hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in model.parameters())).hexdigest()
         line = f"{name} digest {digest[:16]}"
@@ -71,10 +73,8 @@ def by_ddp(
         distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
     model = copy.deepcopy(at_first)
     _, batch_of, optimizer_of = MODELS[name]
-    optimizer, wrapped = (
-        optimizer_of(model),
-        wrap(model, **({"name": f"{name}/gradients"} if wrap is DistributedDataParallel else {})),
-    )
+    named = {"name": f"{name}/gradients"} if wrap is DistributedDataParallel else {}
+    optimizer, wrapped = optimizer_of(model), wrap(model, **named)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(wrapped, part(batch_of(step), rank, world)).backward()
@@ -85,7 +85,7 @@ def by_ddp(
 def difference(one: nn.Module, other: nn.Module) -> float:
     """The largest relative difference of a parameter, by L2 norms."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return max(float((a - b).double().norm() / b.double().norm()) for a, b in pairs)
+    return max(((a - b).double().norm() / b.double().norm()).item() for a, b in pairs)
 
 
 if __name__ == "__main__":
