@@ -372,8 +372,19 @@ class FTRL(Optimizer):
     _state: ClassVar[tuple[str, ...]] = ("residual", "sum")
 
 
+@dataclass(frozen=True)
+class Mean(Optimizer):
+    """No training, but an all-reduce: the weights of a step are ``lr`` times the mean of its gradients, whatever they
+    were before. With ``lr=1.0`` they are that mean exactly."""
+
+    lr: float = 1.0
+    kind: ClassVar[str] = "mean"
+
+
 SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}
-OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, FTRL)}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    cls.kind: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, FTRL, Mean)
+}
 
 _UNIT_OPEN = ("beta1", "beta2", "alpha")
 

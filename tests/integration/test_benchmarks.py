@@ -39,6 +39,16 @@ def measure(tmp_path: Path, module: str, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.long
+def test_a_step_of_torch_beside_ddp(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    small = ("--width", "24", "--layers", "1", "--context", "8", "--rounds", "2", "--steps", "2")
+    result = measure(tmp_path, "torch_step", *small)
+    assert list(result["contenders"]) == ["psdist", "ddp", "ddp_tuned", "alone"]
+    assert result["contenders"]["psdist"]["ratio"] == 1.0
+    assert all(one["backward_ms"] > 0 for one in result["contenders"].values())
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("transport", "peers"), [("shm", {"gloo", "kernel"}), ("tcp", set()), ("grpc", {"echo_tuned"})]
 )

@@ -62,6 +62,13 @@ def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
 
 
+def test_the_program_of_the_page_on_torch_trains(tmp_path: Path) -> None:
+    script = _program_of("torch.md", tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss 0\.0\d\d after 100 steps\n", done.stdout), done.stdout
+
+
 def test_the_program_of_the_page_on_optimizers_trains(tmp_path: Path) -> None:
     script = _program_of("optimizers.md", tmp_path)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)

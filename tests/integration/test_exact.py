@@ -38,6 +38,7 @@ PLAIN: dict[str, Optimizer] = {
     "rmsprop-full": optim.RMSprop(lr=1e-2, momentum=0.9, centered=True, weight_decay=0.01),
     "lion": optim.Lion(lr=1e-3, weight_decay=0.1),
     "ftrl": optim.FTRL(lr=0.1, l1=0.01, l2=0.1),
+    "mean": optim.Mean(),
     "overrides": optim.Adam(overrides=(optim.override("w*", lr=0.1, beta1=0.5), optim.override("b", lr=0.0))),
 }
 WARM = optim.Cosine(20, warmup_steps=3)

@@ -35,6 +35,7 @@ SPECS: list[optim.Optimizer] = [
     optim.RMSprop(centered=True, momentum=0.5),
     optim.Lion(lr=0.1, weight_decay=0.1),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
+    optim.Mean(),
 ]
 SLICE = 5000  # more than a block, and no multiple of one
 TOTAL = 4 * SLICE - 700

@@ -41,6 +41,8 @@ SPECS: list[optim.Optimizer] = [
     optim.Lion(lr=0.1, weight_decay=0.1, schedule=optim.Constant(warmup_steps=4)),
     optim.FTRL(lr=0.5, overrides=(optim.override("*", lr=0.1, l1=1.0, l2=0.0, beta=0.0),)),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2, schedule=optim.Linear(4, warmup_steps=3, warmup_start=0.0)),
+    optim.Mean(),
+    optim.Mean(lr=0.3, overrides=(optim.override("*", lr=1.0),)),
 ]
 
 lengths = st.one_of(st.integers(0, 70), st.sampled_from([255, 256, 257, 511, 513, 4095, 4096, 4097, 8209]))

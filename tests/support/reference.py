@@ -181,6 +181,11 @@ def _ftrl(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
     w[:] = np.where(curvature > 0, moved, w)
 
 
+def _mean(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """The weights are the gradient itself, times the rate."""
+    w[:] = np.float32(rate) * g
+
+
 _UPDATES: dict[str, Callable[..., None]] = {
     "sgd": _sgd,
     "adam": _adam,
@@ -189,4 +194,5 @@ _UPDATES: dict[str, Callable[..., None]] = {
     "rmsprop": _rmsprop,
     "lion": _lion,
     "ftrl": _ftrl,
+    "mean": _mean,
 }

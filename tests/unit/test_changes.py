@@ -98,6 +98,7 @@ FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
     },
     optim.Lion: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "weight_decay": (0.1, False)},
     optim.FTRL: {"lr": (0.5, False), "beta": (0.5, False), "l1": (0.1, False), "l2": (0.1, False)},
+    optim.Mean: {"lr": (0.5, False)},
 }
 SHARED: dict[str, Any] = {
     "schedule": optim.Cosine(9),

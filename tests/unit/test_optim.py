@@ -115,6 +115,7 @@ specs = st.one_of(
     st.builds(optim.RMSprop, alpha=unit, momentum=small, centered=st.booleans(), **common),
     st.builds(optim.Lion, betas=betas, weight_decay=small, **common),
     st.builds(optim.FTRL, beta=small, l1=small, l2=small, **common),
+    st.builds(optim.Mean, **common),
 )
 
 

@@ -408,3 +408,21 @@ def ftrl(
             w, residual, total = _three(arrays[k], at, size)
             for i in range(size):
                 w[i], residual[i], total[i] = _ftrl(w[i], residual[i], total[i], memory[i], *scalars)
+
+
+@part_of_kernel
+def _replace(w: Any, g: Any, rate: Any) -> Any:
+    return rate * g
+
+
+@_fused(_replace, scalars=1)
+def mean(
+    arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
+) -> None:
+    """The mean itself, in place of the weights."""
+    for k in range(len(segments)):
+        for at in range(0, segments[k, 0], BLOCK):
+            size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
+            w = _at(arrays[k, 0], at, size)
+            for i in range(size):
+                w[i] = _replace(w[i], memory[i], *scalars)

@@ -153,6 +153,10 @@ def _ftrl(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float
     return lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]
 
 
+def _mean(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return (rate * lr_scale,)
+
+
 _SCALARS: dict[str, Callable[[Values, float, float, int], tuple[Any, ...] | None]] = {
     "sgd": _sgd,
     "adam": _adam,
@@ -161,4 +165,5 @@ _SCALARS: dict[str, Callable[[Values, float, float, int], tuple[Any, ...] | None
     "rmsprop": _rmsprop,
     "lion": _lion,
     "ftrl": _ftrl,
+    "mean": _mean,
 }

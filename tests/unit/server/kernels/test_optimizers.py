@@ -272,6 +272,7 @@ def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
         (optim.RMSprop(centered=True, momentum=0.9), 3),
         (optim.Lion(), 1),
         (optim.FTRL(), 2),
+        (optim.Mean(), 0),
     ],
 )
 def test_no_more_state_than_needed(spec: optim.Optimizer, count: int) -> None:

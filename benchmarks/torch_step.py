@@ -1,0 +1,191 @@
+"""A training step of the character transformer through psdist, beside torch's DDP over gloo: in the same processes, in
+turns, so that a noisy moment of the machine hits all alike.
+
+python -m benchmarks.torch_step                 # two workers, two servers on this host
+python -m benchmarks.torch_step --transport tcp --compression bfloat16
+
+``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
+its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
+communication. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+
+from torch_chargpt import CharGPT, loss_of, read_text, samples  # noqa: E402  # the examples are no package
+
+#: Names the folder of a run to its workers.
+VARIABLE = "BENCH_TORCH_STEP"
+PHASES = ("forward", "backward", "step")
+#: Of each turn: caches and pages are another contender's.
+UNTIMED = 1
+
+Loop = tuple[nn.Module, torch.optim.Optimizer]
+
+
+def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]:
+    """Model and optimizer of each contender, with the same initial values."""
+    import psdist.torch
+
+    torch.manual_seed(0)
+    models = [CharGPT(options.width, options.layers, 6, options.context) for _ in range(4)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    through, plain, tuned, alone = models
+    optimizer = psdist.torch.DistributedOptimizer(
+        through, _adamw(through), compression=options.compression or None, bucket_cap_mb=options.bucket_cap_mb
+    )
+    store = f"file://{Path(os.environ[VARIABLE]) / 'rendezvous'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    ddp = nn.parallel.DistributedDataParallel
+    return {
+        "psdist": (through, optimizer),
+        "ddp": (ddp(plain), _adamw(plain)),
+        "ddp_tuned": (ddp(tuned, gradient_as_bucket_view=True), _adamw(tuned, fused=True)),
+        "alone": (alone, _adamw(alone)),
+    }
+
+
+def _adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
+
+
+def one_step(loop: Loop, batch: Callable[[], torch.Tensor]) -> tuple[float, ...]:
+    """Seconds of each phase of a step."""
+    model, optimizer = loop
+    times = [perf_counter()]
+    loss = loss_of(model, batch())
+    optimizer.zero_grad()
+    times.append(perf_counter())
+    loss.backward()
+    times.append(perf_counter())
+    optimizer.step()
+    times.append(perf_counter())
+    return tuple(after - before for before, after in pairwise(times))
+
+
+def worker(options: argparse.Namespace) -> None:
+    """Takes turns with all contenders; rank 0 writes the times."""
+    import psdist
+
+    context = psdist.init()
+    torch.set_num_threads(1)
+    text = read_text()
+    contenders = loops(options, context.rank, context.world_size)
+    rounds: list[dict[str, list[tuple[float, ...]]]] = []
+    for number in range(options.rounds + 1):
+        rounds.append({})
+        for name, loop in contenders.items():
+            dist.barrier()
+            steps = []
+            for step in range(options.steps + UNTIMED):
+
+                def batch(step: int = number * options.steps + step) -> torch.Tensor:
+                    return samples(text, options.batch, options.context, step)[context.rank :: context.world_size]
+
+                steps.append(one_step(loop, batch))
+            rounds[-1][name] = steps[UNTIMED:]
+    dist.barrier()
+    if context.rank == 0:
+        parameters = sum(one.numel() for one in contenders["alone"][0].parameters())
+        transport = contenders["psdist"][1].handle.statistics().transport  # type: ignore[attr-defined] - psdist's
+        result = {"parameters": parameters, "transport": transport, "rounds": rounds[1:]}
+        (Path(os.environ[VARIABLE]) / "times.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+    context.close()
+
+
+def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs the workers, and summarizes their times."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(options.servers),
+            "--nproc-per-node", str(options.workers), "--storage-path", "none", "--max-restarts", "0",
+            "-m", "benchmarks.torch_step", "--worker", *arguments,
+        ]  # fmt: skip
+        environment = {**os.environ, VARIABLE: folder, "PSDIST_TRANSPORT": options.transport}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
+        return summary(json.loads((Path(folder) / "times.json").read_text()))
+
+
+def summary(times: dict[str, Any]) -> dict[str, Any]:
+    """Medians in ms by contender, and how many times as long as psdist each takes: the median over rounds, and the
+    least and largest."""
+    rounds = times["rounds"]
+    result: dict[str, Any] = {"parameters": times["parameters"], "transport": times["transport"], "contenders": {}}
+    totals = {name: [median(sum(step) for step in one[name]) for one in rounds] for name in rounds[0]}
+    for name, medians in totals.items():
+        steps = [step for one in rounds for step in one[name]]
+        ratios = sorted(other / mine for other, mine in zip(medians, totals["psdist"], strict=True))
+        result["contenders"][name] = {
+            "total_ms": 1e3 * median(medians),
+            **{f"{phase}_ms": 1e3 * median(step[index] for step in steps) for index, phase in enumerate(PHASES)},
+            "ratio": median(ratios),
+            "spread": [ratios[0], ratios[-1]],
+        }
+    return result
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a table."""
+    print(f"{result['parameters']:,} parameters by {result['transport']}")
+    print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8}   times psdist's")
+    for name, one in result["contenders"].items():
+        columns = " ".join(f"{one[key]:8.1f}" for key in ("total_ms", "forward_ms", "backward_ms", "step_ms"))
+        print(f"{name:10} {columns}   {one['ratio']:.2f} ({one['spread'][0]:.2f} to {one['spread'][1]:.2f})")
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(description="A step of the character transformer, beside DDP over gloo.")
+    parser.add_argument("--batch", type=int, default=4, help="passages of a step, of all workers together")
+    parser.add_argument("--context", type=int, default=64, help="characters of a passage")
+    parser.add_argument("--width", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
+    parser.add_argument("--compression", default="")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of one turn")
+    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    """The benchmark, or one of its workers."""
+    arguments = sys.argv[1:]
+    options = parse(arguments)
+    if options.worker:
+        worker(options)
+        return
+    result = measure(options, arguments)
+    show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

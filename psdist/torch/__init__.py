@@ -1,0 +1,21 @@
+"""Training of PyTorch models through psdist: needs the extra ``psdist[torch]``.
+
+``DistributedOptimizer`` trains a model on parameter servers in any consistency mode, and replaces the script's
+optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
+``import psdist`` alone never imports torch.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install 'psdist[torch]'", name="torch") from error
+
+from psdist.torch.conversion import convert_optimizer, convert_scheduler
+from psdist.torch.data_parallel import DistributedDataParallel
+from psdist.torch.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedDataParallel", "DistributedOptimizer", "convert_optimizer", "convert_scheduler"]
+
+del _torch

@@ -1,0 +1,58 @@
+"""Which tensors travel together, and when all of them are there.
+
+Invariants: a bucket is a range of neighbours in the layout, so that slices are shared between neighbouring buckets
+only. Every tensor is in one bucket. Each bucket is complete once in a step.
+
+Not here: values, and when they are sent (``gradients``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psdist.errors import InvalidArgumentError
+
+
+class BucketPlan:
+    """Divides tensors into buckets, and counts those of a step that are ready.
+
+    sizes: bytes of each tensor, in the layout's order.
+    bucket_bytes: a bucket ends with the tensor with which it has so many. Backward passes reach the last layers first,
+        so buckets are filled from the last tensor on.
+    """
+
+    def __init__(self, sizes: Sequence[int], bucket_bytes: int) -> None:
+        self.buckets: list[tuple[int, ...]] = []
+        self._bucket_of = [0] * len(sizes)
+        members: list[int] = []
+        held = 0
+        for number in reversed(range(len(sizes))):
+            members.append(number)
+            held += sizes[number]
+            if held >= bucket_bytes or number == 0:
+                for member in members:
+                    self._bucket_of[member] = len(self.buckets)
+                self.buckets.append(tuple(reversed(members)))
+                members, held = [], 0
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    def begin(self) -> None:
+        """A step begins: nothing is ready."""
+        self._missing = [len(bucket) for bucket in self.buckets]
+
+    def on_ready(self, number: int) -> tuple[int, ...]:
+        """Tensor ``number`` is ready. Returns the bucket that it completes, else nothing."""
+        bucket = self._bucket_of[number]
+        self._missing[bucket] -= 1
+        return () if self._missing[bucket] else self.buckets[bucket]
+
+
+def bucket_bytes_of(bucket_cap_mb: float) -> int:
+    """Bytes of a bucket. Raises InvalidArgumentError."""
+    if (
+        isinstance(bucket_cap_mb, bool)
+        or not isinstance(bucket_cap_mb, int | float)
+        or not 0 < bucket_cap_mb <= 1 << 20
+    ):
+        raise InvalidArgumentError(f"bucket_cap_mb={bucket_cap_mb!r} is out of range: use MiB above 0")
+    return max(1, int(bucket_cap_mb * (1 << 20)))

@@ -1,0 +1,231 @@
+"""From ``torch.optim`` to the specifications of ``psdist.optim``.
+
+Only what trains exactly as before is converted; everything else is refused, and the message names it. Classes are
+compared exactly, because a subclass may compute something else.
+
+Not here: which parameters a model has (``inspection``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+from torch.optim import lr_scheduler
+
+from psdist import optim
+from psdist.errors import InvalidArgumentError
+from psdist.optim import Optimizer, Override, Schedule
+
+#: What torch's optimizers convert to.
+_SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
+    torch.optim.SGD: optim.SGD,
+    torch.optim.Adam: optim.Adam,
+    torch.optim.AdamW: optim.AdamW,
+    torch.optim.Adagrad: optim.Adagrad,
+    torch.optim.RMSprop: optim.RMSprop,
+}
+#: Settings that change only how fast torch computes.
+_SPEED: Final = ("foreach", "fused", "capturable")
+#: Settings that the servers do not have.
+_REFUSED: Final = ("amsgrad", "maximize", "differentiable")
+#: What else a group has, which says nothing about the update.
+_OTHER: Final = ("params", "param_names", "initial_lr", "decoupled_weight_decay")
+#: As psdist.optim allows.
+_PATTERNS: Final = 256
+
+
+def convert_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.nn.Parameter, str],
+    scheduler: lr_scheduler.LRScheduler | None = None,
+) -> Optimizer:
+    """The specification that updates as ``optimizer`` does. Its parameter groups become overrides.
+
+    names: the name of each parameter that the optimizer has.
+    scheduler: of this optimizer; see ``convert_scheduler``.
+
+    Raises InvalidArgumentError for an optimizer, a setting or a scheduler that the servers do not have, for an
+    optimizer that has already made steps, for a scheduler that is not given, and for groups that 256 patterns cannot
+    tell apart.
+    """
+    kind = _kind_of(optimizer)
+    groups = optimizer.param_groups
+    title = f"torch.optim.{type(optimizer).__name__}"
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has a state from the start
+        raise InvalidArgumentError(
+            f"this {title} has already made steps: the servers begin with an empty state. Wrap a new one; a run goes "
+            "on from a snapshot by its --run-id"
+        )
+    if scheduler is None and any("initial_lr" in group for group in groups):
+        raise InvalidArgumentError(
+            f"this {title} has a learning-rate scheduler, which the servers must know: pass it as scheduler="
+        )
+    hyperparameters = [_hyperparameters(title, kind, group) for group in groups]
+    base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
+    spec = kind(**hyperparameters[base])
+    overrides = _overrides(spec, base, hyperparameters, _names_of_groups(groups, names))
+    schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
+    return replace(spec, overrides=overrides, schedule=schedule)
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> type[Optimizer]:
+    kind = _SPECIFICATIONS.get(type(optimizer))
+    if kind is None:
+        known = ", ".join(one.__name__ for one in _SPECIFICATIONS)
+        raise InvalidArgumentError(
+            f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no counterpart on the servers: use one "
+            f"of torch.optim.{{{known}}}, a specification of psdist.optim, or psdist.torch.DistributedDataParallel, "
+            "which keeps your optimizer"
+        )
+    if kind is optim.Adam and all(group.get("decoupled_weight_decay") for group in optimizer.param_groups):
+        return optim.AdamW
+    return kind
+
+
+def _hyperparameters(title: str, kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of one parameter group, by their names in psdist.optim."""
+    for name in _REFUSED:
+        if group.get(name):
+            raise InvalidArgumentError(f"{title}({name}=True) has no counterpart on the servers: use {name}=False")
+    if group.get("decoupled_weight_decay", False) != (kind is optim.AdamW) and kind in (optim.Adam, optim.AdamW):
+        raise InvalidArgumentError(f"{title}: decoupled_weight_decay must be the same for all parameter groups")
+    out: dict[str, Any] = {}
+    known = set(kind.__dataclass_fields__)
+    for name, value in group.items():
+        if name in known:
+            out[name] = value.item() if isinstance(value, torch.Tensor) else value
+        elif name not in (*_SPEED, *_REFUSED, *_OTHER):
+            raise InvalidArgumentError(f"{title}: the setting {name}={value!r:.60} is not known to psdist")
+    if "initial_lr" in group:
+        out["lr"] = float(group["initial_lr"])
+    if "betas" in out:
+        out["betas"] = tuple(float(value) for value in out["betas"])
+    return out
+
+
+def _names_of_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> list[list[str]]:
+    return [[names[parameter] for parameter in group["params"] if parameter in names] for group in groups]
+
+
+def _overrides(
+    spec: Optimizer, base: int, hyperparameters: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
+) -> tuple[Override, ...]:
+    """What makes of ``spec``, which has the hyperparameters of group ``base``, those of all groups."""
+    changes = [_changes(spec, values) for values in hyperparameters]
+    changed = [number for number, values in enumerate(changes) if values and names[number]]
+    kept = [name for number, group in enumerate(names) if number not in changed for name in group]
+    out: list[Override] = []
+    for number in changed:
+        others = kept + [name for other in changed if other != number for name in names[other]]
+        out += [optim.override(pattern, **changes[number]) for pattern in _patterns(names[number], others)]
+    if len(out) > _PATTERNS:
+        raise InvalidArgumentError(
+            f"the parameter groups need {len(out)} overrides, more than {_PATTERNS}: group parameters by patterns "
+            "that psdist.optim.override can name, such as '*.bias', and pass a specification of psdist.optim"
+        )
+    return tuple(out)
+
+
+def _changes(spec: Optimizer, values: Mapping[str, Any]) -> dict[str, float]:
+    mine, theirs = spec.values(), type(spec)(**values).values()
+    return {name: value for name, value in theirs.items() if value != mine[name]}
+
+
+def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Patterns that match all of ``names`` and none of ``others``: their last words where that is possible
+    (``*.bias``), else their whole names."""
+    found: dict[str, None] = {}
+    for name in names:
+        ending = f"*.{_escaped(name.rpartition('.')[2])}"
+        is_exact = "." in name and not any(fnmatchcase(other, ending) for other in others)
+        found[ending if is_exact else _escaped(name)] = None
+    return list(found)
+
+
+def _escaped(name: str) -> str:
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+# --- schedulers -------------------------------------------------------------------------------------------------------
+
+
+def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
+    """The schedule with the same factor at each step, for a scheduler that is stepped after every step of the
+    optimizer.
+
+    Converted are LinearLR from 1, and as a warm-up to 1; CosineAnnealingLR, up to its ``T_max``; StepLR,
+    ExponentialLR and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these.
+    Raises InvalidArgumentError for all others, and for one that has already made steps.
+    """
+    if scheduler.last_epoch > 0:
+        raise InvalidArgumentError(
+            f"this {type(scheduler).__name__} has already made {scheduler.last_epoch} steps: the servers count from "
+            "0. Pass a new one; in a run that goes on from a snapshot it is brought to the run's step"
+        )
+    if type(scheduler) is lr_scheduler.SequentialLR:
+        return _sequence(scheduler)
+    if type(scheduler) is lr_scheduler.LinearLR and _is_warm_up(scheduler):
+        return optim.Constant(warmup_steps=scheduler.total_iters, warmup_start=scheduler.start_factor)
+    return _simple(scheduler)
+
+
+def _sequence(scheduler: lr_scheduler.SequentialLR) -> Schedule:
+    parts, milestones = list(scheduler._schedulers), list(scheduler._milestones)
+    first = parts[0]
+    if len(parts) != 2 or type(first) is not lr_scheduler.LinearLR or not _is_warm_up(first):
+        raise _unknown(scheduler, "it is not LinearLR up to end_factor=1, and then one other scheduler")
+    if milestones != [first.total_iters]:
+        raise _unknown(scheduler, f"its milestone {milestones[0]} is not the warm-up's total_iters={first.total_iters}")
+    return replace(_simple(parts[1]), warmup_steps=first.total_iters, warmup_start=first.start_factor)
+
+
+def _is_warm_up(scheduler: lr_scheduler.LinearLR) -> bool:
+    return scheduler.end_factor == 1.0 and scheduler.start_factor < 1.0
+
+
+def _simple(scheduler: lr_scheduler.LRScheduler) -> Schedule:
+    convert = _SCHEDULES.get(type(scheduler))
+    if convert is None:
+        raise _unknown(scheduler, "the servers have no such schedule")
+    return convert(scheduler)
+
+
+def _unknown(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
+    return InvalidArgumentError(
+        f"{type(scheduler).__name__} cannot be converted: {why}. Use a schedule of psdist.optim, such as "
+        "psdist.optim.Cosine(total_steps, warmup_steps=...), in a specification of psdist.optim"
+    )
+
+
+def _constant(scheduler: Any) -> Schedule:
+    if scheduler.factor != 1:
+        raise _unknown(scheduler, f"factor={scheduler.factor} is not 1")
+    return optim.Constant()
+
+
+def _linear(scheduler: Any) -> Schedule:
+    if scheduler.start_factor != 1:
+        raise _unknown(scheduler, f"start_factor={scheduler.start_factor:g} is not 1, and end_factor is not 1 either")
+    return optim.Linear(scheduler.total_iters, scheduler.end_factor)
+
+
+def _cosine(scheduler: Any) -> Schedule:
+    factors = {scheduler.eta_min / lr for lr in scheduler.base_lrs}
+    if len(factors) > 1:
+        raise _unknown(scheduler, f"eta_min={scheduler.eta_min:g} is another part of the rate in each parameter group")
+    return optim.Cosine(scheduler.T_max, factors.pop())
+
+
+_SCHEDULES: Final[dict[type[lr_scheduler.LRScheduler], Callable[[Any], Schedule]]] = {
+    lr_scheduler.ConstantLR: _constant,
+    lr_scheduler.LinearLR: _linear,
+    lr_scheduler.CosineAnnealingLR: _cosine,
+    lr_scheduler.StepLR: lambda scheduler: optim.Step(scheduler.step_size, scheduler.gamma),
+    lr_scheduler.ExponentialLR: lambda scheduler: optim.Step(1, scheduler.gamma),
+    lr_scheduler.PolynomialLR: lambda scheduler: optim.Polynomial(scheduler.total_iters, scheduler.power),
+}

@@ -1,0 +1,218 @@
+"""``DistributedDataParallel``: gradients are averaged through the servers, and the script keeps its own optimizer.
+
+The shape and the arguments are those of torch.nn.parallel.DistributedDataParallel. A parameter set of the gradients has
+``psdist.optim.Mean`` as its optimizer, so what comes back for a push is the mean gradient of the step, in BSP.
+
+Invariants: after a backward pass outside ``no_sync`` every worker has the same bytes in its gradients. So models that
+begin alike and have the same optimizer stay alike.
+
+Not here: gradients on their way (``gradients``). Weights are not on the servers, so workers cannot join later, and
+snapshots do not have them: that is what ``DistributedOptimizer`` is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from psdist.client.context import Context, init
+from psdist.client.sync_client import Client
+from psdist.compression import Codec
+from psdist.errors import FencedError, InvalidArgumentError
+from psdist.optim import Mean
+from psdist.torch.bucket_plan import bucket_bytes_of
+from psdist.torch.gradients import GradientStream
+from psdist.torch.inspection import ModelTensors, inspect
+from psdist.torch.values import as_bytes, from_bytes, share_fixed, write_into
+
+#: A tensor that has 1 for each parameter that got a gradient.
+_USED: Final = "psdist/used"
+#: Defaults of torch's arguments that have no meaning here. Other values are refused.
+_UNSUPPORTED: Final[dict[str, Any]] = {
+    "output_device": None,
+    "dim": 0,
+    "process_group": None,
+    "init_sync": True,
+    "check_reduction": False,
+    "delay_all_reduce_named_params": None,
+    "param_to_hook_all_reduce": None,
+    "mixed_precision": None,
+    "device_mesh": None,
+    "skip_all_reduce_unused_params": False,
+}
+
+
+class DistributedDataParallel(nn.Module):
+    """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients.
+
+    module: as for ``DistributedOptimizer``. All workers begin with the values of the lowest rank.
+    device_ids: None, or the one device that the module is on.
+    broadcast_buffers: before each forward pass in training that is to be followed by a push, buffers become those of
+        rank 0. That is one more step of a parameter set.
+    find_unused_parameters: a backward pass may reach some parameters only. Workers that do not reach one count with
+        zeros; one that nobody reaches keeps the gradient that it had. False raises InvalidArgumentError then.
+    gradient_as_bucket_view: ``parameter.grad`` is a view of the gradient vector, which saves memory and a copy.
+    static_graph: as find_unused_parameters: the parameters that are reached need not be all.
+    bucket_cap_mb: MiB of gradients that are pushed together; None for 8.
+    compression: of gradients, as for ``Client.parameters``.
+    name: of the parameter set. context: None takes that of ``psdist.init()``.
+    others: the other arguments of torch's class, which may only have their defaults.
+
+    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, and what ``psdist.init`` and
+    ``Client.parameters`` raise. Backward passes raise what pushes raise; FencedError where this worker was expelled and
+    the others have gone on: its model is not theirs any more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        *,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        compression: Codec | str | None = None,
+        name: str = "gradients",
+        context: Context | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__()
+        check_unsupported(others)
+        bucket_bytes = bucket_bytes_of(8.0 if bucket_cap_mb is None else bucket_cap_mb)
+        tensors = inspect(module)
+        _check_devices(tensors, device_ids)
+        self.module = module
+        #: This script's place in its run.
+        self.context = init() if context is None else context
+        client = self.context.client
+        self._trained = tensors.trained
+        self._may_miss = find_unused_parameters or static_graph
+        shapes: dict[str, NDArray[np.float32]] = {
+            key: np.zeros(tuple(one.shape), np.float32) for key, one in tensors.trained.items()
+        }
+        flags: dict[str, NDArray[np.float32]] = {_USED: np.zeros(len(shapes), np.float32)} if self._may_miss else {}
+        #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
+        self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
+        share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
+        buffers = dict(module.named_buffers()) if broadcast_buffers else {}
+        self._buffers_in_step = _BufferBroadcast(client, f"{name}/buffers", buffers, self.context.rank)
+        self._stream = GradientStream(
+            self.handle, tensors.trained, bucket_bytes, self._on_begin, as_views=gradient_as_bucket_view, others=flags
+        )
+        self._stream.listen()
+
+    def forward(self, *arguments: Any, **keywords: Any) -> Any:
+        """What the module returns."""
+        if self.training and torch.is_grad_enabled() and not self._stream.is_paused:
+            self._buffers_in_step.broadcast()
+        return self.module(*arguments, **keywords)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """In this context backward passes add up gradients in the worker. The first one after it averages the sums."""
+        with self._stream.paused():
+            yield
+
+    def register_comm_hook(self, state: object, hook: object) -> None:
+        """Refused: gradients are averaged on the servers. ``compression=`` says how they are sent."""
+        raise InvalidArgumentError("register_comm_hook is not supported: pass compression=, such as 'bfloat16'")
+
+    # --- the end of a backward pass ---
+
+    def _on_begin(self) -> None:
+        # As torch's own classes have autograd call them at the end of the backward pass that is running.
+        torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
+
+    def _reduce(self) -> None:
+        missing = set(self._stream.untaken)
+        if missing and not self._may_miss:
+            raise InvalidArgumentError(
+                f"the backward pass reached no gradient of {', '.join(sorted(missing)[:8])}: pass "
+                "find_unused_parameters=True, or freeze them by requires_grad_(False)"
+            )
+        if self._may_miss:
+            self._stream.buffers[_USED][:] = [name not in missing for name in self._trained]
+        # Their answers stay as they are until the next step begins.
+        held: dict[str, NDArray[Any]] = {}
+
+        def write(means: Mapping[str, NDArray[Any]]) -> None:
+            for name, mean in means.items():
+                if name in missing or name == _USED:
+                    held[name] = mean
+                else:
+                    _set_gradient(self._trained[name], mean)
+
+        self._stream.complete()
+        if not self._stream.collect(write):
+            raise FencedError(
+                "this worker was expelled, and the others went on with a step that it did not make: its model is not "
+                "theirs any more. Start it again, or use psdist.torch.DistributedOptimizer, whose weights are on the "
+                "servers"
+            )
+        if missing:
+            for number, name in enumerate(self._trained):
+                if name in missing and held[_USED][number]:
+                    _set_gradient(self._trained[name], held[name])
+
+
+class _BufferBroadcast:
+    """Gives a module's buffers the values of rank 0. Others abstain, so that the mean is what rank 0 pushed."""
+
+    def __init__(self, client: Client, name: str, buffers: Mapping[str, Tensor], rank: int) -> None:
+        self._buffers = {key: buffer for key, buffer in buffers.items() if buffer.numel()}
+        self._is_source = rank == 0
+        if self._buffers:
+            init = {key: as_bytes(buffer) for key, buffer in self._buffers.items()}
+            self._handle = client.parameters(name, init, Mean(), non_finite="skip")
+            self._nothing = {key: np.full_like(array, np.nan) for key, array in init.items()}
+
+    def broadcast(self) -> None:
+        """Makes one step: all workers call it as often."""
+        if not self._buffers:
+            return
+        given = {key: as_bytes(one) for key, one in self._buffers.items()} if self._is_source else self._nothing
+        values = self._handle.push_pull(given, copy=False)
+        if not self._is_source:
+            with torch.no_grad():
+                for key, buffer in self._buffers.items():
+                    buffer.copy_(from_bytes(values[key], buffer).view_as(buffer))
+
+
+def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:
+    if parameter.grad is None or parameter.grad.layout is not torch.strided:
+        parameter.grad = torch.empty_like(parameter)
+    write_into(parameter.grad, mean)
+
+
+def check_unsupported(given: Mapping[str, Any]) -> None:
+    """Raises InvalidArgumentError for arguments of torch's class that would have no effect here, and unknown ones."""
+    for name, value in given.items():
+        if name not in _UNSUPPORTED:
+            raise InvalidArgumentError(f"DistributedDataParallel has no argument {name!r}")
+        if value != _UNSUPPORTED[name]:
+            raise InvalidArgumentError(
+                f"{name}={value!r:.60} is not supported by psdist.torch.DistributedDataParallel: leave it out"
+            )
+
+
+def _check_devices(tensors: ModelTensors, device_ids: Sequence[int | torch.device] | None) -> None:
+    if not device_ids:
+        return
+    wanted = [torch.device("cuda", one) if isinstance(one, int) else torch.device(one) for one in device_ids]
+    if any(device.type == "cuda" for device in wanted) and not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"device_ids={list(device_ids)} names a CUDA device, but this process sees none: leave device_ids out, or "
+            "install a torch that finds the device"
+        )
+    if wanted != [tensors.device]:
+        raise InvalidArgumentError(
+            f"device_ids={list(device_ids)}, but the model is on {tensors.device}: move the model, and name its device"
+        )

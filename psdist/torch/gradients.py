@@ -1,0 +1,203 @@
+"""The gradients of a model on their way to the servers: taken over by hooks while the backward pass runs, and pushed
+bucket by bucket.
+
+Autograd makes each gradient in memory of its own. A hook copies it into the flat gradient vector, which servers on the
+same host read in place, and makes ``parameter.grad`` a view of it. With ``zero_grad(set_to_none=True)``, torch's
+default, nothing has to be cleared or added up.
+
+Invariants: each tensor is given once in a step. What was given is not written to before the step is answered; a script
+that does so gets an error.
+
+Not here: what becomes of the answer (``optimizer``, ``data_parallel``), which tensors make a bucket (``bucket_plan``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from psdist.client.sync_client import Bucket, Parameters
+from psdist.errors import FencedError, InvalidArgumentError, PsdistError
+from psdist.torch.bucket_plan import BucketPlan
+
+Write = Callable[[Mapping[str, NDArray[Any]]], None]
+
+
+class GradientStream:
+    """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
+
+    bucket_bytes: see ``BucketPlan``.
+    as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 in main memory can be one.
+    others: tensors of ``handle`` that are no parameters. They are given at the end.
+    on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
+    """
+
+    def __init__(
+        self,
+        handle: Parameters,
+        trained: Mapping[str, nn.Parameter],
+        bucket_bytes: int,
+        on_begin: Callable[[], None],
+        *,
+        as_views: bool = True,
+        others: Iterable[str] = (),
+    ) -> None:
+        self._handle = handle
+        self._names = [*trained, *others]
+        self._parameters = list(trained.values())
+        self.buffers = handle.gradient_buffers()
+        self._views = [torch.from_numpy(self.buffers[name]) for name in trained]
+        self._plan = BucketPlan([view.nbytes for view in self._views], bucket_bytes)
+        self._on_begin = on_begin
+        self._as_views = as_views
+        #: Gradients of this step that were taken over, and the version that they had then.
+        self._taken: dict[int, tuple[Tensor | None, int]] = {}
+        self._given: set[int] = set()
+        self._buckets: list[tuple[Bucket, tuple[int, ...]]] = []
+        #: Whether this step was dropped, because this worker had been expelled.
+        self._dropped = False
+        self._is_paused = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+    # --- while the backward pass runs ---
+
+    def listen(self) -> None:
+        """From now on backward passes push."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
+                partial(self._on_gradient, number)
+            )
+            for number, parameter in enumerate(self._parameters)
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks away. Gradients stay where they are."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes add up gradients and push nothing."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
+        if self._is_paused or self._dropped:
+            return
+        if number in self._taken:
+            raise InvalidArgumentError(
+                f"parameter {self._names[number]!r} got a second gradient before step(), and its first is under way "
+                "already: put all backward passes of a step but the last into no_sync()"
+            )
+        self._take(number)
+        if ready := self._plan.on_ready(number):
+            self._give(ready)
+
+    def _take(self, number: int) -> None:
+        """Copies a gradient to its place in the vector; zeros where there is none."""
+        if not self._taken:
+            self._on_begin()
+            self._plan.begin()
+        parameter, view = self._parameters[number], self._views[number]
+        gradient = parameter.grad
+        if gradient is None:
+            view.zero_()
+        elif gradient is not view:
+            with torch.no_grad():
+                view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+            if self._as_views and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+                gradient = parameter.grad = view
+        self._taken[number] = gradient, 0 if gradient is None else gradient._version
+
+    def _give(self, numbers: tuple[int, ...]) -> None:
+        try:
+            bucket = self._handle.push_pull_async([self._names[number] for number in numbers])
+        except FencedError:
+            self._dropped = True  # The next call says whether this worker takes part again.
+            return
+        self._buckets.append((bucket, numbers))
+        self._given.update(numbers)
+
+    # --- at its end ---
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether backward passes push nothing."""
+        return self._is_paused
+
+    @property
+    def untaken(self) -> list[str]:
+        """Parameters that got no gradient in this step so far."""
+        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in self._taken]
+
+    def complete(self) -> None:
+        """Gives what is missing: parameters without a gradient count with zeros.
+
+        Raises InvalidArgumentError where a gradient was changed after it was given.
+        """
+        self._check_unchanged()
+        self._take_rest()
+        rest = tuple(number for number in range(len(self._names)) if number not in self._given)
+        if rest and not self._dropped:
+            self._give(rest)
+
+    def _check_unchanged(self) -> None:
+        for number, (gradient, version) in self._taken.items():
+            now = self._parameters[number].grad
+            if now is not gradient or (now is not None and now._version != version):
+                raise InvalidArgumentError(
+                    f"the gradient of {self._names[number]!r} was changed or taken away after the backward pass, which "
+                    "had pushed it already. Clip by max_grad_norm=, scale the loss instead, or use overlap=False, "
+                    "which pushes in step()"
+                )
+
+    def collect(self, write: Write) -> bool:
+        """Waits for the step's answers, and hands them to ``write`` as they come. Returns False where the step was
+        dropped.
+
+        Raises what a bucket failed with; ``complete`` and ``collect`` then go on with the same step.
+        """
+        failures: list[PsdistError] = []
+        for bucket, numbers in self._buckets:
+            try:
+                answer = bucket.wait()
+            except FencedError:
+                self._dropped = True
+                break
+            except PsdistError as error:
+                failures.append(error)
+                self._given.difference_update(numbers)
+            else:
+                write(answer)
+        self._buckets.clear()
+        if failures:
+            raise failures[0]
+        was_dropped = self._dropped
+        self._end()
+        return not was_dropped
+
+    def push_pull(self, write: Write) -> None:
+        """The whole step at once, for what cannot be pushed in buckets."""
+        self._take_rest()
+        write(self._handle.push_pull(self.buffers, copy=False))
+        self._end()
+
+    def _take_rest(self) -> None:
+        for number in range(len(self._parameters)):
+            if number not in self._taken:
+                self._take(number)
+
+    def _end(self) -> None:
+        self._taken.clear()
+        self._given.clear()
+        self._dropped = False

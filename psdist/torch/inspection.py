@@ -1,0 +1,158 @@
+"""Which tensors of a model psdist trains, which it only makes equal at the beginning, and whether the model was changed
+since.
+
+Invariants: names are those of ``model.named_parameters()``, without what ``torch.compile`` puts before them. A tied
+weight appears once, under its first name.
+
+Not here: values (``values``), gradients (``gradients``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
+
+#: Dtypes of trained parameters. The servers hold float32 and would round a float64.
+DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: What the module of ``torch.compile`` puts before the names.
+_COMPILED: Final = "_orig_mod."
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """The tensors of a model, by name and in the model's order.
+
+    trained: parameters that the servers train. fixed: all others, buffers among them, which each worker keeps.
+    """
+
+    trained: dict[str, nn.Parameter]
+    fixed: dict[str, Tensor]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all trained parameters."""
+        return next(iter(self.trained.values())).device
+
+
+def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> ModelTensors:
+    """The tensors of ``model``. wanted: the parameters that its optimizer has; None for all with ``requires_grad``.
+
+    Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
+    that are not the model's, on several devices, on the meta device or lazy; DTypeMismatchError for a dtype that
+    cannot be trained.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise InvalidArgumentError(f"the model is wrapped in {type(model).__name__}: give its .module")
+    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    chosen = None if wanted is None else set(wanted)
+    if chosen is not None:
+        _check_known(chosen, named)
+    trained = {
+        name: parameter
+        for name, parameter in named.items()
+        if parameter.requires_grad and (chosen is None or parameter in chosen)
+    }
+    if not trained:
+        raise InvalidArgumentError("the model has no parameter to train: all are frozen, or it has none")
+    for name, parameter in trained.items():
+        _check_trained(name, parameter)
+    _check_devices(trained)
+    return ModelTensors(trained, _fixed(model, named, trained))
+
+
+def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:
+    strangers = chosen - set(named.values())
+    if strangers:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in list(strangers)[:4])
+        raise InvalidArgumentError(
+            f"the optimizer has {len(strangers)} parameters that are not the model's (of shapes {shapes}): give the "
+            "model that they belong to, and make the optimizer after the last change of it"
+        )
+
+
+def _check_trained(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, nn.parameter.UninitializedParameter):
+        raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run one forward pass before wrapping")
+    if parameter.device.type == "meta":
+        raise InvalidArgumentError(f"parameter {name!r} is on the meta device: move it by model.to_empty()")
+    if parameter.dtype not in DTYPES:
+        remedy = "model.float()" if parameter.dtype == torch.float64 else "its real and imaginary parts as float32"
+        if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
+            remedy = "requires_grad_(False) for it"
+        raise DTypeMismatchError(
+            f"parameter {name!r} has dtype {parameter.dtype}, which cannot be trained here: the servers hold float32. "
+            f"Use {remedy}",
+            tensor=name,
+            given=str(parameter.dtype),
+        )
+    if parameter.layout is not torch.strided:
+        raise InvalidArgumentError(f"parameter {name!r} has layout {parameter.layout}: use a dense one")
+
+
+def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
+    first, reference = next(iter(trained.items()))
+    for name, parameter in trained.items():
+        if parameter.device != reference.device:
+            raise InvalidArgumentError(
+                f"parameter {first!r} is on {reference.device}, but {name!r} on {parameter.device}: move the model to "
+                "one device"
+            )
+
+
+def _fixed(
+    model: nn.Module, named: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]
+) -> dict[str, Tensor]:
+    frozen: dict[str, Tensor] = {name: tensor for name, tensor in named.items() if name not in trained}
+    buffers = {name.replace(_COMPILED, ""): buffer for name, buffer in model.named_buffers()}
+    return frozen | buffers
+
+
+class ModelWatch:
+    """Notices that a model was changed after it was wrapped, where its weights would silently stay as the servers have
+    them.
+
+    Writing in place is seen by the version that autograd counts; writing to ``parameter.data`` is not.
+    """
+
+    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+        self._model = model
+        self._trained = dict(trained)
+        self._all = {id(parameter) for parameter in model.parameters()}
+        self._known: list[tuple[Any, ...]] = []
+        self.accept()
+
+    def accept(self) -> None:
+        """The weights are as they should be, since psdist wrote them."""
+        self._known = [_state(parameter) for parameter in self._trained.values()]
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, moved, or written
+        to since ``accept``."""
+        if {id(parameter) for parameter in self._model.parameters()} != self._all:
+            raise InvalidArgumentError(
+                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
+                "first, then wrap it"
+            )
+        for (name, parameter), known in zip(self._trained.items(), self._known, strict=True):
+            if (state := _state(parameter)) != known:
+                raise InvalidArgumentError(
+                    f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
+                    "hold its values: change the model first, then wrap it"
+                )
+
+
+def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
+    return parameter.requires_grad, parameter.device, parameter.dtype, parameter.data_ptr(), parameter._version
+
+
+def _difference(known: tuple[Any, ...], state: tuple[Any, ...]) -> str:
+    verbs = ("frozen", "moved to another device", "cast to another dtype", "moved in memory", "written to")
+    return next(verb for verb, mine, theirs in zip(verbs, known, state, strict=True) if mine != theirs)

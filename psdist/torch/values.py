@@ -1,0 +1,104 @@
+"""Values of torch's tensors as psdist's arrays, and back.
+
+Invariants: tensors keep their memory. What is written into a tensor counts as a change for autograd, so that a backward
+pass over a graph from before it is refused as after a step of torch's own optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from psdist import optim
+from psdist.client.sync_client import Client
+
+#: Says that a parameter set is never pushed to.
+_NO_TRAINING: Final = optim.SGD(lr=0.0)
+
+
+def write_into(tensor: Tensor, array: NDArray[Any]) -> None:
+    """Copies the array, which need not stay, into a tensor of any dtype and device."""
+    if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
+        np.copyto(tensor.detach().numpy(), array)
+    else:
+        tensor.detach().copy_(from_array(array))
+    torch.autograd.graph.increment_version(tensor)
+
+
+class TensorWriter:
+    """Writes arrays into tensors of the same names, shapes and dtypes. tensors: on any one device."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = dict(tensors)
+        #: The memory of those that numpy can write to.
+        self._memory: dict[str, NDArray[Any]] = {
+            name: tensor.detach().numpy()
+            for name, tensor in self._tensors.items()
+            if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
+        }
+
+    def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Copies the arrays, which need not stay."""
+        for name, array in arrays.items():
+            memory = self._memory.get(name)
+            if memory is None:
+                self._tensors[name].detach().copy_(from_array(array))
+            else:
+                np.copyto(memory, array)
+        torch.autograd.graph.increment_version([self._tensors[name] for name in arrays])
+
+
+def from_array(array: NDArray[Any]) -> Tensor:
+    """A tensor with a copy of the array, bfloat16 of ml_dtypes included."""
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array.copy())
+
+
+def initial_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What ``Client.parameters`` takes as ``init``."""
+    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
+    """Gives the tensors that are not trained the values that the lowest rank has. name: of the parameter set for that.
+
+    A parameter set holds finite floats, so buffers (masks with -inf, counters) cross it as numbers of 0 to 255, one for
+    each byte. Only frozen float32 parameters, which may be large, cross it as they are.
+    """
+    init = {key: _plain(tensor) if _is_plain(tensor) else as_bytes(tensor) for key, tensor in fixed.items()}
+    init = {key: array for key, array in init.items() if array.size}
+    if not init:
+        return
+    values = client.parameters(name, init, _NO_TRAINING).pull()
+    for key, array in values.items():
+        tensor = fixed[key]
+        received = torch.from_numpy(array) if _is_plain(tensor) else from_bytes(array, tensor)
+        with torch.no_grad():
+            tensor.copy_(received.view_as(tensor))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
+
+
+def _plain(tensor: Tensor) -> NDArray[np.float32]:
+    array: NDArray[np.float32] = tensor.detach().cpu().contiguous().numpy()
+    return array
+
+
+def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
+    """The bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    array: NDArray[np.float32] = flat.view(torch.uint8).numpy().astype(np.float32)
+    return array
+
+
+def from_bytes(array: NDArray[np.float32], like: Tensor) -> Tensor:
+    """The tensor of which ``array`` has the bytes: of one dimension, with the dtype of ``like``."""
+    return torch.from_numpy(array.astype(np.uint8)).view(like.dtype)

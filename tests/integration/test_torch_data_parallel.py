@@ -1,0 +1,188 @@
+"""``DistributedDataParallel``: two workers, in two threads of this process with real servers, against one process that
+has both of their batches.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psdist
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.torch import DistributedDataParallel
+from tests.support.torch_models import MODELS, loss_of, mlp, part
+
+BATCHES = MODELS["mlp"][1]
+Work = Callable[[Context], Any]
+
+
+@pytest.fixture(scope="module")
+def contexts() -> Iterator[list[Context]]:
+    """The contexts of two workers."""
+    cluster = EmbeddedCluster(servers=1)
+    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
+    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
+    for client in clients:
+        client.close()
+    cluster.close()
+
+
+@pytest.fixture
+def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
+    """Does the same in both workers; what they return."""
+
+    def run(work: Work) -> list[Any]:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(work, contexts))
+
+    return run
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A parameter set's name for this test."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_micro_batches_and_an_optimizer_of_the_script(
+    both: Callable[[Work], list[Any]], name: str, as_views: bool
+) -> None:
+    """With clipping by torch, on the averaged gradients."""
+    at_first = mlp()
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        wrapped = DistributedDataParallel(
+            model, name=name, context=context, gradient_as_bucket_view=as_views, bucket_cap_mb=0.002
+        )
+        optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-3, eps=1e-4)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            with wrapped.no_sync():
+                loss_of(wrapped, part(BATCHES(2 * step), context.rank, 2)).backward()
+            loss_of(wrapped, part(BATCHES(2 * step + 1), context.rank, 2)).backward()
+            nn.utils.clip_grad_norm_(wrapped.parameters(), 0.5)
+            optimizer.step()
+        assert wrapped.handle.step == 6
+        return model
+
+    alone = copy.deepcopy(at_first)
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=1e-3, eps=1e-4)
+    for step in range(6):
+        optimizer.zero_grad()
+        for at in (2 * step, 2 * step + 1):
+            loss_of(alone, BATCHES(at)).backward()
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+    one, other = both(worker)
+    for mine, same, expected in zip(one.parameters(), other.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine, same)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """Uses one of its layers, by what it is told; and keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        y: Tensor = self.norm(self.layers[which](x))
+        return y
+
+
+def test_parameters_that_one_worker_does_not_reach(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> tuple[nn.Module, list[Tensor | None]]:
+        torch.manual_seed(context.rank)
+        model = DistributedDataParallel(Branches(), name=name, context=context, find_unused_parameters=True)
+        assert next(iter(model.state_dict())) == "module.layers.0.weight"
+        local = copy.deepcopy(model.module)
+        x = torch.ones(4, 3).cumsum(0)
+        model(x, context.rank).pow(3).sum().backward()
+        local(x, context.rank).pow(3).sum().backward()
+        return model.module, [parameter.grad for parameter in local.parameters()]
+
+    (one, mine), (other, theirs) = both(worker)
+    for parameter, same, a, b in zip(one.parameters(), other.parameters(), mine, theirs, strict=True):
+        if a is None and b is None:
+            assert parameter.grad is None and same.grad is None, "of layer 2, which nobody reaches"
+            continue
+        mean = sum(gradient for gradient in (a, b) if gradient is not None) / 2
+        assert torch.equal(parameter.grad, mean) and torch.equal(same.grad, mean)
+
+
+def test_buffers_are_those_of_the_first_worker(both: Callable[[Work], list[Any]], name: str) -> None:
+    """Those of the second are local to each forward pass, as in torch's DDP."""
+
+    def worker(context: Context) -> list[dict[str, Tensor]]:
+        model = DistributedDataParallel(nn.BatchNorm1d(2), name=name, context=context)
+        seen = []
+        for step in range(3):
+            x = torch.randn(5, 2, generator=torch.Generator().manual_seed(10 * context.rank + step))
+            model(x).sum().backward()
+            seen.append(copy.deepcopy(model.module.state_dict()))
+        with torch.no_grad():
+            model(x)  # steps that nobody pushes need no other worker
+        model.eval()
+        return seen
+
+    first, second = both(worker)
+    assert int(first[-1]["num_batches_tracked"]) == int(second[-1]["num_batches_tracked"]) == 3
+    expected = nn.BatchNorm1d(2)
+    for step in range(2):
+        expected(torch.randn(5, 2, generator=torch.Generator().manual_seed(step)))
+    assert torch.equal(first[1]["running_mean"], expected.running_mean)
+    expected(torch.randn(5, 2, generator=torch.Generator().manual_seed(12)))
+    assert torch.equal(second[2]["running_mean"], expected.running_mean), "from the first worker's after two steps"
+
+
+def test_a_parameter_without_a_gradient_is_named(contexts: list[Context], name: str) -> None:
+    def worker(context: Context) -> None:
+        model = DistributedDataParallel(Branches(), name=name, context=context, broadcast_buffers=False)
+        with pytest.raises(InvalidArgumentError, match=r"no gradient of layers\.1.*find_unused_parameters=True"):
+            model(torch.ones(4, 3), 0).sum().backward()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(worker, contexts))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"process_group": object()}, "process_group=.* is not supported"),
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16' is not supported"),
+        ({"no_such": 1}, "has no argument 'no_such'"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is out of range"),
+        ({"device_ids": ["cpu:1"]}, "but the model is on cpu"),
+    ],
+)
+def test_arguments_that_would_have_no_effect_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=said):
+        DistributedDataParallel(mlp(), **arguments)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_cuda_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="names a CUDA device, but this process sees none"):
+        DistributedDataParallel(mlp(), device_ids=[0])
+
+
+def test_hooks_on_the_communication_are_refused(contexts: list[Context], name: str) -> None:
+    def worker(context: Context) -> None:
+        model = DistributedDataParallel(mlp(), [torch.device("cpu")], name=name, context=context, process_group=None)
+        with pytest.raises(InvalidArgumentError, match="pass compression="):
+            model.register_comm_hook(None, print)
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(worker, contexts))

@@ -1,0 +1,72 @@
+"""The PyTorch examples as a user runs them: through psdist, and as plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.integration.test_examples import run
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = ("--steps", "40", "--width", "64", "--layers", "2", "--heads", "2", "--context", "64")
+
+
+def plain(*words: str) -> str:
+    """Output of an example without psdist."""
+    done = subprocess.run(
+        [sys.executable, *words, "--plain"], capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def numbers(pattern: str, output: str) -> list[float]:
+    """What a pattern finds."""
+    return [float(number) for number in re.findall(pattern, output)]
+
+
+def test_digits_are_read_as_well_as_without_psdist() -> None:
+    pattern = r"test accuracy ([\d.]+)%"
+    through, alone = (numbers(pattern, call("examples/torch_mnist.py")) for call in (run, plain))
+    assert len(through) == len(alone) == 10
+    assert through[-1] >= 95.0
+    assert abs(through[-1] - alone[-1]) < 1.2, "more than four of the 360 test images"
+
+
+def test_the_transformer_learns_as_fast_as_without_psdist() -> None:
+    through, alone = (numbers(r"loss ([\d.]+)", call("examples/torch_chargpt.py", *SMALL)) for call in (run, plain))
+    assert len(through) == len(alone) == 2
+    # Rank 0 prints the loss of its part of a batch.
+    assert through[-1] == pytest.approx(alone[-1], abs=0.3)
+    assert through[-1] < through[0]
+
+
+def test_idx_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("torch_mnist")
+    images = np.arange(2 * 3 * 4, dtype=np.uint8).reshape(2, 3, 4)
+    data = b"\0\0\x08\x03" + np.array(images.shape, ">i4").tobytes() + images.tobytes()
+    (tmp_path / "a").write_bytes(data)
+    (tmp_path / "b.gz").write_bytes(gzip.compress(data))
+    for name in ("a", "b"):
+        assert torch.equal(example.read_idx(tmp_path, name), torch.from_numpy(images))
+    (tmp_path / "c").write_bytes(data[:-1])
+    for name, said in (("c", "is no IDX file"), ("d", "has neither d nor d.gz")):
+        with pytest.raises(ValueError, match=said):
+            example.read_idx(tmp_path, name)
+
+
+@pytest.mark.parametrize("name", ["torch_mnist", "torch_chargpt"])
+def test_three_lines_differ(name: str) -> None:
+    marked = re.findall(r"^.*\S  # psdist$", (ROOT / f"examples/{name}.py").read_text(), re.M)
+    assert len(marked) == 3

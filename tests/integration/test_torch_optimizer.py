@@ -1,0 +1,367 @@
+"""``DistributedOptimizer`` in a world of one, as a script without a launcher has it: the arithmetic of torch's own
+optimizers, and what a loop may and may not do. And two workers in two threads, for what workers share.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+import psdist
+from psdist import optim
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError, NonFiniteGradientError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.torch import DistributedOptimizer
+from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
+
+STEPS = 12
+BATCHES = MODELS["mlp"][1]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Context]:
+    """The context of a script without a launcher."""
+    with psdist.init() as context:
+        assert context.world_size == 1
+        yield context
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A parameter set's name for this test."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    """The largest relative difference of a parameter."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().double().norm() / b.detach().double().norm()) for a, b in pairs)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, clip: float = 0.0) -> None:
+    """A plain loop."""
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, BATCHES(step)).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-4, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_torch_and_the_servers_train_alike(
+    alone: Context, name: str, make: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    train(model, DistributedOptimizer(model, make(model.parameters()), name=name))
+    train(other, make(other.parameters()))
+    assert distance(model, other) < 1e-5
+
+
+def test_schedules_and_clipping_are_those_of_torch(alone: Context, name: str) -> None:
+    def prepared(model: nn.Module) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+        return optimizer, lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    with pytest.MonkeyPatch.context() as patch:  # torch's SequentialLR warns of its own call
+        patch.setattr(lr_scheduler.warnings, "warn", lambda *_, **__: None)
+        optimizer, scheduler = prepared(model)
+        train(model, DistributedOptimizer(model, optimizer, scheduler, max_grad_norm=0.5, name=name), scheduler)
+        optimizer, scheduler = prepared(other)
+        train(other, optimizer, scheduler, clip=0.5)
+    assert distance(model, other) < 1e-5
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_micro_batches_add_up(alone: Context, name: str, overlap: bool) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name, overlap=overlap)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    for step in range(4):
+        for one in (optimizer, plain):
+            one.zero_grad(set_to_none=step % 2 == 0)
+        with optimizer.no_sync():
+            (loss_of(model, BATCHES(2 * step)) / 2).backward()
+        (loss_of(model, BATCHES(2 * step + 1)) / 2).backward()
+        for at in (2 * step, 2 * step + 1):
+            (loss_of(other, BATCHES(at)) / 2).backward()
+        optimizer.step()
+        plain.step()
+    assert distance(model, other) < 1e-5
+
+
+def test_a_closure_is_called_once(alone: Context, name: str) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        losses.append(loss_of(model, BATCHES(0)))
+        losses[-1].backward()
+        return losses[-1]
+
+    first, second = optimizer.step(closure), optimizer.step(closure)
+    assert losses == [first, second] and second < first
+
+
+class Parts(nn.Module):
+    """A frozen layer, one that no loss reaches, a table of sparse gradients, and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 6, sparse=True)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.norm = nn.BatchNorm1d(6)
+        self.head = nn.Linear(6, 3)
+        self.unused = nn.Linear(3, 3)
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+
+    def forward(self, numbers: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.norm(self.frozen(self.table(numbers))))
+        return logits
+
+
+def test_frozen_unused_and_sparse_parameters(alone: Context, name: str) -> None:
+    model = Parts()
+    other = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name, bucket_cap_mb=1e-4)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert "frozen.weight" not in optimizer.handle.names
+    for step in range(3):
+        numbers = torch.randint(10, (8,), generator=torch.Generator().manual_seed(step))
+        for trained, by in ((model, optimizer), (other, plain)):
+            by.zero_grad()
+            nn.functional.cross_entropy(trained(numbers), numbers % 3).backward()
+            by.step()
+    for one, same in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(one, same)
+    assert model.mask.tolist() == [-torch.inf] * 3 and int(model.norm.num_batches_tracked) == 3
+
+
+def test_a_compiled_model_trains(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = DistributedOptimizer(compiled, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    assert optimizer.handle.names[0] == "0.weight"
+    train(compiled, optimizer)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert distance(model, other) < 1e-5
+
+
+def test_autocast_trains(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    for step in range(STEPS):
+        for trained, by in ((model, optimizer), (other, plain)):
+            by.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(trained, BATCHES(step))
+            loss.backward()
+            by.step()
+    assert distance(model, other) < 1e-3, "rounded to bfloat16 on the way"
+
+
+@pytest.mark.parametrize("consistency", [psdist.SSP(2), psdist.ASP()], ids=["ssp", "asp"])
+def test_other_modes_of_one_worker_are_the_same(
+    alone: Context, name: str, consistency: psdist.consistency.Consistency
+) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    spec = optim.SGD(lr=0.1)
+    train(model, DistributedOptimizer(model, spec, consistency=consistency, max_grad_norm=0.1, name=name))
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), clip=0.1)
+    assert distance(model, other) < 1e-5
+
+
+# --- what a loop may not do -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrapped(alone: Context, name: str) -> tuple[nn.Module, DistributedOptimizer]:
+    """A model and its optimizer."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, DistributedOptimizer(model, optimizer, name=name)
+
+
+def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, _ = wrapped
+    loss_of(model, BATCHES(0)).backward()
+    with pytest.raises(InvalidArgumentError, match=r"got a second gradient before step\(\).*no_sync"):
+        loss_of(model, BATCHES(1)).backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model, _: model[0].weight.grad.zero_(),
+        lambda _, optimizer: optimizer.zero_grad(),
+    ],
+    ids=["clipped", "written", "cleared"],
+)
+def test_gradients_that_were_pushed_may_not_change(
+    wrapped: tuple[nn.Module, DistributedOptimizer], change: Callable[[nn.Module, DistributedOptimizer], object]
+) -> None:
+    model, optimizer = wrapped
+    loss_of(model, BATCHES(0)).backward()
+    change(model, optimizer)
+    with pytest.raises(InvalidArgumentError, match="was changed or taken away after the backward pass"):
+        optimizer.step()
+
+
+def test_without_overlap_gradients_may_change(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    train(model, DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=False), clip=0.01)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), clip=0.01)
+    assert distance(model, other) < 1e-5
+
+
+def test_a_model_that_was_changed_is_seen_before_anything_is_sent(
+    wrapped: tuple[nn.Module, DistributedOptimizer],
+) -> None:
+    model, optimizer = wrapped
+    model.load_state_dict(mlp().state_dict())
+    with pytest.raises(InvalidArgumentError, match="was written to after the model was wrapped"):
+        loss_of(model, BATCHES(0)).backward()
+    assert optimizer.handle.step == 0
+
+
+def test_parameters_cannot_be_added(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    _, optimizer = wrapped
+    with pytest.raises(InvalidArgumentError, match="cannot be added"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_settings_that_change_in_the_script_alone_are_refused(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, optimizer = wrapped
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 0 was changed from 0.1 to 0.01"):
+        train(model, optimizer, scheduler)
+    assert optimizer.handle.step == 2
+
+
+def test_a_scheduler_that_is_stepped_once_for_a_data_epoch_is_refused(alone: Context, name: str) -> None:
+    model = mlp()
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.CosineAnnealingLR(torch_optimizer, T_max=10)
+    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name)
+    with pytest.raises(InvalidArgumentError, match=r"call scheduler\.step\(\) after each step"):
+        train(model, optimizer)
+    assert optimizer.handle.step == 1
+
+
+@pytest.mark.parametrize("consistency", [psdist.SSP(1), psdist.ASP()])
+def test_schedulers_are_for_common_steps(alone: Context, consistency: psdist.consistency.Consistency) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(InvalidArgumentError, match="the servers count the pushes of all workers"):
+        DistributedOptimizer(model, optimizer, scheduler, consistency=consistency)
+
+
+def test_the_rates_of_a_specification_are_shown(alone: Context, name: str) -> None:
+    model = mlp()
+    spec = optim.SGD(lr=0.5, schedule=optim.Step(2, 0.1), overrides=(optim.override("*.bias", lr=0.1),))
+    optimizer = DistributedOptimizer(model, spec, name=name)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    train(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5e-6, 0.1e-6])
+
+
+def test_non_finite_gradients_are_refused(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, _ = wrapped
+    with pytest.raises(NonFiniteGradientError, match=r"gradient '0\.weight' holds"):
+        (loss_of(model, BATCHES(0)) * torch.inf).backward()
+
+
+def test_the_state_belongs_to_the_run(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, optimizer = wrapped
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.1
+    optimizer.load_state_dict(state)
+    train(model, optimizer)
+    with pytest.raises(InvalidArgumentError, match=f"state is of step 0, but the run is at step {STEPS}"):
+        optimizer.load_state_dict(state)
+    with pytest.raises(InvalidArgumentError, match="not of a DistributedOptimizer"):
+        optimizer.load_state_dict(torch.optim.Adam(model.parameters()).state_dict())
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+
+
+def test_a_closed_optimizer_lets_the_model_go(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, optimizer = wrapped
+    optimizer.close()
+    for _ in range(2):
+        loss_of(model, BATCHES(0)).backward()
+    assert optimizer.handle.step == 0
+
+
+# --- two workers ------------------------------------------------------------------------------------------------------
+
+
+def test_workers_begin_with_the_values_of_the_first() -> None:
+    """Frozen parameters and buffers are among them, and bfloat16 weights, which the servers keep as float32."""
+    cluster = EmbeddedCluster(servers=1)
+
+    def worker(rank: int) -> tuple[nn.Module, nn.Module]:
+        with psdist.Client(cluster.address, cluster.token, rank=rank) as client:
+            context = Context(rank, 2, rank, client)
+            generator = torch.Generator().manual_seed(rank)
+            parts, half = Parts(), Attention().bfloat16()
+            with torch.no_grad():
+                for tensor in [*parts.parameters(), *half.parameters(), parts.norm.running_mean]:
+                    tensor.copy_(torch.rand(tensor.shape, generator=generator))
+            parts.norm.num_batches_tracked += 2**40 + rank
+            DistributedOptimizer(parts, optim.SGD(lr=0.1), name="parts", context=context)
+            optimizer = DistributedOptimizer(half, optim.SGD(lr=0.1), name="half", context=context)
+            first = copy.deepcopy(half)
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(half, part(MODELS["transformer"][1](step), rank, 2)).backward()
+                optimizer.step()
+            assert not torch.equal(first.embed.weight, half.embed.weight)
+            return parts, half
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            workers = list(threads.map(worker, range(2)))
+    finally:
+        cluster.close()
+    for one, other in zip(*workers, strict=True):
+        for tensor, same in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+            assert torch.equal(tensor, same)
+    assert int(workers[1][0].norm.num_batches_tracked) == 2**40
+    assert np.isinf(workers[1][0].mask.numpy()).all()

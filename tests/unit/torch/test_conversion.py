@@ -1,0 +1,187 @@
+"""Optimizers, parameter groups and schedulers of torch as specifications; and what is refused, by name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from psdist import optim
+from psdist.errors import InvalidArgumentError
+from psdist.optim import group_of
+from psdist.torch import convert_optimizer, convert_scheduler
+
+
+def model() -> nn.Module:
+    return nn.ModuleDict({"first": nn.Linear(3, 4), "norm": nn.LayerNorm(4), "odd[0]*": nn.Linear(4, 2)})
+
+
+def names(module: nn.Module) -> dict[nn.Parameter, str]:
+    return {parameter: name for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), optim.SGD(lr=0.1)),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01, foreach=True),
+            optim.SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+        ),
+        (lambda p: torch.optim.Adam(p, betas=(0.8, 0.9), eps=1e-6), optim.Adam(betas=(0.8, 0.9), eps=1e-6)),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1, decoupled_weight_decay=True), optim.AdamW(weight_decay=0.1)),
+        (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5)), optim.AdamW(lr=0.5)),
+        (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), optim.Adagrad(lr_decay=0.1)),
+        (lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True), optim.RMSprop(momentum=0.5, centered=True)),
+    ],
+)
+def test_settings_are_kept(make: Callable[[Any], torch.optim.Optimizer], expected: optim.Optimizer) -> None:
+    module = model()
+    assert convert_optimizer(make(module.parameters()), names(module)) == expected
+
+
+class Own(torch.optim.SGD):
+    """A subclass, which may do anything."""
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda p: torch.optim.LBFGS(p), r"torch\.optim\.lbfgs\.LBFGS has no counterpart"),
+        (lambda p: torch.optim.SparseAdam(p), "SparseAdam has no counterpart"),
+        (lambda p: Own(p), "Own has no counterpart"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
+        (lambda p: torch.optim.SGD(p, maximize=True), "maximize=True"),
+        (lambda p: torch.optim.RMSprop(p, differentiable=True), "differentiable=True"),
+    ],
+)
+def test_what_has_no_counterpart_is_named(make: Callable[[Any], torch.optim.Optimizer], said: str) -> None:
+    module = model()
+    with pytest.raises(InvalidArgumentError, match=said):
+        convert_optimizer(make(list(module.parameters())), names(module))
+
+
+def test_an_optimizer_that_has_made_steps_is_refused() -> None:
+    module = model()
+    optimizer = torch.optim.Adam(module.parameters())
+    sum(one.sum() for one in module.parameters()).backward()
+    optimizer.step()
+    with pytest.raises(InvalidArgumentError, match="already made steps"):
+        convert_optimizer(optimizer, names(module))
+
+
+def test_a_setting_of_later_torch_is_named() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters())
+    optimizer.param_groups[0]["cautious"] = True
+    with pytest.raises(InvalidArgumentError, match="cautious=True"):
+        convert_optimizer(optimizer, names(module))
+
+
+def settings(spec: optim.Optimizer, module: nn.Module) -> dict[str, dict[str, float]]:
+    return {name: spec.group_values(group_of(name, spec.overrides)) for name, _ in module.named_parameters()}
+
+
+def test_groups_become_overrides() -> None:
+    module = model()
+    named = dict(module.named_parameters())
+    groups = [
+        {"params": [named["first.bias"], named["norm.bias"], named["odd[0]*.bias"]], "weight_decay": 0.0},
+        {"params": [named["first.weight"], named["norm.weight"]]},
+        {"params": [named["odd[0]*.weight"]], "lr": 0.5, "betas": (0.5, 0.6)},
+    ]
+    spec = convert_optimizer(torch.optim.AdamW(groups, lr=0.1), names(module))
+    for group in groups:
+        for parameter in group["params"]:
+            values = settings(spec, module)[names(module)[parameter]]
+            assert values["lr"] == group["lr"] and values["weight_decay"] == group["weight_decay"]
+            assert (values["beta1"], values["beta2"]) == group["betas"]
+
+
+def test_many_parameters_of_one_group_need_few_overrides() -> None:
+    module = nn.ModuleList(nn.Linear(2, 2) for _ in range(400))
+    groups = [
+        {"params": [layer.weight for layer in module]},
+        {"params": [layer.bias for layer in module], "weight_decay": 0.0},
+    ]
+    spec = convert_optimizer(torch.optim.AdamW(groups), names(module))
+    assert [item.pattern for item in spec.overrides] == ["*.bias"]
+    mixed = [{"params": list(module[:200].parameters())}, {"params": list(module[200:].parameters()), "lr": 0.1}]
+    with pytest.raises(InvalidArgumentError, match="need 400 overrides, more than 256"):
+        convert_optimizer(torch.optim.AdamW(mixed), names(module))
+
+
+def test_groups_that_differ_in_momentum_are_refused() -> None:
+    module = model()
+    one, *rest = module.parameters()
+    optimizer = torch.optim.SGD([{"params": [one], "momentum": 0.5}, {"params": rest}], momentum=0.9)
+    with pytest.raises(InvalidArgumentError, match="momentum must be the same for all tensors"):
+        convert_optimizer(optimizer, names(module))
+
+
+SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
+    "linear": lambda o: lr_scheduler.LinearLR(o, start_factor=1.0, end_factor=0.1, total_iters=20),
+    "warm-up": lambda o: lr_scheduler.LinearLR(o, start_factor=0.25, total_iters=7),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=30, eta_min=0.01),
+    "step": lambda o: lr_scheduler.StepLR(o, 6, gamma=0.5),
+    "exponential": lambda o: lr_scheduler.ExponentialLR(o, gamma=0.9),
+    "polynomial": lambda o: lr_scheduler.PolynomialLR(o, total_iters=25, power=2.0),
+    "constant": lambda o: lr_scheduler.ConstantLR(o, factor=1.0),
+    "warm cosine": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, start_factor=0.1, total_iters=5), lr_scheduler.CosineAnnealingLR(o, T_max=25)],
+        milestones=[5],
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
+def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRScheduler]) -> None:
+    optimizer = torch.optim.SGD(model().parameters(), lr=0.1)
+    scheduler = make(optimizer)
+    schedule = convert_scheduler(scheduler)
+    for step in range(30):
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * schedule.factor(step), rel=1e-6, abs=1e-9), step
+        scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), "LambdaLR cannot be converted"),
+        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "OneCycleLR cannot be converted"),
+        (lambda o: lr_scheduler.ConstantLR(o, factor=0.5), "factor=0.5 is not 1"),
+        (lambda o: lr_scheduler.LinearLR(o, 0.5, 0.8), "start_factor=0.5 is not 1"),
+        (
+            lambda o: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.StepLR(o, 3), lr_scheduler.StepLR(o, 2)], milestones=[5]
+            ),
+            "it is not LinearLR up to end_factor=1",
+        ),
+        (
+            lambda o: lr_scheduler.SequentialLR(
+                o, [lr_scheduler.LinearLR(o, total_iters=4), lr_scheduler.StepLR(o, 2)], milestones=[5]
+            ),
+            "its milestone 5 is not the warm-up's total_iters=4",
+        ),
+    ],
+)
+def test_other_schedulers_are_named(make: Callable[[Any], lr_scheduler.LRScheduler], said: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+        convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
+
+
+def test_a_scheduler_must_be_given() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 5)
+    with pytest.raises(InvalidArgumentError, match="pass it as scheduler="):
+        convert_optimizer(optimizer, names(module))
+    assert convert_optimizer(optimizer, names(module), scheduler).schedule == optim.Step(5)

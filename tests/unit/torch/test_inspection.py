@@ -1,0 +1,163 @@
+"""Which tensors of a model are trained, what is refused, and what of a wrapped model may not change."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from psdist import optim
+from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
+from psdist.torch import DistributedOptimizer
+from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.inspection import ModelWatch, inspect
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_frozen_parameters_and_buffers_are_not_trained() -> None:
+    tensors = inspect(frozen())
+    assert list(tensors.trained) == ["1.weight", "1.bias", "2.weight", "2.bias"]
+    assert list(tensors.fixed) == ["0.weight", "0.bias", "1.running_mean", "1.running_var", "1.num_batches_tracked"]
+
+
+def test_a_tied_weight_appears_once() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    assert list(inspect(model).trained) == ["0.weight"]
+
+
+def test_only_what_the_optimizer_has_is_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    assert list(inspect(model, model[1].parameters()).trained) == ["1.weight", "1.bias"]
+    with pytest.raises(InvalidArgumentError, match="2 parameters that are not the model's"):
+        inspect(model[0], model.parameters())
+
+
+def test_names_are_those_of_the_model_before_it_was_compiled() -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    assert list(inspect(torch.compile(model, backend="eager")).trained) == ["0.weight", "0.bias"]
+
+
+def mixed() -> nn.Module:
+    return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "said"),
+    [
+        (lambda: [1], InvalidArgumentError, "model is of type list: give a torch.nn.Module"),
+        (lambda: nn.ReLU(), InvalidArgumentError, "no parameter to train"),
+        (lambda: nn.Linear(2, 2).requires_grad_(False), InvalidArgumentError, "no parameter to train"),
+        (lambda: nn.Linear(2, 2).double(), DTypeMismatchError, "'weight' has dtype torch.float64.*model.float"),
+        (lambda: nn.Linear(2, 2, dtype=torch.complex64), DTypeMismatchError, "dtype torch.complex64"),
+        (lambda: nn.Linear(2, 2, device="meta"), InvalidArgumentError, "on the meta device"),
+        (mixed, InvalidArgumentError, "on the meta device"),
+        (lambda: nn.LazyLinear(3), InvalidArgumentError, "has no shape yet"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), InvalidArgumentError, "wrapped in DataParallel"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(
+    make: Callable[[], nn.Module], error: type[PsdistError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        DistributedOptimizer(make(), optim.SGD())
+
+
+def test_several_devices_are_refused() -> None:
+    """A machine without an accelerator has only one real device, so the second parameter says that it is elsewhere."""
+
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda", 1)
+
+    model = nn.ParameterList([nn.Parameter(torch.zeros(2)), Elsewhere(torch.zeros(2))])
+    with pytest.raises(InvalidArgumentError, match=r"'0' is on cpu, but '1' on cuda:1: move the model to one device"):
+        inspect(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"optimizer": "adam"}, "optimizer is of type str"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb=0 is out of range"),
+        ({"scheduler": 5}, "give the torch scheduler of this torch optimizer"),
+    ],
+)
+def test_bad_arguments_are_refused(arguments: dict[str, object], said: str) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(InvalidArgumentError, match=said):
+        DistributedOptimizer(**{"model": model, "optimizer": torch.optim.SGD(model.parameters())} | arguments)
+
+
+def replace_layer(model: nn.Module) -> None:
+    model[2] = nn.Linear(3, 1)
+
+
+def freeze(model: nn.Module) -> None:
+    model[2].requires_grad_(False)
+
+
+@torch.no_grad()
+def write(model: nn.Module) -> None:
+    model[2].weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (replace_layer, "were added, replaced or taken away"),
+        (freeze, "'2.weight' was frozen"),
+        (write, "'2.weight' was written to"),
+        (lambda model: model.load_state_dict(frozen().state_dict()), "'1.weight' was written to"),
+        (lambda model: model.bfloat16(), "'1.weight' was cast"),
+        (lambda model: model.append(nn.Linear(1, 1)), "were added"),
+    ],
+)
+def test_changes_of_a_wrapped_model_are_seen(change: Callable[[nn.Module], object], said: str) -> None:
+    model = frozen()
+    watch = ModelWatch(model, inspect(model).trained)
+    watch.check()
+    change(model)
+    with pytest.raises(InvalidArgumentError, match=said):
+        watch.check()
+
+
+def test_psdist_needs_no_torch() -> None:
+    text = "import sys, psdist; psdist.init, psdist.optim.Adam, psdist.Client; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", text], env=os.environ, check=False).returncode == 0
+
+
+def test_without_torch_the_extra_is_named() -> None:
+    text = "import sys; sys.modules['torch'] = None; import psdist.torch"
+    done = subprocess.run([sys.executable, "-c", text], env=os.environ, check=False, capture_output=True, text=True)
+    assert "psdist.torch needs PyTorch: pip install 'psdist[torch]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "buckets"),
+    [
+        ([4, 4, 4], 8, [(1, 2), (0,)]),
+        ([100, 1, 1], 8, [(0, 1, 2)]),
+        ([1, 100], 8, [(1,), (0,)]),
+        ([0, 0], 8, [(0, 1)]),
+        ([5], 1, [(0,)]),
+    ],
+)
+def test_buckets_are_filled_from_the_last_tensor_on(
+    sizes: list[int], limit: int, buckets: list[tuple[int, ...]]
+) -> None:
+    plan = BucketPlan(sizes, limit)
+    assert plan.buckets == buckets
+    for _ in range(2):
+        plan.begin()
+        ready = [plan.on_ready(number) for number in range(len(sizes))]
+        assert sorted(bucket for bucket in ready if bucket) == sorted(buckets)
