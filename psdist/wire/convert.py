@@ -393,3 +393,7 @@ def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
         raise LimitExceededError(f"a position of {len(message.done)} stretches is over the limit: {limits.SPANS_MAX}")
     done = tuple((span.first, span.count) for span in message.done)
     return _from_proto(DataPosition, message, done=done)
+
+
+#: Functions that keep their newest results, a bounded number of them.
+CACHED: Final = (_spec_from_bytes, _shard_from_bytes, _kept_spec, _kept_shard)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from psdist.wire import convert
 from tests.simulation import runner, scenario
 from tests.simulation.options import REPLICATED, SINGLE
 
@@ -87,6 +88,8 @@ def _left_behind(runs: int) -> tuple[Counter[str], int]:
     for half in range(2):
         for seed in range(FIRST + half * runs, FIRST + (half + 1) * runs):
             scenario.run(seed)
+        for cached in convert.CACHED:
+            cached.cache_clear()
         gc.collect()
         types = (type(thing) for thing in gc.get_objects())
         counts.append((Counter(f"{kind.__module__}.{kind.__qualname__}" for kind in types), sys.getallocatedblocks()))
