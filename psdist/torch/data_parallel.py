@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.Module):
     static_graph: as find_unused_parameters: the parameters that are reached need not be all.
     bucket_cap_mb: MiB of gradients that are pushed together; None for 8.
     compression: of gradients, as for ``Client.parameters``.
-    name: of the parameter set. context: None takes that of ``psdist.init()``.
+    name: of the parameter set; each model of a script has its own. context: None takes that of ``psdist.init()``.
     others: the other arguments of torch's class, which may only have their defaults.
 
     Raises InvalidArgumentError for what is not supported, DTypeMismatchError, and what ``psdist.init`` and

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from numpy.typing import NDArray
@@ -28,6 +29,9 @@ from psdist.torch.bucket_plan import BucketPlan
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
+#: The stream of each parameter set, by the handle's identity: two would write to the same memory.
+_streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
+
 
 class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
@@ -36,6 +40,8 @@ class GradientStream:
     as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 in main memory can be one.
     others: tensors of ``handle`` that are no parameters. They are given at the end.
     on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
+
+    Raises InvalidArgumentError where ``handle`` has a stream already.
     """
 
     def __init__(
@@ -48,6 +54,10 @@ class GradientStream:
         as_views: bool = True,
         others: Iterable[str] = (),
     ) -> None:
+        if id(handle) in _streams:
+            raise InvalidArgumentError(
+                f"the parameter set {handle.name!r} already has the gradients of a model: give this one another name="
+            )
         self._handle = handle
         self._names = [*trained, *others]
         self._parameters = list(trained.values())
@@ -64,6 +74,7 @@ class GradientStream:
         self._dropped = False
         self._is_paused = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        _streams[id(handle)] = self
 
     # --- while the backward pass runs ---
 
@@ -81,6 +92,7 @@ class GradientStream:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        _streams.pop(id(self._handle), None)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     compression, pull_dtype, non_finite, on_drop, reset_optimizer: as for ``Client.parameters``.
     max_grad_norm: clips the mean gradient to this global norm, as ``clip_grad_norm_`` in a single process; None leaves
         it to the specification. ``clip_grad_norm_`` itself cannot be used with ``overlap``.
-    name: of the parameter set.
+    name: of the parameter set. Each model of a script has its own.
     overlap: pushes gradients while the backward pass still computes others. False pushes all of them in ``step``; so do
         SSP and ASP with ``max_grad_norm``.
     bucket_cap_mb: MiB of gradients that are pushed together.

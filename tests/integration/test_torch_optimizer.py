@@ -321,6 +321,16 @@ def test_the_state_belongs_to_the_run(wrapped: tuple[nn.Module, DistributedOptim
         copy.deepcopy(optimizer)
 
 
+def test_each_model_has_a_name_of_its_own(
+    wrapped: tuple[nn.Module, DistributedOptimizer], alone: Context, name: str
+) -> None:
+    other = mlp()
+    with pytest.raises(InvalidArgumentError, match="already has the gradients of a model: give this one another name="):
+        DistributedOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1), name=name)
+    wrapped[1].close()
+    DistributedOptimizer(other, torch.optim.SGD(other.parameters(), lr=0.1), name=name).close()
+
+
 def test_a_closed_optimizer_lets_the_model_go(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
     model, optimizer = wrapped
     optimizer.close()
