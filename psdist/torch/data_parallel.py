@@ -121,6 +121,15 @@ class DistributedDataParallel(nn.Module):
         with self._stream.paused():
             yield
 
+    def set_weight(self, weight: float) -> None:
+        """Says what this worker's gradient counts for in the mean of the next step, such as the number of samples or
+        tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
+        of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
+
+        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        """
+        self._stream.set_weight(weight)
+
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: gradients are averaged on the servers. ``compression=`` says how they are sent."""
         raise InvalidArgumentError("register_comm_hook is not supported: pass compression=, such as 'bfloat16'")

@@ -69,6 +69,7 @@ class GradientStream:
         #: Gradients of this step that were taken over, and the version that they had then.
         self._taken: dict[int, tuple[Tensor | None, int]] = {}
         self._given: set[int] = set()
+        self._weight = 1.0
         self._buckets: list[tuple[Bucket, tuple[int, ...]]] = []
         #: Whether this step was dropped, because this worker had been expelled.
         self._dropped = False
@@ -86,6 +87,15 @@ class GradientStream:
             )
             for number, parameter in enumerate(self._parameters)
         ]
+
+    def set_weight(self, weight: float) -> None:
+        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed."""
+        if self._given and weight != self._weight:
+            raise InvalidArgumentError(
+                f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward "
+                "pass that pushes, or use overlap=False"
+            )
+        self._weight = weight
 
     def close(self) -> None:
         """Takes the hooks away. Gradients stay where they are."""
@@ -133,7 +143,7 @@ class GradientStream:
 
     def _give(self, numbers: tuple[int, ...]) -> None:
         try:
-            bucket = self._handle.push_pull_async([self._names[number] for number in numbers])
+            bucket = self._handle.push_pull_async([self._names[number] for number in numbers], self._weight)
         except FencedError:
             self._dropped = True  # The next call says whether this worker takes part again.
             return
@@ -201,7 +211,7 @@ class GradientStream:
     def push_pull(self, write: Write) -> None:
         """The whole step at once, for what cannot be pushed in buckets."""
         self._take_rest()
-        write(self._handle.push_pull(self.buffers, copy=False))
+        write(self._handle.push_pull(self.buffers, copy=False, weight=self._weight))
         self._end()
 
     def _take_rest(self) -> None:
@@ -212,4 +222,5 @@ class GradientStream:
     def _end(self) -> None:
         self._taken.clear()
         self._given.clear()
+        self._weight = 1.0
         self._dropped = False

@@ -161,6 +161,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         steps of several micro-batches. Divide the loss by their number, as without psdist."""
         return self._stream.paused()
 
+    def set_weight(self, weight: float) -> None:
+        """Says what this worker's gradient counts for in the mean of the next step, such as the number of samples or
+        tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
+        of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
+
+        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        """
+        self._stream.set_weight(weight)
+
     def close(self) -> None:
         """Takes the hooks off the model, which keeps its weights. The context stays open."""
         self._stream.close()

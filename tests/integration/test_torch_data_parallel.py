@@ -17,7 +17,7 @@ import psdist
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.torch import DistributedDataParallel
+from psdist.torch import DistributedDataParallel, DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp, part
 
 BATCHES = MODELS["mlp"][1]
@@ -82,6 +82,52 @@ def test_micro_batches_and_an_optimizer_of_the_script(
         for at in (2 * step, 2 * step + 1):
             loss_of(alone, BATCHES(at)).backward()
         nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+    one, other = both(worker)
+    for mine, same, expected in zip(one.parameters(), other.parameters(), alone.parameters(), strict=True):
+        assert torch.equal(mine, same)
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", ["optimizer", "all at once", "data parallel"])
+def test_uneven_batches_make_the_step_of_one_process(
+    both: Callable[[Work], list[Any]], name: str, wrapper: str
+) -> None:
+    """Each worker's loss is the mean of its samples, of which it has another number in each step."""
+    at_first, sizes = mlp(), [(1, 9), (4, 4), (7, 0), (30, 2)]
+    random = torch.Generator().manual_seed(7)
+    batches = [(torch.randn(sum(size), 12, generator=random), torch.arange(sum(size)) % 4) for size in sizes]
+
+    def own(step: int, rank: int) -> tuple[Tensor, Tensor]:
+        cut, (inputs, classes) = sizes[step][0], batches[step]
+        return (inputs[:cut], classes[:cut]) if rank == 0 else (inputs[cut:], classes[cut:])
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        network: nn.Module = model
+        if wrapper == "data parallel":
+            network = weighted = DistributedDataParallel(model, name=name, context=context)
+        else:
+            optimizer = weighted = DistributedOptimizer(
+                model, optimizer, name=name, context=context, overlap=wrapper == "optimizer"
+            )
+        for step in range(len(sizes)):
+            mine = own(step, context.rank)
+            optimizer.zero_grad()
+            weighted.set_weight(len(mine[0]))
+            if len(mine[0]):
+                loss_of(network, mine).backward()
+            else:
+                torch.stack([0.0 * parameter.sum() for parameter in model.parameters()]).sum().backward()
+            optimizer.step()
+        return model
+
+    alone = copy.deepcopy(at_first)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        loss_of(alone, batch).backward()
         optimizer.step()
     one, other = both(worker)
     for mine, same, expected in zip(one.parameters(), other.parameters(), alone.parameters(), strict=True):

@@ -215,6 +215,18 @@ def wrapped(alone: Context, name: str) -> tuple[nn.Module, DistributedOptimizer]
     return model, DistributedOptimizer(model, optimizer, name=name)
 
 
+def test_a_weight_comes_before_the_gradients(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+    model, optimizer = wrapped
+    optimizer.set_weight(3.0)
+    loss_of(model, BATCHES(0)).backward()
+    with pytest.raises(InvalidArgumentError, match="set it before the backward pass"):
+        optimizer.set_weight(4.0)
+    optimizer.step()
+    optimizer.set_weight(-1.0)
+    with pytest.raises(InvalidArgumentError, match=r"weight=-1\.0 is out of range"):
+        loss_of(model, BATCHES(0)).backward()
+
+
 def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
     model, _ = wrapped
     loss_of(model, BATCHES(0)).backward()
