@@ -130,7 +130,7 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
                         continue
                     runs = []
                     for seed in range(options.seeds):
-                        name = f"{model_name}-{len(of_model)}-{variant}-{seed}"
+                        name = f"{model_name}-{len(of_model)}-{variant.replace(' ', '-')}-{seed}"
                         runs.append(await train(clients, name, model, codecs, seed, optimizer, steps))
                     one = of_model.setdefault(codec_name, {})[variant] = summary(runs)
                     print(f"{model_name:11} {codec_name:30} {variant:8} {one['loss']:.4f}", flush=True)
