@@ -74,6 +74,11 @@ def variants(codec: compression.Codec) -> dict[str, Codecs]:
     return found | {"both ways": Codecs(found["with"].push, codec)}
 
 
+def parameters_name(model: str, number: int, variant: str, seed: int) -> str:
+    """The name of a run's parameter set."""
+    return f"{model}-{number}-{variant.replace(' ', '-')}-{seed}"
+
+
 async def train(
     clients: Sequence[psdist.AsyncClient],
     name: str,
@@ -130,7 +135,7 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
                         continue
                     runs = []
                     for seed in range(options.seeds):
-                        name = f"{model_name}-{len(of_model)}-{variant.replace(' ', '-')}-{seed}"
+                        name = parameters_name(model_name, len(of_model), variant, seed)
                         runs.append(await train(clients, name, model, codecs, seed, optimizer, steps))
                     one = of_model.setdefault(codec_name, {})[variant] = summary(runs)
                     print(f"{model_name:11} {codec_name:30} {variant:8} {one['loss']:.4f}", flush=True)

@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import convergence, models
 from psdist.compression import Float32, PowerSGD, TopK
+from psdist.types import check_name
 
 RUNS = {
     "losses": [(10, 2.0), (20, 1.02)],
@@ -48,6 +49,11 @@ def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> No
         "both ways": (with_feedback, TopK(0.1)),
     }
     assert set(convergence.variants(PowerSGD(2))) == {"with", "without"}
+
+
+@pytest.mark.parametrize("variant", convergence.VARIANTS)
+def test_each_run_has_a_name_that_parameters_may_have(variant: str) -> None:
+    check_name(convergence.parameters_name("digits", 3, variant, 4), "parameters name")
 
 
 @pytest.mark.parametrize("name", models.MODELS)
