@@ -11,12 +11,14 @@ from dataclasses import fields
 from typing import Any, Final
 
 from psdist.compression.specifications import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, RandomK, TopK
-from psdist.errors import InvalidArgumentError, UnknownCodecError
+from psdist.errors import InvalidArgumentError, LimitExceededError, UnknownCodecError
 
 _CODECS: Final[dict[str, type[Compressor]]] = {
     one.__name__: one for one in (Int8, Int4, Int2, OneBit, TopK, ChunkedTopK, RandomK)
 }
 _NAMES: Final = ", ".join(_CODECS)
+#: A codec with all its arguments takes less than half of it.
+_TEXT_LENGTH: Final = 256
 _CALL: Final = re.compile(r"([A-Za-z0-9]+)\((.*)\)")
 _ARGUMENT: Final = re.compile(r"([a-z_]+)=(True|False|[-+0-9.e]+)")
 
@@ -46,8 +48,12 @@ def pull_codec_to_text(codec: Codec) -> str:
 
 
 def pull_codec_from_text(text: str) -> Compressor:
-    """The codec that ``text`` names. Raises UnknownCodecError, and InvalidArgumentError for arguments that it does not
-    have, or of a wrong value."""
+    """The codec that ``text`` names. Raises UnknownCodecError, InvalidArgumentError for arguments that it does not
+    have, or of a wrong value, and LimitExceededError for a text that is too long to be one."""
+    if len(text) > _TEXT_LENGTH:
+        raise LimitExceededError(
+            f"pull_compression {text!r:.60}... has {len(text)} characters, and at most {_TEXT_LENGTH}: one of {_NAMES}"
+        )
     call = _CALL.fullmatch(text)
     kind = _CODECS.get(call[1]) if call is not None else None
     if call is None or kind is None:

@@ -57,6 +57,8 @@ HasIdentity = (
 
 #: Settings and shards in an epoch's map are mostly those of the one before: so many are kept as they were made.
 _KEPT: Final = 512
+#: A message of more bytes is not kept. Fields that nobody knows are part of it, and a peer may send many.
+_KEPT_BYTES: Final = 1 << 14
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -198,7 +200,8 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
 
 def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
     """Settings of a parameter set, checked."""
-    return _spec_from_bytes(message.SerializeToString(deterministic=True))
+    data = message.SerializeToString(deterministic=True)
+    return (_spec_from_bytes if len(data) <= _KEPT_BYTES else _spec_from_bytes.__wrapped__)(data)
 
 
 @lru_cache(maxsize=_KEPT)
@@ -246,7 +249,8 @@ def _shard_to_proto(shard: Shard) -> pb.Shard:
 
 
 def _shard_from_proto(message: pb.Shard) -> Shard:
-    return _shard_from_bytes(message.SerializeToString(deterministic=True))
+    data = message.SerializeToString(deterministic=True)
+    return (_shard_from_bytes if len(data) <= _KEPT_BYTES else _shard_from_bytes.__wrapped__)(data)
 
 
 @lru_cache(maxsize=_KEPT)

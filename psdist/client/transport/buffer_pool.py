@@ -114,10 +114,18 @@ class PullTarget:
                 self.held.take(index, answer.version)
         self.received.add(index)
 
-    def replaced(self, index: int) -> None:
-        """The weights of a slice were written to ``target`` from elsewhere."""
+    def part(self, index: int) -> Flat:
+        """The place of a slice in ``target``, for a caller that writes the weights itself, and then calls ``replaced``.
+
+        What was held there is forgotten first: the caller may be cancelled in the middle of writing.
+        """
         if self.held is not None:
             self.held.forget(index)
+        start, stop = self.slicing.bounds(index)
+        return self.target[start:stop]
+
+    def replaced(self, index: int) -> None:
+        """The weights of a slice were written to its ``part``."""
         self.received.add(index)
 
     def _check_differences(self, index: int, size: int, peer: str) -> None:

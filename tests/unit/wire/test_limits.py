@@ -14,6 +14,9 @@ import pytest_asyncio
 from scheduler_driver import Driver, caller
 
 from psdist import errors
+from psdist.consistency import BSP
+from psdist.optim import SGD
+from psdist.types import ParametersSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import channels, convert, limits, status
@@ -54,6 +57,23 @@ def layout(*shapes: list[int]) -> common_pb2.Layout:
 def test_layouts(message: common_pb2.Layout, words: str) -> None:
     with pytest.raises(errors.LimitExceededError, match=words):
         convert.layout_from_proto(message)
+
+
+def test_large_messages_are_not_kept() -> None:
+    """Settings and shards are kept as they were made, but for those that a peer made large."""
+    spec = ParametersSpec("p", SGD(0.1), BSP())
+    shard = common_pb2.Shard(primary=common_pb2.Replica(server_id="server-0"))
+    unknown = b"\xfa\x7f" + b"\x80\x80\x04" + bytes(1 << 16)  # Field 2047: bytes, which travel on as they are.
+    for size, number in ((0, 1), (len(unknown), 0)):
+        convert._spec_from_bytes.cache_clear()
+        convert._shard_from_bytes.cache_clear()
+        message = convert.spec_to_proto(spec)
+        message.MergeFromString(unknown[:size])
+        entry = common_pb2.ParametersEntry(spec=message, shards=[shard])
+        entry.shards[0].MergeFromString(unknown[:size])
+        assert convert.entry_from_proto(entry).spec == spec
+        assert convert._spec_from_bytes.cache_info().currsize == number
+        assert convert._shard_from_bytes.cache_info().currsize == number
 
 
 def test_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

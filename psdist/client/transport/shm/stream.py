@@ -248,8 +248,7 @@ class SharedStream(CallConnection[PendingCall]):
 
     async def _copy(self, target: PullTarget, index: int, version: int) -> int:
         """Copies the weights of a slice into ``target``. Returns their version."""
-        start, stop = self.slicing.bounds(index)
-        part = target.target[start:stop]
+        part = target.part(index)
         if self.stable:
             part[...] = self.view(index)
         else:

@@ -56,6 +56,9 @@ def test_differences_are_added_in_their_order() -> None:
 
 def test_what_is_written_from_elsewhere_is_not_held() -> None:
     held, target = opened()
+    part = target.part(0)
+    assert list(held.message((0, 1), 1).slices) == [1]  # Its writer may be cancelled.
+    assert part.base is held.vector.base or part.base is held.vector
     target.replaced(0)
     assert list(held.message((0, 1), 1).slices) == [1]
     shared = PullTarget(SLICING, held.vector, np.ones(256, np.float32), held=held)
