@@ -211,6 +211,10 @@ class WorkerLeftError(PsdistError, code="worker_left", status="FAILED_PRECONDITI
     """A worker that this call needs has ended its script without making the same call."""
 
 
+class UnevenInputsError(PsdistError, code="uneven_inputs", status="FAILED_PRECONDITION"):
+    """A worker has no batch left, and ``join`` of ``psdist.torch`` was asked to raise then."""
+
+
 class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
 

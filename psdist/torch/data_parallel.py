@@ -19,17 +19,18 @@ from typing import Any, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from psdist.client.context import Context, init
-from psdist.client.sync_client import Client
 from psdist.compression import Codec
 from psdist.errors import FencedError, InvalidArgumentError
 from psdist.optim import Mean
+from psdist.torch.broadcast import TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelTensors, inspect
-from psdist.torch.values import as_bytes, from_bytes, share_fixed, write_into
+from psdist.torch.uneven_inputs import UnevenInputs
+from psdist.torch.values import share_fixed, write_into
 
 #: A tensor that has 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
@@ -103,7 +104,8 @@ class DistributedDataParallel(nn.Module):
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
         share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
         buffers = dict(module.named_buffers()) if broadcast_buffers else {}
-        self._buffers_in_step = _BufferBroadcast(client, f"{name}/buffers", buffers, self.context.rank)
+        self._buffers_in_step = TensorBroadcast(client, f"{name}/buffers", buffers)
+        self._join: UnevenInputs | None = None
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin, as_views=gradient_as_bucket_view, others=flags
         )
@@ -112,8 +114,15 @@ class DistributedDataParallel(nn.Module):
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """What the module returns."""
         if self.training and torch.is_grad_enabled() and not self._stream.is_paused:
-            self._buffers_in_step.broadcast()
+            self._begin_step()
         return self.module(*arguments, **keywords)
+
+    def _begin_step(self) -> None:
+        if self._join is None:
+            self._buffers_in_step.send(is_source=self.context.rank == 0)
+        elif not self._join.is_begun:
+            active = self._join.begin_step()
+            self._buffers_in_step.send(is_source=self.context.rank == min(active))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -128,7 +137,53 @@ class DistributedDataParallel(nn.Module):
 
         Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
         """
+        if self._join is not None:
+            self._join.check_weight()
         self._stream.set_weight(weight)
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """For training loops whose workers have different numbers of batches: a worker that leaves this context makes
+        the steps of the others until nobody has a batch. Then all models are those of the last ones, buffers included.
+        The optimizers' states are not: a worker's has its own steps only.
+
+        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is of the
+            others.
+        enable: False has no effect, for loops that are known to be even.
+        throw_on_early_termination: raises UnevenInputsError in all workers when the first one has no batch left.
+
+        All workers enter it, and none may join the run meanwhile. Each step in it costs a small one more.
+        Raises what pushes raise.
+        """
+        if not enable:
+            yield
+            return
+        slots = self.context.world_size
+        self._join = join = UnevenInputs(
+            self.context, f"{self.handle.name}/join", slots,
+            counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
+        )  # fmt: skip
+        try:
+            yield
+            self._stream.check_idle()
+            join.finish(self._make_empty_step)
+            if 0 < len(join.active) < slots:
+                tensors = {**self._trained, **dict(self.module.named_buffers())}
+                last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", tensors)
+                last.send(is_source=self.context.rank == min(join.active))
+        finally:
+            self._join = None
+
+    def _make_empty_step(self, active: frozenset[int]) -> None:
+        """A step that others make: the same calls, without a gradient of this worker."""
+        assert self._join is not None
+        self._buffers_in_step.send(is_source=self.context.rank == min(active))
+        self._stream.skip(float(self._join.counts_joined))
 
     def register_comm_hook(self, state: object, hook: object) -> None:
         """Refused: gradients are averaged on the servers. ``compression=`` says how they are sent."""
@@ -137,6 +192,11 @@ class DistributedDataParallel(nn.Module):
     # --- the end of a backward pass ---
 
     def _on_begin(self) -> None:
+        if self._join is not None and not self._join.is_begun:
+            raise InvalidArgumentError(
+                "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
+                "module itself, in training mode and outside no_sync()"
+            )
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
@@ -166,33 +226,12 @@ class DistributedDataParallel(nn.Module):
                 "theirs any more. Start it again, or use psdist.torch.DistributedOptimizer, whose weights are on the "
                 "servers"
             )
+        if self._join is not None:
+            self._join.end_step()
         if missing:
             for number, name in enumerate(self._trained):
                 if name in missing and held[_USED][number]:
                     _set_gradient(self._trained[name], held[name])
-
-
-class _BufferBroadcast:
-    """Gives a module's buffers the values of rank 0. Others abstain, so that the mean is what rank 0 pushed."""
-
-    def __init__(self, client: Client, name: str, buffers: Mapping[str, Tensor], rank: int) -> None:
-        self._buffers = {key: buffer for key, buffer in buffers.items() if buffer.numel()}
-        self._is_source = rank == 0
-        if self._buffers:
-            init = {key: as_bytes(buffer) for key, buffer in self._buffers.items()}
-            self._handle = client.parameters(name, init, Mean(), non_finite="skip")
-            self._nothing = {key: np.full_like(array, np.nan) for key, array in init.items()}
-
-    def broadcast(self) -> None:
-        """Makes one step: all workers call it as often."""
-        if not self._buffers:
-            return
-        given = {key: as_bytes(one) for key, one in self._buffers.items()} if self._is_source else self._nothing
-        values = self._handle.push_pull(given, copy=False)
-        if not self._is_source:
-            with torch.no_grad():
-                for key, buffer in self._buffers.items():
-                    buffer.copy_(from_bytes(values[key], buffer).view_as(buffer))
 
 
 def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:

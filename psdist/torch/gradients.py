@@ -214,6 +214,19 @@ class GradientStream:
         write(self._handle.push_pull(self.buffers, copy=False, weight=self._weight))
         self._end()
 
+    def check_idle(self) -> None:
+        """Raises InvalidArgumentError where gradients of a step were taken."""
+        if self._taken:
+            raise InvalidArgumentError(
+                "gradients of a step are under way at the end of join(): call step() after each backward pass in it"
+            )
+
+    def skip(self, weight: float) -> None:
+        """Makes a step without a gradient: with zeros that count as ``weight``, 0 for nothing."""
+        for buffer in self.buffers.values():
+            buffer.fill(0.0)
+        self._handle.push(self.buffers, weight)
+
     def _take_rest(self) -> None:
         for number in range(len(self._parameters)):
             if number not in self._taken:

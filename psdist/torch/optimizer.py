@@ -10,8 +10,8 @@ Not here: gradients on their way (``gradients``), what torch's settings mean for
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Final
 
@@ -30,6 +30,7 @@ from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
 
@@ -113,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pull()
         if self._overlaps:
             self._stream.listen()
+        self._join: UnevenInputs | None = None
         self._rates = _Rates(spec, wrapped, scheduler, self.handle)
         super().__init__(_groups(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
@@ -145,12 +147,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._pull()
         self._watch.accept()
         self._rates.on_step(self.param_groups)
+        if self._join is not None:
+            self._join.end_step()
         return result
 
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         self._watch.check()
         self._rates.check(self.param_groups)
+        if self._join is not None:
+            self._join.begin_step()
 
     def _pull(self) -> None:
         self._writer.write(self.handle.pull(copy=False))
@@ -168,7 +174,53 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
         """
+        if self._join is not None:
+            self._join.check_weight()
         self._stream.set_weight(weight)
+
+    @contextmanager
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Iterator[None]:
+        """For training loops whose workers have different numbers of batches: a worker that leaves this context makes
+        the steps of the others until nobody has a batch. Then all models have the same weights.
+
+        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is of the
+            others.
+        enable: False has no effect, for loops that are known to be even.
+        throw_on_early_termination: raises UnevenInputsError in all workers when the first one has no batch left.
+
+        All workers enter it, and none may join the run meanwhile. Each step in it costs a small one more.
+        The scheduler follows all steps.
+
+        Raises InvalidArgumentError outside BSP, where workers do not make steps together; and what ``step`` raises.
+        """
+        if not enable:
+            yield
+            return
+        if not isinstance(self.handle.spec.consistency, BSP):
+            raise InvalidArgumentError(
+                f"join() in {type(self.handle.spec.consistency).__name__}: only in BSP do all workers make each step. "
+                "End the script of a worker that has no batch left"
+            )
+        self._join = join = UnevenInputs(
+            self.context, f"{self.handle.name}/join", 1,
+            counts_joined=divide_by_initial_world_size, raises_early=throw_on_early_termination,
+        )  # fmt: skip
+        try:
+            yield
+            self._stream.check_idle()
+            join.finish(lambda _: self._make_empty_step(float(join.counts_joined)))
+            self._pull()
+        finally:
+            self._join = None
+
+    def _make_empty_step(self, weight: float) -> None:
+        self._stream.skip(weight)
+        self._rates.on_empty_step(self.param_groups)
 
     def close(self) -> None:
         """Takes the hooks off the model, which keeps its weights. The context stays open."""
@@ -269,6 +321,12 @@ class _Rates:
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         if self._scheduler is None and not isinstance(self._spec.schedule, Constant):
             self._show(groups)
+
+    def on_empty_step(self, groups: list[dict[str, Any]]) -> None:
+        """A step was made that the loop of the script did not make."""
+        self.on_step(groups)
+        if self._scheduler is not None:
+            self._scheduler.step()
 
     def _show(self, groups: list[dict[str, Any]]) -> None:
         """Writes the current rates where scripts read them, unless a scheduler does."""

@@ -71,16 +71,24 @@ def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
     A parameter set holds finite floats, so buffers (masks with -inf, counters) cross it as numbers of 0 to 255, one for
     each byte. Only frozen float32 parameters, which may be large, cross it as they are.
     """
-    init = {key: _plain(tensor) if _is_plain(tensor) else as_bytes(tensor) for key, tensor in fixed.items()}
-    init = {key: array for key, array in init.items() if array.size}
-    if not init:
-        return
-    values = client.parameters(name, init, _NO_TRAINING).pull()
-    for key, array in values.items():
-        tensor = fixed[key]
-        received = torch.from_numpy(array) if _is_plain(tensor) else from_bytes(array, tensor)
+    init = {key: to_finite(tensor) for key, tensor in fixed.items() if tensor.numel()}
+    if init:
+        for key, array in client.parameters(name, init, _NO_TRAINING).pull().items():
+            take_finite(fixed[key], array)
+
+
+def to_finite(tensor: Tensor) -> NDArray[np.float32]:
+    """A tensor as finite float32 that a parameter set can hold: a float32 parameter as it is, all else as bytes."""
+    return _plain(tensor) if _is_plain(tensor) else as_bytes(tensor)
+
+
+def take_finite(tensor: Tensor, array: NDArray[np.float32]) -> None:
+    """Gives ``tensor`` the values of which ``array`` is ``to_finite``."""
+    if _is_plain(tensor):
+        write_into(tensor, array)
+    else:
         with torch.no_grad():
-            tensor.copy_(received.view_as(tensor))
+            tensor.copy_(from_bytes(array, tensor).view_as(tensor))
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -47,7 +47,7 @@ def would_recur(error: BaseException) -> bool:
     settings = (
         *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
         *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
-        *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError),
+        *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
     )
     # The next gradient may be finite.
     return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)

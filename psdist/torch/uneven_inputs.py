@@ -1,0 +1,96 @@
+"""Workers with uneven numbers of batches: those that have none left make the steps of the others without one.
+
+Each step in such a context begins with a small one, in a parameter set of its own, in which every worker says whether
+it has a batch. All learn the same from it, so that all end with the same step.
+
+Invariants: all workers make the same number of small steps, and of steps of the model. A worker that died is not waited
+for, as everywhere in BSP.
+
+Not here: what a step is (``optimizer``, ``data_parallel``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError, UnevenInputsError
+from psdist.optim import Mean
+
+_TENSOR: Final = "has_batch"
+#: Of float32 sums over workers.
+_ROUNDING: Final = 1e-4
+
+
+class UnevenInputs:
+    """One ``with`` block of uneven inputs.
+
+    name: of the parameter set of the small steps. slots: workers of different ranks below it are told apart.
+    counts_joined: a worker without a batch counts in the mean of a step, with zeros.
+    raises_early: raises UnevenInputsError in all workers when the first one has no batch left.
+    """
+
+    def __init__(self, context: Context, name: str, slots: int, *, counts_joined: bool, raises_early: bool) -> None:
+        self.counts_joined = counts_joined
+        self._raises_early = raises_early
+        self._rank = context.rank
+        self._flags = np.zeros(slots, np.float32)
+        self._handle = context.client.parameters(name, {_TENSOR: self._flags}, Mean())
+        self._is_begun = False
+        #: Ranks that had a batch in the last step of the model.
+        self.active: frozenset[int] = frozenset()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether this worker is in a step that it has a batch for."""
+        return self._is_begun
+
+    def begin_step(self) -> frozenset[int]:
+        """This worker has a batch. Returns the ranks that have one, of which it is the lowest that gives its buffers.
+        Called again in the same step, it returns the same. Raises UnevenInputsError."""
+        if not self._is_begun:
+            self._is_begun = True
+            self.active, all_have = self._tell(has_batch=True)
+            if self._raises_early and not all_have:
+                self._raise()
+        return self.active
+
+    def end_step(self) -> None:
+        """The step of the model is made."""
+        self._is_begun = False
+
+    def finish(self, make_step: Callable[[frozenset[int]], None]) -> None:
+        """This worker has no batch left: makes the steps of those that have, until nobody has one.
+
+        make_step: makes one; it is given their ranks. Raises UnevenInputsError.
+        """
+        while active := self._tell(has_batch=False)[0]:
+            self.active = active
+            if self._raises_early:
+                self._raise()
+            make_step(active)
+
+    def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
+        """The ranks that have a batch, and whether these are all workers."""
+        self._flags[self._rank % len(self._flags)] = has_batch
+        means = self._handle.push_pull({_TENSOR: self._flags}, copy=False)[_TENSOR]
+        # Each worker adds 1 divided by their number.
+        return frozenset(np.flatnonzero(means).tolist()), float(means.sum()) > 1.0 - _ROUNDING
+
+    def check_weight(self) -> None:
+        """Raises InvalidArgumentError where a weight would not be beside that of workers without a batch."""
+        if self.counts_joined:
+            raise InvalidArgumentError(
+                "set_weight() in join() that counts workers without a batch, each as 1: use "
+                "join(divide_by_initial_world_size=False), in which they count for nothing"
+            )
+
+    def _raise(self) -> None:
+        ranks = f" (of ranks {', '.join(map(str, sorted(self.active)))})" if len(self._flags) > 1 else ""
+        raise UnevenInputsError(
+            f"a worker has no batch left, while others have some{ranks}, and throw_on_early_termination is set: give "
+            "all workers as many batches, or leave it out"
+        )
