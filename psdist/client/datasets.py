@@ -22,7 +22,7 @@ Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -114,14 +114,23 @@ class AsyncDataset(ProcessBound):
         this in a loop."""
         async with self._asking:
             if before is not None:
-                self._mark_done(before.lease_id)
+                self.finish(before.lease_id)
             answer = await self._membership.retry_across_incarnations(self._lease)
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
         """Reports the samples of the last range as used, before another range is asked for."""
         if self._held:
-            self._mark_done(next(reversed(self._held)))
+            self.finish(next(reversed(self._held)))
+
+    def finish(self, lease_id: int) -> None:
+        """The samples of a range that is held are used. The scheduler hears of it with the next call."""
+        if lease_id not in self._held:
+            return
+        if self._held.pop(lease_id) < self._marks.dropped:
+            self._returned[lease_id] = None  # The push of its samples was dropped, perhaps: others get it.
+        else:
+            self._done[lease_id] = self._now()
 
     async def leave(self, held: Range) -> None:
         """Returns a range unused, unless it is done. A scheduler that is away learns of it later."""
@@ -235,14 +244,6 @@ class AsyncDataset(ProcessBound):
         for leases in (self._held, self._done, self._returned):
             leases.clear()
 
-    def _mark_done(self, lease_id: int) -> None:
-        if lease_id not in self._held:
-            return
-        if self._held.pop(lease_id) < self._marks.dropped:
-            self._returned[lease_id] = None  # The push of its samples was dropped, perhaps: others get it.
-        else:
-            self._done[lease_id] = self._now()
-
     def _now(self) -> pb.NextPushes:
         return pb.NextPushes(next=self._marks.next())
 
@@ -289,12 +290,25 @@ class Dataset(ProcessBound):
         finally:
             if held is not None:
                 # Where the client is closed, or this is the loop's own thread, closing has or will have said it.
-                with suppress(PsdistError):
-                    loop.shared().call(self._data.leave(held))
+                self.give_back(held)
 
     def done(self) -> None:
         """Reports the samples of the last range as used. See ``AsyncDataset.done``."""
-        loop.shared().call(self._mark_done())
+        loop.shared().call(_soon(self._data.done))
+
+    def lease(self) -> Range | None:
+        """Another range, or None at the end of the data: for loaders that read ahead and hold several, in place of
+        iterating. Each is ended by ``finish`` or ``give_back``. Raises LimitExceededError beyond 64."""
+        return loop.shared().call(self._data.next())
+
+    def finish(self, held: Range) -> None:
+        """The samples of ``held`` are in the weights. The scheduler hears of it with the next call."""
+        loop.shared().call(_soon(lambda: self._data.finish(held.lease_id)))
+
+    def give_back(self, held: Range) -> None:
+        """Returns ``held`` unused, for others. After the client is closed, it was."""
+        with suppress(PsdistError):
+            loop.shared().call(self._data.leave(held))
 
     def position(self) -> DataPosition:
         """The position of the data set. See ``AsyncDataset.position``."""
@@ -307,8 +321,10 @@ class Dataset(ProcessBound):
     def __repr__(self) -> str:
         return repr(self._data).replace("AsyncDataset", "Dataset")
 
-    async def _mark_done(self) -> None:
-        self._data.done()
+
+async def _soon(call: Callable[[], None]) -> None:
+    """Has the loop make a call, in whose thread the data set is."""
+    call()
 
 
 def _remove(leases: dict[int, Any], reported: tuple[int, ...]) -> None:

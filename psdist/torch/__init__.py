@@ -2,7 +2,7 @@
 
 ``DistributedOptimizer`` trains a model on parameter servers in any consistency mode, and replaces the script's
 optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
-``import psdist`` alone never imports torch.
+``LeasedDataLoader`` has batches for workers that come and go. ``import psdist`` alone never imports torch.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ except ModuleNotFoundError as error:
 
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
+from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedDataParallel", "DistributedOptimizer", "convert_optimizer", "convert_scheduler"]
+__all__ = [
+    "DistributedDataParallel",
+    "DistributedOptimizer",
+    "LeasedDataLoader",
+    "convert_optimizer",
+    "convert_scheduler",
+]
 
 del _torch

@@ -1,0 +1,134 @@
+"""``LeasedDataLoader``: torch's loader over ranges that the scheduler leases to the workers of a run.
+
+A loader with processes of its own reads ahead: batches are asked for long before the loop trains on them. So this one
+holds several ranges, and reports each when the loop has used the last batch of it.
+
+Invariants: a range is reported as used when the loop asks for the batch after its last one, and given back if the loop
+ends before. Batches come in the order in which their indices were given.
+
+Not here: which samples a range has (``psdist.data``), who gets which (the scheduler).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sized
+from typing import Any, Final
+
+from torch.utils.data import DataLoader, Dataset
+
+from psdist.client.datasets import Dataset as Leases
+from psdist.client.datasets import Range
+from psdist.errors import InvalidArgumentError, check_integer
+from psdist.wire.limits import LEASES_MAX
+
+#: Arguments of torch's loader that leases stand for.
+_REPLACED: Final = ("shuffle", "sampler", "batch_sampler", "drop_last")
+#: A batch of more would be of several ranges at once anyway.
+_BATCH_SIZE_LAST: Final = 1 << 31
+#: Batches that each process of a loader reads ahead, unless it is told.
+_PREFETCH_FACTOR: Final = 2
+
+
+class LeasedDataLoader(DataLoader[Any]):
+    """Iterates over batches of the samples that this worker gets, until no range is left for anyone. It takes the
+    place of a ``DistributedSampler`` where workers come and go: no sample is lost with one.
+
+        leases = client.dataset("train", size=len(images), range_size=256, data_epochs=3)
+        for inputs, labels in psdist.torch.LeasedDataLoader(images, leases, batch_size=64, num_workers=2):
+
+    dataset: with a length, the ``size`` of ``leases``. leases: made by ``Client.dataset``, which shuffles.
+    batch_size: samples of a batch. It is smaller at the end of a range, unless it divides ``range_size``.
+    options: of torch.utils.data.DataLoader, such as num_workers and collate_fn, but for those that ``leases`` stands
+        for.
+
+    Its length is not known. One loop runs at a time. What was read ahead when a loop ends early is given back.
+    Raises InvalidArgumentError for a data set of another size, options that are not supported, and a loader that would
+    hold more than 64 ranges at a time. Iterating raises what ``Client.dataset`` does.
+    """
+
+    def __init__(self, dataset: Dataset[Any], leases: Leases, batch_size: int = 1, **options: Any) -> None:
+        for name in _REPLACED:
+            if options.pop(name, None):
+                raise InvalidArgumentError(
+                    f"{name}= is not for a LeasedDataLoader: which samples come in which order is in client.dataset("
+                    "shuffle=, seed=, range_size=)"
+                )
+        if not options.get("in_order", True):
+            raise InvalidArgumentError("in_order=False is not supported: a range is used when all its batches are")
+        check_integer("batch_size", batch_size, 1, _BATCH_SIZE_LAST)
+        size = len(dataset) if isinstance(dataset, Sized) else None
+        if size != leases.spec.size:
+            raise InvalidArgumentError(
+                f"the data set has {'no length' if size is None else f'{size} samples'}, but {leases.name!r} was made "
+                f"with size={leases.spec.size}"
+            )
+        _check_ahead(leases, batch_size, options)
+        self._leased = _LeasedBatches(leases, batch_size)
+        super().__init__(dataset, batch_sampler=self._leased, **options)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a class of its own
+        try:
+            # Where pushes were dropped, ranges come back after the loader came to the end of them.
+            while self._leased.begin():
+                for batch in super().__iter__():
+                    yield batch
+                    self._leased.on_used()
+        finally:
+            self._leased.give_back()
+
+
+class _LeasedBatches:
+    """The indices of the next batches. It remembers which of them the loop has not used yet."""
+
+    def __init__(self, leases: Leases, batch_size: int) -> None:
+        self._leases = leases
+        self._batch_size = batch_size
+        self._first: Range | None = None
+        #: For each batch that was asked for and not used: its range, if it is the last of that.
+        self._ahead: deque[Range | None] = deque()
+        self._held: dict[int, Range] = {}
+
+    def begin(self) -> bool:
+        """Leases a range. Returns False at the end of the data."""
+        self._first = self._lease()
+        return self._first is not None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        held, self._first = self._first, None
+        while held is not None:
+            indices = held.indices.tolist()
+            for start in range(0, len(indices), self._batch_size):
+                stop = start + self._batch_size
+                self._ahead.append(held if stop >= len(indices) else None)
+                yield indices[start:stop]
+            held = self._lease()
+
+    def on_used(self) -> None:
+        """The loop has used the first batch that it had not."""
+        if (ended := self._ahead.popleft()) is not None:
+            del self._held[ended.lease_id]
+            self._leases.finish(ended)
+
+    def give_back(self) -> None:
+        """The loop has ended: what is left is for others."""
+        self._ahead.clear()
+        while self._held:
+            self._leases.give_back(self._held.popitem()[1])
+
+    def _lease(self) -> Range | None:
+        held = self._leases.lease()
+        if held is not None:
+            self._held[held.lease_id] = held
+        return held
+
+
+def _check_ahead(leases: Leases, batch_size: int, options: dict[str, Any]) -> None:
+    ahead = options.get("num_workers", 0) * (options.get("prefetch_factor") or _PREFETCH_FACTOR)
+    batches = -(-leases.spec.range_size // batch_size)
+    ranges = ahead // batches + 2
+    if ranges > LEASES_MAX:
+        raise InvalidArgumentError(
+            f"num_workers and prefetch_factor read {ahead} batches ahead, which are {ranges} ranges of "
+            f"{leases.spec.range_size} samples, more than {LEASES_MAX}: use fewer, or a larger range_size"
+        )
