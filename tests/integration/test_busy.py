@@ -24,7 +24,7 @@ from psdist.wire import framed_socket
 
 rank, mode, what, seconds = int(os.environ["RANK"]), sys.argv[1], sys.argv[2], float(sys.argv[3])
 pushes, between, middle, count = 30, 6, 15, 100_000
-made, sent, held, payload, send = 0, 0, set(), requests.PushRequest.payload, framed_socket.FramedSocket.send
+made, sent, held, payload, send = 0, 0, set(), requests.PushRequest._encode, framed_socket.FramedSocket.send
 
 def hold(where):
     if rank == 1 and where not in held:
@@ -38,15 +38,15 @@ def hold_in_the_middle():
     if sent == 2:
         hold(middle)
 
-def payload_or_hold(job, index):
+def payload_or_hold(job, index, memory):
     hold_in_the_middle()
-    return payload(job, index)
+    return payload(job, index, memory)
 
 def send_or_hold(connection, message):
     send(connection, message)
     hold_in_the_middle()
 
-requests.PushRequest.payload, framed_socket.FramedSocket.send = payload_or_hold, send_or_hold
+requests.PushRequest._encode, framed_socket.FramedSocket.send = payload_or_hold, send_or_hold
 client = psdist.init().client
 optimizer = psdist.optim.Adam(lr=0.1) if what == "trains" else psdist.optim.SGD(lr=1.0)
 weights = client.parameters(

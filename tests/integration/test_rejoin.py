@@ -21,7 +21,7 @@ from psdist.wire import framed_socket
 
 rank, consistency, count = int(os.environ["RANK"]), sys.argv[1], 200_000
 stops_at, sent = (40 if rank == 1 else 10**9), 0
-payload, send = requests.PushRequest.payload, framed_socket.FramedSocket.send
+payload, send = requests.PushRequest._encode, framed_socket.FramedSocket.send
 enough = pathlib.Path("enough")
 
 def stop_in_time():
@@ -31,15 +31,15 @@ def stop_in_time():
         print("rank 1 stops at", weights.step, "as", os.getpid(), flush=True)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-def payload_or_stop(job, index):
+def payload_or_stop(job, index, memory):
     stop_in_time()
-    return payload(job, index)
+    return payload(job, index, memory)
 
 def send_or_stop(connection, message):
     send(connection, message)
     stop_in_time()
 
-requests.PushRequest.payload = payload_or_stop
+requests.PushRequest._encode = payload_or_stop
 framed_socket.FramedSocket.send = send_or_stop
 client = psdist.init().client
 weights = client.parameters(

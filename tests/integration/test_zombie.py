@@ -133,7 +133,7 @@ async def test_a_server_that_stood_still_takes_no_push_and_serves_no_read(
 def spoil(process: Popen[bytes]) -> None:
     """Changes the first weight of each slice in a server's memory."""
     mapped = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    arena = next(line.split() for line in mapped if re.search(r"rw-s.*memfd:psdist", line))
+    arena = next(line.split() for line in mapped if re.search(r"rw-s.*memfd:psdist-weights", line))
     start, stop = (int(address, 16) for address in arena[0].split("-"))
     weights = stop - start - 4 * len(ONES)
     weights -= weights % 4096
