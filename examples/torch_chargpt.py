@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 CHARACTERS = 128  # ASCII; others count as 0
 
@@ -43,9 +44,12 @@ class Block(nn.Module):
 class CharGPT(nn.Module):
     """A decoder-only transformer whose output weights are its embedding's. 10.8 million parameters by default."""
 
-    def __init__(self, width: int = 384, layers: int = 6, heads: int = 6, context: int = 128) -> None:
+    def __init__(
+        self, width: int = 384, layers: int = 6, heads: int = 6, context: int = 128, recompute: bool = False
+    ) -> None:
         super().__init__()
         self.context = context
+        self.recompute = recompute
         self.embed = nn.Embedding(CHARACTERS, width)
         self.places = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -57,7 +61,10 @@ class CharGPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         """int[batch, length] to the logits of the next characters, float[batch, length, CHARACTERS]."""
         x = self.embed(text) + self.places(torch.arange(text.shape[1], device=text.device))
-        logits: Tensor = self.head(self.norm(self.blocks(x)))
+        for block in self.blocks:
+            # Activation checkpointing: the block's activations are computed again in the backward pass.
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        logits: Tensor = self.head(self.norm(x))
         return logits
 
 
@@ -96,6 +103,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--heads", type=int, default=6)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--bfloat16", action="store_true", help="mixed precision: compute in bfloat16")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing: less memory, more work")
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in one process")
     return parser.parse_args()
 
@@ -105,7 +114,7 @@ def main() -> None:
     options = arguments()
     torch.manual_seed(0)
     text = read_text()
-    model = CharGPT(options.width, options.layers, options.heads, options.context)
+    model = CharGPT(options.width, options.layers, options.heads, options.context, options.recompute)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
     rank, world = 0, 1
     if not options.plain:
@@ -115,7 +124,9 @@ def main() -> None:
         rank, world = optimizer.context.rank, optimizer.context.world_size  # psdist
     began = time.perf_counter()
     for step in range(options.steps):
-        loss = loss_of(model, samples(text, options.batch, options.context, step)[rank::world])
+        passages = samples(text, options.batch, options.context, step)[rank::world]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bfloat16):
+            loss = loss_of(model, passages)
         optimizer.zero_grad()
         loss.backward()
         if options.plain:

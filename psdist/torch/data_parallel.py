@@ -34,6 +34,8 @@ from psdist.torch.values import share_fixed, write_into
 
 #: A tensor that has 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
+#: A tensor that has more than 0 where gradients of any worker are not finite.
+_OVERFLOWS: Final = "psdist/overflows"
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
     "output_device": None,
@@ -66,8 +68,9 @@ class DistributedDataParallel(nn.Module):
     others: the other arguments of torch's class, which may only have their defaults.
 
     Raises InvalidArgumentError for what is not supported, DTypeMismatchError, and what ``psdist.init`` and
-    ``Client.parameters`` raise. Backward passes raise what pushes raise; FencedError where this worker was expelled and
-    the others have gone on: its model is not theirs any more.
+    ``Client.parameters`` raise. Where gradients of any worker are not finite, those of all become NaN, so that a
+    GradScaler skips the step everywhere. Backward passes raise what pushes raise; FencedError where this worker was
+    expelled and the others have gone on: its model is not theirs any more.
     """
 
     def __init__(
@@ -99,7 +102,9 @@ class DistributedDataParallel(nn.Module):
         shapes: dict[str, NDArray[np.float32]] = {
             key: np.zeros(tuple(one.shape), np.float32) for key, one in tensors.trained.items()
         }
-        flags: dict[str, NDArray[np.float32]] = {_USED: np.zeros(len(shapes), np.float32)} if self._may_miss else {}
+        flags: dict[str, NDArray[np.float32]] = {_OVERFLOWS: np.zeros(1, np.float32)}
+        if self._may_miss:
+            flags[_USED] = np.zeros(len(shapes), np.float32)
         #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
         share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
@@ -107,8 +112,9 @@ class DistributedDataParallel(nn.Module):
         self._buffers_in_step = TensorBroadcast(client, f"{name}/buffers", buffers)
         self._join: UnevenInputs | None = None
         self._stream = GradientStream(
-            self.handle, tensors.trained, bucket_bytes, self._on_begin, as_views=gradient_as_bucket_view, others=flags
-        )
+            self.handle, tensors.trained, bucket_bytes, self._on_begin,
+            as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS,
+        )  # fmt: skip
         self._stream.listen()
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
@@ -197,6 +203,7 @@ class DistributedDataParallel(nn.Module):
                 "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
                 "module itself, in training mode and outside no_sync()"
             )
+        self._stream.buffers[_OVERFLOWS].fill(0.0)
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
@@ -214,7 +221,7 @@ class DistributedDataParallel(nn.Module):
 
         def write(means: Mapping[str, NDArray[Any]]) -> None:
             for name, mean in means.items():
-                if name in missing or name == _USED:
+                if name in missing or name in (_USED, _OVERFLOWS):
                     held[name] = mean
                 else:
                     _set_gradient(self._trained[name], mean)
@@ -232,6 +239,10 @@ class DistributedDataParallel(nn.Module):
             for number, name in enumerate(self._trained):
                 if name in missing and held[_USED][number]:
                     _set_gradient(self._trained[name], held[name])
+        if held[_OVERFLOWS][0] > 0:
+            for parameter in self._trained.values():
+                if parameter.grad is not None:
+                    parameter.grad.detach().fill_(np.nan)
 
 
 def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from psdist.client.sync_client import Bucket, Parameters
-from psdist.errors import FencedError, InvalidArgumentError, PsdistError
+from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
@@ -33,12 +34,29 @@ Write = Callable[[Mapping[str, NDArray[Any]]], None]
 _streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
 
 
+@dataclass
+class _Step:
+    """A step that is made.
+
+    taken: gradients that were taken over, and the version that they had then. given: tensors whose gradients were
+    pushed, in buckets. is_dropped: this worker had been expelled.
+    """
+
+    weight: float = 1.0
+    taken: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    given: set[int] = field(default_factory=set)
+    buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
+    is_dropped: bool = False
+
+
 class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
 
     bucket_bytes: see ``BucketPlan``.
     as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 in main memory can be one.
     others: tensors of ``handle`` that are no parameters. They are given at the end.
+    overflows: one of ``others`` that becomes 1 in a step in which gradients of this worker are not finite; they are
+        given as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
 
     Raises InvalidArgumentError where ``handle`` has a stream already.
@@ -53,6 +71,7 @@ class GradientStream:
         *,
         as_views: bool = True,
         others: Iterable[str] = (),
+        overflows: str | None = None,
     ) -> None:
         if id(handle) in _streams:
             raise InvalidArgumentError(
@@ -66,13 +85,8 @@ class GradientStream:
         self._plan = BucketPlan([view.nbytes for view in self._views], bucket_bytes)
         self._on_begin = on_begin
         self._as_views = as_views
-        #: Gradients of this step that were taken over, and the version that they had then.
-        self._taken: dict[int, tuple[Tensor | None, int]] = {}
-        self._given: set[int] = set()
-        self._weight = 1.0
-        self._buckets: list[tuple[Bucket, tuple[int, ...]]] = []
-        #: Whether this step was dropped, because this worker had been expelled.
-        self._dropped = False
+        self._overflows = overflows
+        self._step = _Step()
         self._is_paused = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _streams[id(handle)] = self
@@ -90,12 +104,12 @@ class GradientStream:
 
     def set_weight(self, weight: float) -> None:
         """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed."""
-        if self._given and weight != self._weight:
+        if self._step.given and weight != self._step.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward "
                 "pass that pushes, or use overlap=False"
             )
-        self._weight = weight
+        self._step.weight = weight
 
     def close(self) -> None:
         """Takes the hooks away. Gradients stay where they are."""
@@ -114,9 +128,9 @@ class GradientStream:
             self._is_paused = before
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
-        if self._is_paused or self._dropped:
+        if self._is_paused or self._step.is_dropped:
             return
-        if number in self._taken:
+        if number in self._step.taken:
             raise InvalidArgumentError(
                 f"parameter {self._names[number]!r} got a second gradient before step(), and its first is under way "
                 "already: put all backward passes of a step but the last into no_sync()"
@@ -127,7 +141,7 @@ class GradientStream:
 
     def _take(self, number: int) -> None:
         """Copies a gradient to its place in the vector; zeros where there is none."""
-        if not self._taken:
+        if not self._step.taken:
             self._on_begin()
             self._plan.begin()
         parameter, view = self._parameters[number], self._views[number]
@@ -139,16 +153,28 @@ class GradientStream:
                 view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
             if self._as_views and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
                 gradient = parameter.grad = view
-        self._taken[number] = gradient, 0 if gradient is None else gradient._version
+        self._step.taken[number] = gradient, 0 if gradient is None else gradient._version
 
     def _give(self, numbers: tuple[int, ...]) -> None:
         try:
-            bucket = self._handle.push_pull_async([self._names[number] for number in numbers], self._weight)
+            bucket = self._push_pull_async(numbers)
         except FencedError:
-            self._dropped = True  # The next call says whether this worker takes part again.
+            self._step.is_dropped = True  # The next call says whether this worker takes part again.
             return
-        self._buckets.append((bucket, numbers))
-        self._given.update(numbers)
+        self._step.buckets.append((bucket, numbers))
+        self._step.given.update(numbers)
+
+    def _push_pull_async(self, numbers: tuple[int, ...]) -> Bucket:
+        names = [self._names[number] for number in numbers]
+        try:
+            return self._handle.push_pull_async(names, self._step.weight)
+        except NonFiniteGradientError:
+            if self._overflows is None:
+                raise
+        for name in names:
+            self.buffers[name].fill(0.0)
+        self.buffers[self._overflows].fill(1.0)
+        return self._handle.push_pull_async(names, self._step.weight)
 
     # --- at its end ---
 
@@ -160,7 +186,7 @@ class GradientStream:
     @property
     def untaken(self) -> list[str]:
         """Parameters that got no gradient in this step so far."""
-        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in self._taken]
+        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in self._step.taken]
 
     def complete(self) -> None:
         """Gives what is missing: parameters without a gradient count with zeros.
@@ -169,12 +195,12 @@ class GradientStream:
         """
         self._check_unchanged()
         self._take_rest()
-        rest = tuple(number for number in range(len(self._names)) if number not in self._given)
-        if rest and not self._dropped:
+        rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
+        if rest and not self._step.is_dropped:
             self._give(rest)
 
     def _check_unchanged(self) -> None:
-        for number, (gradient, version) in self._taken.items():
+        for number, (gradient, version) in self._step.taken.items():
             now = self._parameters[number].grad
             if now is not gradient or (now is not None and now._version != version):
                 raise InvalidArgumentError(
@@ -190,33 +216,33 @@ class GradientStream:
         Raises what a bucket failed with; ``complete`` and ``collect`` then go on with the same step.
         """
         failures: list[PsdistError] = []
-        for bucket, numbers in self._buckets:
+        for bucket, numbers in self._step.buckets:
             try:
                 answer = bucket.wait()
             except FencedError:
-                self._dropped = True
+                self._step.is_dropped = True
                 break
             except PsdistError as error:
                 failures.append(error)
-                self._given.difference_update(numbers)
+                self._step.given.difference_update(numbers)
             else:
                 write(answer)
-        self._buckets.clear()
+        self._step.buckets.clear()
         if failures:
             raise failures[0]
-        was_dropped = self._dropped
+        was_dropped = self._step.is_dropped
         self._end()
         return not was_dropped
 
     def push_pull(self, write: Write) -> None:
         """The whole step at once, for what cannot be pushed in buckets."""
         self._take_rest()
-        write(self._handle.push_pull(self.buffers, copy=False, weight=self._weight))
+        write(self._handle.push_pull(self.buffers, copy=False, weight=self._step.weight))
         self._end()
 
     def check_idle(self) -> None:
         """Raises InvalidArgumentError where gradients of a step were taken."""
-        if self._taken:
+        if self._step.taken:
             raise InvalidArgumentError(
                 "gradients of a step are under way at the end of join(): call step() after each backward pass in it"
             )
@@ -229,11 +255,8 @@ class GradientStream:
 
     def _take_rest(self) -> None:
         for number in range(len(self._parameters)):
-            if number not in self._taken:
+            if number not in self._step.taken:
                 self._take(number)
 
     def _end(self) -> None:
-        self._taken.clear()
-        self._given.clear()
-        self._weight = 1.0
-        self._dropped = False
+        self._step = _Step()

@@ -30,6 +30,7 @@ from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.loss_scale import LossScale
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
@@ -61,6 +62,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     Raises InvalidArgumentError for what cannot be converted or trained, and names it; DTypeMismatchError; and what
     ``psdist.init`` and ``Client.parameters`` raise.
     """
+
+    #: torch's GradScaler leaves unscaling, and skipping a step, to an optimizer that has this.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._pull()
         if self._overlaps:
             self._stream.listen()
+        self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
         self._rates = _Rates(spec, wrapped, scheduler, self.handle)
         super().__init__(_groups(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
@@ -134,11 +139,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for learning rates that
         the servers do not have; PushDroppedError as ``on_drop`` says; and what ``Parameters.push_pull`` raises. After
         errors other than these, calling it again goes on with the same step.
+
+        torch's GradScaler steps it with ``overlap=False``. In BSP a step in which any worker's gradients overflow is
+        skipped by all.
         """
+        if hasattr(self, "found_inf") and self._overlaps:
+            raise InvalidArgumentError(
+                "a GradScaler skips steps, but with overlap=True gradients are pushed before it is known whether they "
+                "are finite: use overlap=False, or bfloat16, which needs no scaler"
+            )
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if not self._loss_scale.unscale(self, self._trained.values()):
+            return result
         if not self._overlaps:
             self._stream.push_pull(self._writer.write)
         else:

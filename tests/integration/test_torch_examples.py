@@ -66,6 +66,11 @@ def test_idx_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             example.read_idx(tmp_path, name)
 
 
+def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointing() -> None:
+    losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL, "--bfloat16", "--recompute"))
+    assert losses[-1] < losses[0] and losses[-1] < 3.2
+
+
 @pytest.mark.parametrize("name", ["torch_mnist", "torch_chargpt"])
 def test_three_lines_differ(name: str) -> None:
     marked = re.findall(r"^.*\S  # psdist$", (ROOT / f"examples/{name}.py").read_text(), re.M)

@@ -1,0 +1,182 @@
+"""Mixed precision with torch's GradScaler: a step in which one worker overflows is skipped by all. Two workers in
+threads of this process, with real servers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+import psdist
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.torch import DistributedDataParallel, DistributedOptimizer
+from tests.support.torch_models import MODELS, loss_of, mlp, part
+
+BATCHES = MODELS["mlp"][1]
+STEPS = 6
+#: Rank 1 overflows in this step.
+BAD = 3
+Work = Callable[[Context], Any]
+
+
+@pytest.fixture(scope="module")
+def contexts() -> Iterator[list[Context]]:
+    """The contexts of two workers."""
+    cluster = EmbeddedCluster(servers=1)
+    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
+    yield [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
+    for client in clients:
+        client.close()
+    cluster.close()
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Context]:
+    """The context of the only worker of a run."""
+    cluster = EmbeddedCluster(servers=1)
+    with psdist.Client(cluster.address, cluster.token) as client:
+        yield Context(0, 1, 0, client)
+    cluster.close()
+
+
+@pytest.fixture
+def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
+    """Does the same in both workers; what they return."""
+
+    def run(work: Work) -> list[Any]:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(work, contexts))
+
+    return run
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A parameter set's name for this test."""
+    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+
+
+def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
+    """The loss of a worker's part of a batch; one that overflows where it should."""
+    loss = loss_of(model, part(BATCHES(step), rank, 2))
+    return loss * 1e38 * 1e3 if step == BAD and rank == 1 else loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler, rank: int, unscales: bool) -> None:
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, step, rank)).backward()
+        if unscales:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def expected_of(model: nn.Module) -> nn.Module:
+    """One process with both parts, which leaves the step out."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        if step != BAD:
+            optimizer.zero_grad()
+            for rank in range(2):
+                (loss_at(model, step, rank) / 2).backward()
+            optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("unscales", [False, True])
+def test_all_workers_skip_the_step(both: Callable[[Work], list[Any]], name: str, unscales: bool) -> None:
+    at_first = mlp()
+
+    def worker(context: Context) -> tuple[nn.Module, float, int]:
+        model = copy.deepcopy(at_first)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(model, inner, name=name, context=context, overlap=False)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        train(model, optimizer, scaler, context.rank, unscales)
+        return model, scaler.get_scale(), optimizer.handle.step
+
+    (one, _, made), (other, scale, _) = both(worker)
+    assert (made, scale) == (STEPS - 1, 2.0**9)
+    expected = expected_of(copy.deepcopy(at_first))
+    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("as_views", [False, True])
+def test_gradients_that_are_not_finite_are_so_everywhere(
+    both: Callable[[Work], list[Any]], name: str, as_views: bool
+) -> None:
+    """As with torch's DDP, so that each worker's own scaler skips the step."""
+    at_first = mlp()
+
+    def worker(context: Context) -> tuple[nn.Module, float]:
+        model = copy.deepcopy(at_first)
+        network = DistributedDataParallel(model, name=name, context=context, gradient_as_bucket_view=as_views)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        train(network, optimizer, scaler, context.rank, unscales=False)
+        return model, scaler.get_scale()
+
+    (one, scale), (other, same) = both(worker)
+    assert scale == same == 2.0**9
+    expected = expected_of(copy.deepcopy(at_first))
+    for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_without_a_barrier_a_worker_skips_alone(alone: Context, name: str) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(
+        model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), name=name, context=alone, overlap=False
+    )
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    for step, factor in enumerate((1.0, torch.inf)):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, BATCHES(step)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert (optimizer.handle.version, scaler.get_scale()) == (1, 2.0**9)
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_a_scaler_and_an_overlapping_optimizer_do_not_go_together(alone: Context, name: str) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(
+        model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), name=name, context=alone
+    )
+    scaler = GradScaler("cpu")
+    scaler.scale(loss_of(model, BATCHES(0))).backward()
+    with pytest.raises(InvalidArgumentError, match="use overlap=False, or bfloat16"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_learns(alone: Context, name: str, dtype: torch.dtype) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(
+        model, psdist.optim.Adam(lr=1e-2), consistency=psdist.ASP(), name=name.replace(".", "-"), context=alone,
+        overlap=dtype == torch.bfloat16,
+    )  # fmt: skip
+    scaler = GradScaler("cpu", enabled=dtype == torch.float16)
+    losses = []
+    for step in range(60):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = loss_of(model, BATCHES(step))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
