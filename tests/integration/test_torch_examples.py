@@ -66,12 +66,38 @@ def test_idx_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             example.read_idx(tmp_path, name)
 
 
+def test_images_are_told_apart_with_an_optimizer_of_the_script() -> None:
+    words = ("examples/torch_cifar.py", "--epochs", "4", "--width", "8")
+    through, alone = (numbers(r"test accuracy ([\d.]+)%", call(*words)) for call in (run, plain))
+    assert len(through) == len(alone) == 4
+    assert min(through[-1], alone[-1]) >= 90.0
+
+
+def test_batches_of_cifar_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    example = importlib.import_module("torch_cifar")
+    random = np.random.default_rng(0)
+    records = random.integers(0, 256, (5, 3073), dtype=np.uint8)
+    records[:, 0] = [3, 1, 4, 1, 9]
+    for name, part in (("data_batch_1", records[:2]), ("data_batch_2", records[2:4]), ("test_batch", records[4:])):
+        part.tofile(tmp_path / f"{name}.bin")
+    train, test = example.cifar(tmp_path)
+    assert (train.tensors[1].tolist(), test.tensors[1].tolist()) == ([3, 1, 4, 1], [9])
+    assert train.tensors[0][2, 1, 0, 5].item() == pytest.approx(records[2, 1 + 1024 + 5] / 255 - 0.5)
+    for content in (b"", records[0].tobytes()[:-1], b"\x0a" + bytes(3072)):
+        (tmp_path / "test_batch.bin").write_bytes(content)
+        with pytest.raises(ValueError, match="is no batch of CIFAR-10"):
+            example.cifar(tmp_path)
+    with pytest.raises(ValueError, match="has no data_batch_1"):
+        example.cifar(tmp_path / "none")
+
+
 def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointing() -> None:
     losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL, "--bfloat16", "--recompute"))
     assert losses[-1] < losses[0] and losses[-1] < 3.2
 
 
-@pytest.mark.parametrize("name", ["torch_mnist", "torch_chargpt"])
+@pytest.mark.parametrize("name", ["torch_mnist", "torch_cifar", "torch_chargpt"])
 def test_three_lines_differ(name: str) -> None:
     marked = re.findall(r"^.*\S  # psdist$", (ROOT / f"examples/{name}.py").read_text(), re.M)
     assert len(marked) == 3
