@@ -1,0 +1,68 @@
+"""A worker that dies in the middle of a backward pass, with real processes: the others go on, and it comes back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.launched import Run
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Rank 1 dies in its first life when the last layers' gradients are pushed, and the first layer's are not yet made.
+SCRIPT = """
+import os, signal, sys
+import numpy as np
+import torch
+from torch import nn
+import psdist.torch
+
+consistency, steps = {"bsp": psdist.BSP(), "asp": psdist.ASP()}[sys.argv[1]], 40
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+optimizer = psdist.torch.DistributedOptimizer(
+    model, psdist.optim.Adam(lr=0.01), consistency=consistency, bucket_cap_mb=0.001
+)
+handle, context = optimizer.handle, optimizer.context
+life = context.client.incarnation
+print("rank", context.rank, "life", life, "begins at", handle.version, flush=True)
+
+def die(gradient):
+    if handle.version >= 10:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if context.rank == 1 and life == 1:
+    model[0].weight.register_hook(die)
+data = torch.Generator().manual_seed(context.rank)
+losses = []
+while handle.version < steps * (1 if sys.argv[1] == "bsp" else 2):
+    x = torch.randn(32, 8, generator=data)
+    loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True).tanh())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    losses.append(loss.item())
+context.client.barrier()
+handle.pull()
+final = np.concatenate([array.ravel() for array in handle.pull().values()])
+assert np.mean(losses[-5:]) < 0.5 or len(losses) < 20
+print("rank", context.rank, "life", life, "ends with", final.tobytes().hex()[:64], flush=True)
+"""
+
+
+@pytest.mark.parametrize("consistency", ["bsp", pytest.param("asp", marks=pytest.mark.long)])
+def test_the_others_go_on_and_it_comes_back(tmp_path: Path, consistency: str) -> None:
+    run = Run(tmp_path, SCRIPT, consistency)
+    try:
+        status, output = run.end()
+    finally:
+        run.stop()
+    assert status == 0, output
+    begun = {
+        (int(rank), int(life)): int(at) for rank, life, at in re.findall(r"rank (\d) life (\d) begins at (\d+)", output)
+    }
+    assert begun[0, 1] == begun[1, 1] == 0 and begun[1, 2] >= 10, output
+    ends = re.findall(r"rank (\d) life (\d) ends with (\w+)", output)
+    assert sorted((rank, life) for rank, life, _ in ends) == [("0", "1"), ("1", "2")], output
+    assert ends[0][2] == ends[1][2], "the weights that both have at the end"
