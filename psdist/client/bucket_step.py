@@ -96,6 +96,7 @@ class BucketStep:
     gradient: the tensors that were given lie in its vector, and are not written again before their slices are answered.
     on_finished: called once when the whole step is given and answered, with its progress and whether any of it
     abstained.
+    reads: whether the new weights are asked for.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class BucketStep:
         on_finished: Callable[[PendingRequest, bool], None],
         *,
         whole: bool,
+        reads: bool,
     ) -> None:
         self.state = StepState.UNDER_WAY
         #: Whether the user knows that this worker was expelled in this step.
@@ -114,7 +116,7 @@ class BucketStep:
         self._exchange = exchange
         self._results = results
         self._gradient = gradient
-        self._target = results.target(None, copy=False)
+        self._target = results.target(None, copy=False) if reads else None
         self._on_finished = on_finished
         self._progress = exchange.participation.sequence.begin_push()
         self._plan = StepPlan(index, whole=whole)
@@ -132,6 +134,11 @@ class BucketStep:
     def weight(self) -> float:
         """What the gradient counts for in the mean of the step."""
         return self._gradient.weight
+
+    @property
+    def reads(self) -> bool:
+        """Whether the answers have the new weights."""
+        return self._target is not None
 
     @property
     def open(self) -> bool:
@@ -221,7 +228,9 @@ class BucketStep:
         """Completes buckets and the step after something was given, answered or failed, and wakes those who wait."""
         for bucket in self._waiting:
             if bucket.error is None and self._plan.is_complete(bucket.slices):
-                bucket.weights = self._results.bucket_arrays(self._target, bucket.numbers, bucket.slices)
+                target = self._target
+                arrays = {} if target is None else self._results.bucket_arrays(target, bucket.numbers, bucket.slices)
+                bucket.weights = arrays
         self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
         if self._plan.finished:
             self._on_finished(self._progress, self._abstained)
@@ -240,7 +249,7 @@ class BucketStep:
             )
         try:
             async with asyncio.timeout(timeout):
-                with self._exchange.waiting(push=True, reads=True, limited=timeout is not None):
+                with self._exchange.waiting(push=True, reads=self.reads, limited=timeout is not None):
                     await self._until_done(bucket, names)
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None

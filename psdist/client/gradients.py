@@ -44,9 +44,14 @@ class GradientVector:
 
     @cached_property
     def vector(self) -> Flat:
-        """The vector. It stays at its address."""
+        """The vector. It stays at its address until ``release_memory``."""
         shared = self._shared()
         return np.zeros(self._layout.total, np.float32) if shared is None else shared
+
+    def release_memory(self) -> None:
+        """Lets go of the vector. It is another one when it is next needed, unless it is shared."""
+        self._buffers = {}
+        self.__dict__.pop("vector", None)
 
     def buffers(self) -> dict[str, NDArray[np.float32]]:
         """Views of the vector, by tensor name."""

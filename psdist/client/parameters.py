@@ -200,6 +200,22 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             return await self._steps.give_bucket(gradients, weight)
 
+    async def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> AsyncBucket:
+        """As ``push_pull_async``, but no weights are asked for: ``await`` what it returns for the end of the push, and
+        then ``pull``. All buckets of a step are given by the same of the two, else InvalidArgumentError."""
+        async with self._steps.call():
+            return await self._steps.give_bucket(gradients, weight, reads=False)
+
+    async def release_memory(self) -> None:
+        """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
+        later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
+
+        For a parameter set that is used for a small part of the time. What a codec left out of gradients, and what
+        servers send differences to, is kept. Raises as ``push``, for a step in buckets that failed or misses tensors.
+        """
+        async with self._steps.call():
+            await self._steps.release_memory()
+
     async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
         process, and where memory is shared, not to the servers either.

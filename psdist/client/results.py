@@ -69,6 +69,12 @@ class Results:
         """Read-only arrays of these tensors, whose ``slices`` have arrived."""
         return partition.views(self._layout, numbers, target.vector(slices), self._pool.converted)
 
+    def release_memory(self) -> None:
+        """Lets go of the memory of results without a copy, unless differences are added to it."""
+        self.discard()
+        if self._held is None:
+            self._pool.release()
+
     def discard(self) -> None:
         """Lets go of the last result: its memory may end."""
         self._viewed = None

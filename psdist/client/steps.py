@@ -15,6 +15,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -183,8 +184,10 @@ class Steps:
             return await self.pull(out, copy)
         return await self._result(target, out, copy)
 
-    async def give_bucket(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float) -> AsyncBucket:
-        """See ``AsyncParameters.push_pull_async``."""
+    async def give_bucket(
+        self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
+    ) -> AsyncBucket:
+        """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
         self._check_member()
         weight = _checked(weight, self._spec.consistency)
         if self._needs_norm:
@@ -192,7 +195,12 @@ class Steps:
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
                 "common steps: the norm of the whole gradient is needed first, so use push_pull"
             )
-        step = await self._retry(lambda: self._current_step(weight))
+        step = await self._retry(lambda: self._current_step(weight, reads))
+        if reads != step.reads:
+            raise InvalidArgumentError(
+                f"a step of {self._participation.name!r} was begun by push{'_pull' * step.reads}_async: give all of "
+                "its buckets by that"
+            )
         if weight != step.weight:
             raise InvalidArgumentError(
                 f"weight={weight:g} in a step that was begun with weight={step.weight:g}: a gradient has one weight"
@@ -225,6 +233,13 @@ class Steps:
                 f"push {self._sequence.step} of {self._participation.name!r} failed, and servers may have a part of "
                 "it: push its gradient again before a snapshot"
             )
+
+    async def release_memory(self) -> None:
+        """See ``AsyncParameters.release_memory``."""
+        await self._end_step()
+        self._gradients.release_memory()
+        self._results.release_memory()
+        self._exchange.shared_memory.release_memory()
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back."""
@@ -336,7 +351,7 @@ class Steps:
 
     # --- a step in buckets --------------------------------------------------------------------------------------------
 
-    async def _current_step(self, weight: float) -> BucketStep:
+    async def _current_step(self, weight: float, reads: bool) -> BucketStep:
         """The step that the next bucket belongs to. A new one has this weight, and is kept with its first bucket."""
         await self._exchange.open()
         if self._bucket_step is not None:
@@ -350,9 +365,8 @@ class Steps:
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
         vector = self._gradients.vector
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
-        return BucketStep(
-            self._exchange, self._results, self._index, WeightedGradient(gradient, weight), self._on_pushed, whole=whole
-        )
+        weighted, on_finished = WeightedGradient(gradient, weight), partial(self._on_pushed, seen=reads)
+        return BucketStep(self._exchange, self._results, self._index, weighted, on_finished, whole=whole, reads=reads)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""

@@ -387,6 +387,26 @@ class Parameters(ProcessBound):
         """
         return Bucket(loop.shared().call(self._handle.push_pull_async(gradients, weight)))
 
+    def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
+        """As ``push_pull_async``, but no weights are asked for: ``wait`` on what it returns gives an empty dict when
+        the bucket is answered, and ``pull`` has the weights. All buckets of a step are given by the same of the two,
+        else InvalidArgumentError."""
+        return Bucket(loop.shared().call(self._handle.push_async(gradients, weight)))
+
+    def start_pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> loop.StartedCall[Arrays]:
+        """Begins a ``pull``, and returns at once: ``result()`` of what it returns waits for the weights. Until then
+        ``out`` is psdist's."""
+        return loop.shared().start(self._handle.pull(out, copy), reading=True)
+
+    def release_memory(self) -> None:
+        """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
+        later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
+
+        For a parameter set that is used for a small part of the time. What a codec left out of gradients is kept.
+        Raises as ``push``, for a step in buckets that failed or misses tensors.
+        """
+        loop.shared().call(self._handle.release_memory())
+
     def keep_state(self, save: Save, restore: Restore) -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
         that a codec left out of gradients so far. Register before the first push.

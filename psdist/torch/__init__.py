@@ -15,14 +15,17 @@ except ModuleNotFoundError as error:
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.leased_loader import LeasedDataLoader
+from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
 
 __all__ = [
     "DistributedDataParallel",
     "DistributedOptimizer",
     "LeasedDataLoader",
+    "OffloadedOptimizer",
     "convert_optimizer",
     "convert_scheduler",
+    "offload",
 ]
 
 del _torch

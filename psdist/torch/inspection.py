@@ -40,8 +40,9 @@ class ModelTensors:
         return next(iter(self.trained.values())).device
 
 
-def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> ModelTensors:
+def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, has_values: bool = True) -> ModelTensors:
     """The tensors of ``model``. wanted: the parameters that its optimizer has; None for all with ``requires_grad``.
+    has_values: False takes parameters on the meta device, too, and on several devices.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
     that are not the model's, on several devices, on the meta device or lazy; DTypeMismatchError for a dtype that
@@ -63,9 +64,10 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> M
     if not trained:
         raise InvalidArgumentError("the model has no parameter to train: all are frozen, or it has none")
     for name, parameter in trained.items():
-        _check_trained(name, parameter)
-    _check_devices(trained)
-    return ModelTensors(trained, _fixed(model, named, trained))
+        _check_trained(name, parameter, has_values=has_values)
+    if has_values:
+        _check_devices(trained)
+    return ModelTensors(trained, fixed_tensors(model, trained))
 
 
 def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:
@@ -78,10 +80,10 @@ def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -
         )
 
 
-def _check_trained(name: str, parameter: nn.Parameter) -> None:
+def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> None:
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise InvalidArgumentError(f"parameter {name!r} has no shape yet: run one forward pass before wrapping")
-    if parameter.device.type == "meta":
+    if has_values and parameter.device.type == "meta":
         raise InvalidArgumentError(f"parameter {name!r} is on the meta device: move it by model.to_empty()")
     if parameter.dtype not in DTYPES:
         remedy = "model.float()" if parameter.dtype == torch.float64 else "its real and imaginary parts as float32"
@@ -107,9 +109,9 @@ def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
             )
 
 
-def _fixed(
-    model: nn.Module, named: Mapping[str, nn.Parameter], trained: Mapping[str, nn.Parameter]
-) -> dict[str, Tensor]:
+def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The parameters of ``model`` whose names are not in ``trained``, and its buffers, by name."""
+    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     frozen: dict[str, Tensor] = {name: tensor for name, tensor in named.items() if name not in trained}
     buffers = {name.replace(_COMPILED, ""): buffer for name, buffer in model.named_buffers()}
     return frozen | buffers

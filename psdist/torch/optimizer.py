@@ -86,11 +86,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     ) -> None:
         self._is_made = False
         consistency = BSP() if consistency is None else consistency
-        _check_scheduler(optimizer, scheduler, consistency)
+        check_scheduler(optimizer, scheduler, consistency)
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
-        tensors = inspect(model, _parameters_of(wrapped))
-        spec = _specification(optimizer, tensors.trained, scheduler)
+        tensors = inspect(model, parameters_of(wrapped))
+        spec = specification_of(optimizer, tensors.trained, scheduler)
         if max_grad_norm is not None:
             spec = replace(spec, max_grad_norm=max_grad_norm)
         #: This script's place in its run.
@@ -120,8 +120,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
-        self._rates = _Rates(spec, wrapped, scheduler, self.handle)
-        super().__init__(_groups(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
+        self._rates = Rates(spec, wrapped, scheduler, self.handle)
+        super().__init__(groups_of(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the very groups that its scheduler writes to
         self._rates.begin(self.param_groups)
@@ -281,7 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise TypeError("a DistributedOptimizer belongs to this process and cannot be copied or pickled")
 
 
-class _Rates:
+class Rates:
     """The learning rates and other settings that torch's side shows, beside those that the servers have."""
 
     def __init__(
@@ -356,7 +356,9 @@ def _settings(spec: Optimizer) -> list[str]:
     return [name for name in spec.__dataclass_fields__ if name not in ("schedule", "max_grad_norm", "overrides")]
 
 
-def _check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
+def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
+    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that the servers cannot
+    follow."""
     if scheduler is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer) or getattr(scheduler, "optimizer", None) is not optimizer:
@@ -371,15 +373,17 @@ def _check_scheduler(optimizer: object, scheduler: object, consistency: Consiste
         )
 
 
-def _parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
+def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
+    """The parameters of a torch optimizer; None where there is none."""
     return None if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
 
 
-def _specification(
+def specification_of(
     optimizer: torch.optim.Optimizer | Optimizer,
     trained: Mapping[str, nn.Parameter],
     scheduler: lr_scheduler.LRScheduler | None,
 ) -> Optimizer:
+    """What the servers are to run. Raises InvalidArgumentError, see ``convert_optimizer``."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -390,7 +394,7 @@ def _specification(
     )
 
 
-def _groups(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+def groups_of(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
     """Parameter groups as torch has them, for a specification: one for each override that applies."""
     groups: dict[int, dict[str, Any]] = {}
     for name, parameter in trained.items():

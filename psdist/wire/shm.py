@@ -80,6 +80,8 @@ class GradientArena:
         self.flat: NDArray[Any] = region.view(NUMPY_DTYPES[dtype], PAGE, elements)
         #: Address of its first element.
         self.address = region.address + PAGE
+        #: Whether some of it may have no memory.
+        self.has_holes = False
         self._take_over(fd)
 
     def _take_over(self, fd: int) -> None:
@@ -122,6 +124,21 @@ class GradientArena:
         """Elements [start, stop) of the vector, in place."""
         return self.flat[start:stop]
 
+    def release(self) -> None:
+        """Gives the memory of all elements back to the system, for everybody who has the file mapped. They are zeros
+        then, and take memory again where they are written. Does nothing where the file is gone."""
+        if self.fd >= 0 and self._region.size > PAGE:
+            self.has_holes = True
+            _punch_hole(self.fd, PAGE, self._region.size - PAGE)
+
+    def fill(self) -> None:
+        """Has memory for all elements again, as another process wants to see it. Raises OSError where there is no
+        room."""
+        if self.has_holes:
+            _check_room(self._region.size)
+            os.posix_fallocate(self.fd, 0, self._region.size)
+            self.has_holes = False
+
     def renew(self) -> None:
         """Lets this arena be another file, with the same content at the same addresses; whoever has the old file keeps
         its bytes as they are. Nobody may write meanwhile. Where there is no room for another file the memory is only
@@ -138,6 +155,7 @@ class GradientArena:
             self._region.place(old, private=True)
         assert self._closing is not None
         self._closing()
+        self.has_holes = False
         self._take_over(fd)
 
     def _copy(self) -> int:
@@ -229,9 +247,7 @@ class WeightsArena:
         begin = _padded(self.offset + start * 4)
         size = (self.offset + stop * 4) // PAGE * PAGE - begin
         if size > 0:
-            mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
-            if _libc.fallocate(self._own, mode, ctypes.c_long(begin), ctypes.c_long(size)):
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            _punch_hole(self._own, begin, size)
 
     def close(self) -> None:
         """Closes the file. The memory stays as long as arrays look into it."""
@@ -303,7 +319,7 @@ class _Region:
     """A range of addresses that lasts as long as any array that looks into it, with files mapped into it."""
 
     def __init__(self, size: int, *, writable: bool) -> None:
-        self._size = size
+        self.size = size
         self.writable = writable
         self._prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -325,7 +341,7 @@ class _Region:
 
         prefault: right away, which makes memory of holes.
         """
-        size = self._size if size is None else size
+        size = self.size if size is None else size
         shared_memory = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if prefault else 0)
         address = self.address + at
         _checked(_libc.mmap(address, size, self._prot, shared_memory | _MAP_FIXED, fd, offset))
@@ -370,6 +386,13 @@ def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region
         os.close(fd)
         raise
     return fd, region
+
+
+def _punch_hole(fd: int, begin: int, size: int) -> None:
+    """Takes the memory of whole pages away. Raises OSError."""
+    mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+    if _libc.fallocate(fd, mode, ctypes.c_long(begin), ctypes.c_long(size)):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _check_room(size: int) -> None:

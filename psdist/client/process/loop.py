@@ -11,7 +11,7 @@ import atexit
 import concurrent.futures
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -104,6 +104,18 @@ class _Call(Generic[T]):
             del task, self
 
 
+class StartedCall(Generic[T]):
+    """A coroutine that runs on the loop while the caller goes on. Made by ``LoopThread.start``."""
+
+    def __init__(self, wait: Callable[[], T]) -> None:
+        self._wait = wait
+
+    def result(self) -> T:
+        """Waits for the coroutine; its result, or the error that it raised. Interrupts end it, as in
+        ``LoopThread.call``. To be called once."""
+        return self._wait()
+
+
 class LoopThread:
     """A daemon thread that runs an event loop (uvloop's where there is one)."""
 
@@ -138,6 +150,17 @@ class LoopThread:
 
         reading: the coroutine changes nothing. ending: it is part of the shutdown and is not given up.
         """
+        call = self._made(coroutine, reading=reading, ending=ending)
+        return self._wait(call, reading=reading, ending=ending, begins=True)
+
+    def start(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False) -> StartedCall[T]:
+        """Runs ``coroutine`` on the loop, and returns at once. Arguments as for ``call``."""
+        call = self._made(coroutine, reading=reading, ending=False)
+        self.loop.call_soon_threadsafe(self._begin, call, reading)
+        return StartedCall(lambda: self._wait(call, reading=reading))
+
+    def _made(self, coroutine: Coroutine[Any, Any, T], *, reading: bool, ending: bool) -> _Call[T]:
+        """A call that may be begun. Raises why it may not."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ClosedError("a synchronous psdist call was made on psdist's own loop thread: use AsyncClient there")
@@ -147,9 +170,13 @@ class LoopThread:
         if not ending:
             self._check_end(coroutine, reading)
         self._callers.add(threading.get_ident())
-        call = _Call(coroutine, self.loop, None if ending else self._under_way)
+        return _Call(coroutine, self.loop, None if ending else self._under_way)
+
+    def _wait(self, call: _Call[T], *, reading: bool, ending: bool = False, begins: bool = False) -> T:
+        """The result of a call, which ``begins`` only now."""
         try:
-            self.loop.call_soon_threadsafe(self._begin, call, reading)
+            if begins:
+                self.loop.call_soon_threadsafe(self._begin, call, reading)
             while not call.ended.acquire(timeout=_SIGNAL_SECONDS):
                 pass  # The interpreter looks for signals between two waits.
         except BaseException:

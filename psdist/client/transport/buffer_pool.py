@@ -43,6 +43,12 @@ class BufferPool:
         """The vector that results without a copy are views of, where the servers' memory is not."""
         return np.empty(self._layout.total, np.float32)
 
+    def release(self) -> None:
+        """Lets go of all memory. Arrays that the user has stay as they are."""
+        self.__dict__.pop("kept", None)
+        self._lent = []
+        self.converted = {}
+
     def fresh(self) -> Flat:
         """A vector that nobody else has: a new one, or one that was lent before and is not in use any more.
 

@@ -176,6 +176,10 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             for stream in self.streams.values():
                 stream.stable = self._stable
 
+    def release_memory(self) -> None:
+        """Gives the memory of gradients back to the system until some are written again. No push is under way."""
+        self._arena.release()
+
     def renew(self) -> None:
         """A push did not end well: its servers lose the gradient arena, and memory that no server has takes its
         place."""

@@ -38,6 +38,11 @@ class OfferedArena:
                 self._arena = await asyncio.to_thread(GradientArena.create, self.elements, self.dtype)
             except OSError as error:
                 return reason_of(error)
+        elif self._arena.has_holes:
+            try:
+                await asyncio.to_thread(self._arena.fill)
+            except OSError as error:
+                return reason_of(error)
         return "" if self._arena.shareable else "no room in shared memory for another arena"
 
     def offer(self) -> GradientArena:
@@ -55,6 +60,11 @@ class OfferedArena:
     def is_offered(self) -> bool:
         """Whether a server may have the arena's file."""
         return self._arena is not None and self._offered
+
+    def release(self) -> None:
+        """Gives the arena's memory back to the system until it is written again. No push is under way."""
+        if self._arena is not None:
+            self._arena.release()
 
     def renew(self) -> None:
         """Puts a file that no server has in the place of the arena."""

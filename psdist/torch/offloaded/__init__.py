@@ -1,0 +1,1 @@
+"""The parts of ``psdist.torch.offload``: layers whose weights come and go."""

@@ -1,0 +1,130 @@
+"""How a model is divided into layers: which parameters come and go together, and which modules use them.
+
+Invariants: each trained parameter is in one layer, the first that has it. A module that has a tied weight of another
+layer uses both layers.
+
+Not here: hooks (``passes``), initial values (``materializer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from torch import nn
+
+from psdist.errors import InvalidArgumentError
+
+#: Modules that use the parameters of their children without calling them.
+_WHOLE: Final = (nn.MultiheadAttention,)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer before it has memory. title: where it is in the model; empty for parameters of the model's own.
+
+    modules: those that the layer has. parameters: by name, those that no part before has.
+    """
+
+    title: str
+    modules: tuple[nn.Module, ...]
+    parameters: dict[str, nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A module, and the numbers of the layers whose weights its forward pass needs."""
+
+    module: nn.Module
+    layers: tuple[int, ...]
+
+
+def divide(
+    model: nn.Module, trained: Mapping[str, nn.Parameter], layers: Sequence[nn.Module] | None
+) -> tuple[list[Part], list[Use]]:
+    """The parts of ``model`` in its order, and who uses them. trained: parameters by name.
+
+    layers: modules that come and go as a whole; None for those of the ``ModuleList`` or ``Sequential`` that has most of
+    the parameters. Of all else each module with parameters of its own is a part.
+
+    Raises InvalidArgumentError for ``layers`` that are not apart from each other in the model, and for a model of one
+    part alone.
+    """
+    chosen = _default_layers(model) if layers is None else _checked(model, layers)
+    names = {parameter: name for name, parameter in trained.items()}
+    owner: dict[nn.Parameter, int] = {}
+    parts: list[Part] = []
+    uses: list[Use] = []
+    for title, module, is_whole in _modules(model, set(map(id, chosen))):
+        mine = [one for one in module.parameters(recurse=is_whole) if one in names]
+        new = [one for one in mine if one not in owner]
+        if new:
+            owner |= dict.fromkeys(new, len(parts))
+            inner = tuple(module.modules()) if is_whole else (module,)
+            parts.append(Part(title, inner, {names[one]: one for one in new}))
+        if mine:
+            uses.append(Use(module, tuple(sorted({owner[one] for one in mine}))))
+    if len(parts) == 1:
+        raise InvalidArgumentError(
+            f"the model has one layer, {parts[0].title or type(model).__name__!r}: offload() brings layers one after "
+            "another. Use psdist.torch.DistributedOptimizer, or give layers=, modules that are smaller"
+        )
+    return parts, uses
+
+
+def _modules(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules to be divided into, in the model's order: name, module, and whether it is taken with its children."""
+    seen: set[int] = set()
+
+    def walk(module: nn.Module, title: str) -> Iterator[tuple[str, nn.Module, bool]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        is_whole = id(module) in chosen or isinstance(module, _WHOLE)
+        yield title, module, is_whole
+        if not is_whole:
+            for name, child in module.named_children():
+                yield from walk(child, f"{title}.{name}" if title else name)
+
+    yield from walk(model, "")
+
+
+def _checked(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    names = {module: name for name, module in model.named_modules()}
+    chosen = list(layers)
+    for layer in chosen:
+        if not isinstance(layer, nn.Module) or layer not in names:
+            raise InvalidArgumentError(
+                f"layers= has {type(layer).__qualname__}, which is no module of the model: give some of its modules, "
+                "such as list(model.blocks)"
+            )
+    for layer in chosen:
+        inner = {one for one in layer.modules() if one is not layer}
+        if inside := next((one for one in chosen if one in inner), None):
+            raise InvalidArgumentError(
+                f"layers= has {names[layer]!r} and {names[inside]!r}, which is a part of it: leave one of them out"
+            )
+    if not chosen:
+        raise InvalidArgumentError("layers= is empty: give modules of the model, or leave it out")
+    return chosen
+
+
+def _default_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules of the deepest list or sequence that has more than half of the parameters of the one around it; none
+    where the model has no list."""
+    lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and _size(one)]
+    if not lists:
+        return []
+    best = max(lists, key=_size)
+    while inner := [one for one in lists if one is not best and _is_in(one, best) and 2 * _size(one) > _size(best)]:
+        best = max(inner, key=_size)
+    return [one for one in best.children() if _size(one)]
+
+
+def _is_in(one: nn.Module, other: nn.Module) -> bool:
+    return any(module is one for module in other.modules())
+
+
+def _size(module: nn.Module) -> int:
+    return sum(one.numel() for one in module.parameters())

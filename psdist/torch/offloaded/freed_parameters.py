@@ -1,0 +1,93 @@
+"""Parameters whose values are not here: what a script may do with one, and the error for all else.
+
+An offloaded parameter stays the same Python object, because modules, optimizers and autograd refer to it. While its
+layer is not in use its memory is gone, and torch's own kernels would read whatever address they find. So its class is
+another one then, by which torch asks this module before it does anything.
+
+Not here: when memory comes and goes (``layer``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from psdist.errors import InvalidArgumentError
+
+#: What needs no values.
+_ALLOWED: Final = frozenset(
+    [
+        *(
+            getattr(Tensor, name).__get__
+            for name in (
+                *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"),
+                *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes"),
+                *("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
+            )
+        ),
+        Tensor.grad.__set__,  # type: ignore[union-attr]  # a descriptor, which torch's stubs show as a tensor
+        Tensor.size,
+        Tensor.dim,
+        Tensor.numel,
+        Tensor.stride,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.__len__,
+        Tensor.register_hook,
+        Tensor.register_post_accumulate_grad_hook,
+    ]
+)
+
+
+class FreedParameter(nn.Parameter):
+    """A parameter whose layer is not in use: it has a shape and no values. Whatever needs values raises
+    InvalidArgumentError."""
+
+    #: The parameter's name, for the message.
+    psdist_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch in place of ``func``."""
+        if func in _ALLOWED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise InvalidArgumentError(
+            f"{getattr(func, '__name__', func)} was called with parameter {_name_in(args, kwargs)}, whose values are "
+            "on the servers: they are here during the forward and backward pass of its layer only. Where another "
+            "module uses it, give that module in layers= of offload(); weights() of the optimizer has all values"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
+        return f"<offloaded parameter {self.psdist_name!r} of shape {tuple(self.shape)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise InvalidArgumentError(
+            f"parameter {self.psdist_name!r} is offloaded, and cannot be copied: copy the model before offload()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise InvalidArgumentError(
+            f"parameter {self.psdist_name!r} is offloaded, and cannot be saved: `psdist snapshot export` writes the "
+            "weights of a snapshot to a file"
+        )
+
+
+def _name_in(args: Any, kwargs: Any) -> str:
+    leaves = tree_leaves((args, kwargs))
+    return ", ".join(repr(one.psdist_name) for one in leaves if isinstance(one, FreedParameter)) or "of some layer"
+
+
+def mark_freed(parameter: nn.Parameter, name: str) -> None:
+    """The parameter has no values from now on."""
+    parameter.psdist_name = name  # type: ignore[attr-defined]  # the class that it gets now has it
+    parameter.__class__ = FreedParameter
+
+
+def mark_present(parameter: nn.Parameter) -> None:
+    """The parameter has its values again."""
+    parameter.__class__ = nn.Parameter

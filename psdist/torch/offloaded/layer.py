@@ -1,0 +1,244 @@
+"""One layer of an offloaded model: memory for its weights while they are in use, and its parameter set.
+
+All weights of the layer lie in one storage, which has memory only while the layer is in use. Autograd keeps views of
+that storage for the backward pass. They show the weights again when the storage has its memory and its content back, as
+with FSDP of torch.
+
+Invariants: the memory is not taken away while a pull writes to it. What a backward pass reads has the values that the
+forward pass had, or the step is dropped.
+
+Not here: when a layer is in use (``passes``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from enum import Enum, auto
+from typing import Any, Final
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from psdist.client.process.loop import StartedCall
+from psdist.client.sync_client import Bucket, Parameters
+from psdist.errors import FencedError, InvalidArgumentError
+from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
+
+#: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
+_ALIGNMENT: Final = 64
+
+
+class Weights(Enum):
+    """Where the weights of a layer are."""
+
+    #: On the servers alone.
+    AWAY = auto()
+    #: On their way here.
+    COMING = auto()
+    HERE = auto()
+
+
+#: The layer of each parameter set, by the handle's identity: two would write to the same memory.
+_layers: WeakValueDictionary[int, OffloadedLayer] = WeakValueDictionary()
+
+
+class OffloadedLayer:
+    """The trained parameters of one layer, by name, whose values are in ``handle``. Those that they have are let go of.
+
+    title: the name of the layer, for messages.
+
+    Raises InvalidArgumentError where ``handle`` has a layer already.
+    """
+
+    def __init__(self, title: str, parameters: Mapping[str, nn.Parameter], handle: Parameters) -> None:
+        if id(handle) in _layers:
+            raise InvalidArgumentError(
+                f"the parameter set {handle.name!r} already is a layer of a model: give this model another name="
+            )
+        _layers[id(handle)] = self
+        self.title = title
+        self.handle = handle
+        self.parameters = dict(parameters)
+        self.bytes = sum(one.nbytes for one in self.parameters.values())
+        self.state = Weights.AWAY
+        #: Forward passes that use it now.
+        self.users = 0
+        #: The gradient's place in memory by name, while it is put together.
+        self._buffers: dict[str, Tensor] = {}
+        #: Parameters whose gradient of this step was taken over.
+        self.taken: set[str] = set()
+        #: The push of this step, once it is under way.
+        self.push: Bucket | None = None
+        self.is_pushed = False
+        self._pulling: StartedCall[dict[str, NDArray[Any]]] | None = None
+        #: Version of the weights that were here last.
+        self._version = -1
+        first = next(iter(self.parameters.values()))
+        #: Whether a pull writes into the storage itself.
+        self._is_direct = first.device.type == "cpu" and all(
+            one.dtype == torch.float32 for one in self.parameters.values()
+        )
+        self._storage, self._size = self._move_together(first.device)
+        self._drop_memory()
+        handle.release_memory()
+
+    def _move_together(self, device: torch.device) -> tuple[torch.UntypedStorage, int]:
+        """Lets all parameters lie in one storage. Their values are lost: the servers have them."""
+        starts, end = [], 0
+        for parameter in self.parameters.values():
+            if not self._is_direct:
+                end = -(-end // _ALIGNMENT) * _ALIGNMENT
+            starts.append(end)
+            end += parameter.nbytes
+        storage = torch.empty(end, dtype=torch.uint8, device=device).untyped_storage()
+        for start, parameter in zip(starts, self.parameters.values(), strict=True):
+            whole = torch.empty(0, dtype=parameter.dtype, device=device)
+            place = start // parameter.element_size(), parameter.shape, _strides(parameter.shape)
+            parameter.data = whole.set_(storage, *place)
+        return storage, end
+
+    # --- weights ---
+
+    def fetch(self) -> None:
+        """Begins to bring the weights here, unless they are, or are coming."""
+        if self.state is not Weights.AWAY:
+            return
+        self._storage.resize_(self._size)
+        self._pulling = (
+            self.handle.start_pull(self._places()) if self._is_direct else self.handle.start_pull(copy=False)
+        )
+        self.state = Weights.COMING
+
+    def _places(self) -> dict[str, NDArray[np.float32]]:
+        """Arrays that lie in the storage. By its address, because a storage that torch itself has shown to numpy cannot
+        be resized any more."""
+        memory = (ctypes.c_float * (self._size // 4)).from_address(self._storage.data_ptr())
+        flat, places, start = np.ctypeslib.as_array(memory), {}, 0
+        for name, parameter in self.parameters.items():
+            places[name] = flat[start : start + parameter.numel()].reshape(tuple(parameter.shape))
+            start += parameter.numel()
+        return places
+
+    def bring(self) -> bool:
+        """Returns when the weights are here: whether they are those that were here before.
+
+        Raises as ``Parameters.pull``; calling it again tries again.
+        """
+        self.fetch()
+        if self.state is Weights.COMING:
+            try:
+                arrays = self._end_pull()
+                for name, parameter in self.parameters.items():
+                    mark_present(parameter)
+                    if not self._is_direct:
+                        # By ``data``, which does not count as a change. float32 holds all that may come.
+                        parameter.data.copy_(torch.from_numpy(np.array(arrays[name], np.float32)))
+                if not self._is_direct:
+                    self.handle.release_memory()
+            except BaseException:
+                self._drop_memory()
+                raise
+            self.state = Weights.HERE
+        is_same, self._version = self._version == self.handle.version, self.handle.version
+        if not is_same:
+            torch.autograd.graph.increment_version(list(self.parameters.values()))
+        return is_same
+
+    def _end_pull(self) -> dict[str, NDArray[Any]]:
+        pulling, self._pulling = self._pulling, None
+        assert pulling is not None
+        return pulling.result()
+
+    def free(self) -> None:
+        """Takes the memory of the weights away. Weights that are coming are waited for first."""
+        if self.state is Weights.COMING:
+            try:
+                self._end_pull()
+            finally:
+                self._drop_memory()
+        elif self.state is Weights.HERE:
+            self._drop_memory()
+
+    def _drop_memory(self) -> None:
+        for name, parameter in self.parameters.items():
+            mark_freed(parameter, name)
+        self._storage.resize_(0)
+        self.state = Weights.AWAY
+
+    # --- gradients ---
+
+    def take(self, name: str) -> bool:
+        """Takes over the gradient of a parameter; zeros where it has none. Returns whether it was the last one."""
+        if not self._buffers:
+            self._buffers = {key: torch.from_numpy(one) for key, one in self.handle.gradient_buffers().items()}
+        parameter, place = self.parameters[name], self._buffers[name]
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            place.zero_()
+        else:
+            with torch.no_grad():
+                place.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+        self.taken.add(name)
+        return len(self.taken) == len(self.parameters)
+
+    def complete(self) -> None:
+        """Parameters that got no gradient count with zeros."""
+        for name in self.parameters:
+            if name not in self.taken:
+                self.take(name)
+
+    def send(self, weight: float) -> None:
+        """Pushes the gradients, all of which were taken over. Raises as ``Parameters.push``."""
+        self.push = self.handle.push_async(list(self.parameters), weight)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether ``finish_push`` would not wait."""
+        return self.push is not None and self.push.done()
+
+    def finish_push(self) -> bool:
+        """Waits until the push is answered, and gives the memory of the gradients back. Returns False where it was
+        dropped, because this worker had been expelled.
+
+        Raises what the push failed with; ``send`` goes on with it then.
+        """
+        push, self.push = self.push, None
+        assert push is not None
+        try:
+            push.wait()
+        except FencedError:
+            self._end_push()
+            return False
+        self._end_push()
+        return True
+
+    def _end_push(self) -> None:
+        self.is_pushed = True
+        self._buffers = {}
+        self.handle.release_memory()
+
+    def begin_step(self) -> None:
+        """The step is over: gradients are of the next one."""
+        self.taken.clear()
+        self.is_pushed = False
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """Of a tensor whose elements lie in order without gaps."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def second_backward(layer: OffloadedLayer) -> InvalidArgumentError:
+    """The error for gradients that come after those of the step were pushed."""
+    return InvalidArgumentError(
+        f"the layer {layer.title!r} got gradients twice before step(), and the first are on the servers already: call "
+        "step() after each backward pass. The gradients of an offloaded model are not added up in the worker"
+    )

@@ -1,0 +1,238 @@
+"""When the layers of an offloaded model are in use: hooks that bring their weights before, and take them away after.
+
+A forward hook finds the tensors that a layer gives, and has the weights brought again before the backward pass goes
+through one of them. The order of layers is learned from pass to pass, and the next one's weights are on their way while
+a layer computes. A gradient is taken over as soon as autograd has it, and a layer's are pushed when they are complete.
+
+Invariants: at most two layers' weights are here that no pass uses now (the next one's, and none that is left over), and
+the gradients of at most two layers. A layer is freed in a backward pass when all of its gradients are there, because
+autograd adds up those of all uses first.
+
+Not here: memory (``layer``), the step (``offloading``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from psdist.errors import InvalidArgumentError
+from psdist.torch.offloaded.division import Use
+from psdist.torch.offloaded.layer import OffloadedLayer, Weights, second_backward
+
+#: Pushes that may be under way while the gradients of the next layer are put together.
+_PUSHES: Final = 1
+
+
+class Order:
+    """Which layer follows which, as the last pass had it."""
+
+    def __init__(self) -> None:
+        self._next: dict[OffloadedLayer, OffloadedLayer] = {}
+        self._last: OffloadedLayer | None = None
+
+    def begin(self, layers: Sequence[OffloadedLayer]) -> None:
+        """Expects this order."""
+        self._next = dict(pairwise(layers))
+
+    def start(self) -> None:
+        """A pass begins."""
+        self._last = None
+
+    def on_use(self, layer: OffloadedLayer) -> OffloadedLayer | None:
+        """A pass uses ``layer``. Returns the layer that comes next, if that is known."""
+        if self._last is not None and self._last is not layer:
+            self._next[self._last] = layer
+        self._last = layer
+        return self._next.get(layer)
+
+
+class Passes:
+    """Forward and backward passes over layers that are used by modules as ``uses`` say."""
+
+    def __init__(self, layers: Sequence[OffloadedLayer], uses: Sequence[Use]) -> None:
+        self._layers = list(layers)
+        self._uses = list(uses)
+        self._forward, self._backward = Order(), Order()
+        self._forward.begin(self._layers)
+        self._backward.begin(self._layers[::-1])
+        #: Weights that were fetched ahead of time, and not used yet.
+        self._ahead: OffloadedLayer | None = None
+        #: Pushes under way, the oldest first.
+        self._pushes: deque[OffloadedLayer] = deque()
+        self._is_in_backward = False
+        #: Whether gradients of this step were taken over.
+        self.has_gradients = False
+        self.weight = 1.0
+        #: Whether gradients of this step were computed on weights of two steps, or a push of it was dropped.
+        self.is_dropped = False
+        self._hooks: list[RemovableHandle] = []
+
+    def listen(self, on_begin: Callable[[], None]) -> None:
+        """From now on passes bring weights and push gradients.
+
+        on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
+        """
+        for use in self._uses:
+            layers = [self._layers[number] for number in use.layers]
+            before, after = partial(self._before_forward, layers), partial(self._after_forward, layers)
+            self._hooks.append(use.module.register_forward_pre_hook(before, prepend=True))
+            self._hooks.append(use.module.register_forward_hook(after, always_call=True))
+        for layer in self._layers:
+            for name, parameter in layer.parameters.items():
+                take = partial(self._on_gradient, on_begin, layer, name)
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Takes the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- weights ---
+
+    def _use(self, layer: OffloadedLayer, order: Order) -> bool:
+        """Has the weights of a layer here, and the next one's on their way. Returns whether they are those that were
+        here before."""
+        if layer is self._ahead:
+            self._ahead = None
+        is_same = layer.bring()
+        following = order.on_use(layer)
+        if following is not None and following.state is Weights.AWAY and not following.taken:
+            self._fetch_ahead(following)
+        return is_same
+
+    def _fetch_ahead(self, layer: OffloadedLayer) -> None:
+        if self._ahead is not None and not self._ahead.users:
+            self._ahead.free()
+        self._ahead = layer
+        layer.fetch()
+
+    def _fetch_first(self) -> None:
+        """Fetches the weights with which a forward pass begins."""
+        self._forward.start()
+        if self._layers[0].state is Weights.AWAY:
+            self._fetch_ahead(self._layers[0])
+
+    def _before_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any) -> None:
+        if not _in_backward():
+            self._check_forward(layers[0])
+        for layer in layers:
+            layer.users += 1
+            self._use(layer, self._backward if _in_backward() else self._forward)
+
+    def _check_forward(self, layer: OffloadedLayer) -> None:
+        if self._is_in_backward:  # one that was broken off
+            self._end_backward()
+        if self.has_gradients:
+            raise InvalidArgumentError(
+                f"a forward pass reached the layer {layer.title!r} after backward() and before step(): gradients of "
+                "this step are on the servers, and weights of two steps would be mixed. Call step() first"
+            )
+
+    def _after_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any, outputs: Any) -> None:
+        for layer in layers:
+            layer.users -= 1
+        if torch.is_grad_enabled() and outputs is not None:
+            self._watch(layers, outputs)
+        if not _in_backward():  # Else the gradients follow: a checkpoint has the forward pass made again.
+            for layer in layers:
+                self._free(layer)
+
+    def _watch(self, layers: Sequence[OffloadedLayer], outputs: Any) -> None:
+        tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
+        if not tensors:
+            raise InvalidArgumentError(
+                f"the layer {layers[0].title!r} gave no tensor with a gradient, in {type(outputs).__name__}: return "
+                "tensors in tuples, lists or dicts, so that its weights can be here for the backward pass; or use "
+                "torch.no_grad()"
+            )
+        for tensor in tensors:
+            tensor.register_hook(partial(self._before_backward, layers))  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _free(layer: OffloadedLayer) -> None:
+        if not layer.users:
+            layer.free()
+
+    # --- gradients ---
+
+    def _before_backward(self, layers: Sequence[OffloadedLayer], gradient: Tensor) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._backward.start()
+            # As torch's own classes have autograd call them at the end of the backward pass that is running.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        for layer in layers:
+            if len(layer.taken) == len(layer.parameters):
+                raise second_backward(layer)
+            if layer.state is not Weights.HERE and not self._use(layer, self._backward):
+                self.is_dropped = True
+
+    def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
+        if name in layer.taken:
+            raise second_backward(layer)
+        if not self.has_gradients:
+            on_begin()
+            self.has_gradients = True
+        if not layer.taken:
+            self._reap(_PUSHES)
+        if layer.take(name):
+            self._free(layer)
+            self._push(layer)
+
+    def _push(self, layer: OffloadedLayer) -> None:
+        layer.send(0.0 if self.is_dropped else self.weight)
+        self._pushes.append(layer)
+
+    def _reap(self, left: int) -> None:
+        """Waits until no more than ``left`` pushes are under way, and frees the gradients of all that have ended."""
+        while self._pushes and (len(self._pushes) > left or self._pushes[0].is_answered):
+            layer = self._pushes.popleft()
+            if not layer.finish_push():
+                self.is_dropped = True
+
+    def _end_backward(self) -> None:
+        self._is_in_backward = False
+        self._ahead = None
+        for layer in self._layers:
+            self._free(layer)
+
+    # --- the step ---
+
+    def complete(self) -> None:
+        """Pushes what is missing of this step, and waits until all of it is answered. Parameters without a gradient
+        count with zeros.
+
+        Raises what a push failed with; calling it again goes on with the same step.
+        """
+        if self._is_in_backward:
+            self._end_backward()
+        self._reap(0)
+        for layer in self._layers:
+            if not layer.is_pushed:
+                layer.complete()
+                self._push(layer)
+                self._reap(_PUSHES)
+        self._reap(0)
+
+    def begin_step(self) -> None:
+        """The step is over."""
+        for layer in self._layers:
+            layer.begin_step()
+        self.has_gradients = False
+        self.weight = 1.0
+        self.is_dropped = False
+        self._fetch_first()
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)

@@ -1,0 +1,285 @@
+"""``offload``: trains a model of which a worker holds a few layers at a time. The others are on the servers alone.
+
+Each layer is a parameter set of its own, so that a layer is created, pulled, pushed and given back by the calls that
+every parameter set has. One set for the whole model would need a pull of some of its tensors in the middle of a step,
+and initial values that are staged somewhere. What it would add, a norm of all gradients, cannot be had here anyway: the
+servers would need all of them before the first is let go of.
+
+Invariants: after ``step`` all layers are at the same step. The weights are, byte for byte, those that
+``DistributedOptimizer`` would have.
+
+Not here: what is a layer (``division``), when it is here (``passes``), its memory (``layer``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from psdist.client.context import Context
+from psdist.client.context import init as init_context
+from psdist.client.session.drops import OnDrop
+from psdist.client.sync_client import Parameters
+from psdist.compression import Cast, Codec, resolve
+from psdist.consistency import BSP, Consistency
+from psdist.errors import InvalidArgumentError
+from psdist.optim import Optimizer
+from psdist.torch.inspection import fixed_tensors, inspect
+from psdist.torch.offloaded.division import divide
+from psdist.torch.offloaded.layer import OffloadedLayer
+from psdist.torch.offloaded.materializer import Init, Materializer
+from psdist.torch.offloaded.passes import Passes
+from psdist.torch.optimizer import Rates, check_scheduler, groups_of, parameters_of, specification_of
+from psdist.torch.values import initial_values, share_fixed
+from psdist.types import NonFinite
+
+
+def offload(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Optimizer,
+    scheduler: lr_scheduler.LRScheduler | None = None,
+    *,
+    layers: Sequence[nn.Module] | None = None,
+    init: Init | None = None,
+    device: torch.device | str = "cpu",
+    consistency: Consistency | None = None,
+    compression: Codec | str | None = None,
+    non_finite: NonFinite = "reject",
+    name: str = "model",
+    on_drop: OnDrop = "warn",
+    reset_optimizer: bool = False,
+    context: Context | None = None,
+) -> OffloadedOptimizer:
+    """Trains ``model`` through psdist, with its weights on the servers. A worker has those of the layers that compute,
+    and of the one that comes next, and gradients of two layers. Frozen parameters and buffers stay with it.
+
+    model: its trained parameters as for ``DistributedOptimizer``. On the meta device it is never held whole: a layer is
+        given values when its turn comes. Ordinary modules must fit into memory once; their values go to the servers.
+    optimizer, scheduler, non_finite, name, on_drop, reset_optimizer, context: as for ``DistributedOptimizer``.
+        ``max_grad_norm`` is refused. The parameter sets are called ``name/layer``.
+    layers: modules that come and go as a whole, with all that is in them. None: those of the ``nn.ModuleList`` or
+        ``nn.Sequential`` with most parameters. Everything else: each module with parameters of its own, during its
+        forward pass.
+    init: called with each module that has tensors of its own on the meta device, to give them values, as the function
+        that ``Module.apply`` takes. None calls its ``reset_parameters()``.
+    device: of tensors that are on the meta device.
+    consistency: BSP without backup workers, in which weights stand still between the two passes of a step.
+    compression: "bfloat16", "float16", or none. A codec that keeps what it left out would keep as much as the model.
+
+    Returns what takes the optimizer's place in the loop. All workers must use the layers in the same order.
+    Raises InvalidArgumentError for what cannot be offloaded, and names it; and as ``DistributedOptimizer``.
+    """
+    consistency = BSP() if consistency is None else consistency
+    check_scheduler(optimizer, scheduler, consistency)
+    _check_settings(consistency, compression)
+    materializer = Materializer(_checked_device(device), init)
+    wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    tensors = inspect(model, parameters_of(wrapped), has_values=False)
+    spec = specification_of(optimizer, tensors.trained, scheduler)
+    _check_model(model, tensors.trained, spec)
+    parts, uses = divide(model, tensors.trained, layers)
+    context = init_context() if context is None else context
+    made: list[OffloadedLayer] = []
+    for part in parts:
+        materializer.make(part.modules)
+        parameters = {key: materializer.replaced.get(one, one) for key, one in part.parameters.items()}
+        handle = context.client.parameters(
+            f"{name}/{part.title or '-'}", initial_values(parameters), spec, consistency,
+            compression=compression, non_finite=non_finite, on_drop=on_drop, reset_optimizer=reset_optimizer,
+        )  # fmt: skip
+        made.append(OffloadedLayer(part.title or type(model).__name__, parameters, handle))
+    materializer.make(model.modules())
+    for group in wrapped.param_groups if wrapped is not None else ():
+        group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
+    share_fixed(context.client, f"{name}/fixed", fixed_tensors(model, tensors.trained))
+    passes = Passes(made, uses)
+    return OffloadedOptimizer(context, made, passes, Rates(spec, wrapped, scheduler, made[0].handle), spec, wrapped)
+
+
+class OffloadedOptimizer(torch.optim.Optimizer):
+    """The optimizer of a model whose layers are on the servers. Made by ``offload``."""
+
+    def __init__(
+        self,
+        context: Context,
+        layers: Sequence[OffloadedLayer],
+        passes: Passes,
+        rates: Rates,
+        spec: Optimizer,
+        wrapped: torch.optim.Optimizer | None,
+    ) -> None:
+        self._is_made = False
+        #: This script's place in its run.
+        self.context = context
+        #: The parameter set of each layer, by the layer's name.
+        self.handles: dict[str, Parameters] = {layer.title: layer.handle for layer in layers}
+        self._layers = list(layers)
+        self._passes = passes
+        self._rates = rates
+        self._trained = {name: one for layer in layers for name, one in layer.parameters.items()}
+        super().__init__(groups_of(spec, self._trained) if wrapped is None else wrapped.param_groups, spec.values())
+        if wrapped is not None:
+            self.param_groups = wrapped.param_groups  # the very groups that its scheduler writes to
+        self._align()
+        rates.begin(self.param_groups)
+        passes.listen(self._check)
+        self._is_made = True
+
+    @property
+    def handle(self) -> Parameters:
+        """The parameter set of the first layer. Its ``step`` is that of all layers."""
+        return self._layers[0].handle
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends the step of the backward pass: returns when the servers have all new weights.
+
+        closure: computes the loss again and returns it, with its gradients; called once. Returns what it returns.
+
+        BSP: returns when all workers have made this step. Where this worker had been expelled, some layers may have its
+        gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the servers
+        do not have; PushDroppedError as ``on_drop`` says; and what ``Parameters.push`` raises: calling it again goes on
+        with the same step.
+        """
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if not self._passes.has_gradients:
+            self._check()
+        self._passes.complete()
+        self._align()
+        self._rates.on_step(self.param_groups)
+        self._passes.begin_step()
+        return result
+
+    def _check(self) -> None:
+        """Is called before anything of a step is sent."""
+        self._rates.check(self.param_groups)
+        for name, parameter in self._trained.items():
+            if not parameter.requires_grad:
+                raise InvalidArgumentError(
+                    f"parameter {name!r} was frozen after offload(), but the servers train it: freeze it before"
+                )
+
+    def _align(self) -> None:
+        """Brings all layers to one step, after some of them had been left out of steps that others made: makes their
+        steps without a gradient. A worker that was expelled, or came later, needs it."""
+        while len(steps := {layer.handle.step for layer in self._layers}) > 1:
+            for layer in self._layers:
+                if layer.handle.step < max(steps):
+                    layer.handle.push({key: _zeros(one) for key, one in layer.parameters.items()}, weight=0)
+                    layer.handle.release_memory()
+
+    def set_weight(self, weight: float) -> None:
+        """As ``DistributedOptimizer.set_weight``. Raises InvalidArgumentError after gradients were pushed."""
+        if self._passes.has_gradients and weight != self._passes.weight:
+            raise InvalidArgumentError(
+                f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward pass"
+            )
+        self._passes.weight = weight
+
+    def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
+        """Names and values of all trained parameters, a layer at a time: for saving a model that does not fit into
+        memory. Call it between steps. Each worker may call it alone."""
+        for layer in self._layers:
+            arrays = layer.handle.pull()
+            layer.handle.release_memory()
+            yield from arrays.items()
+
+    def close(self) -> None:
+        """Takes the hooks off the model, whose weights stay on the servers. The context stays open."""
+        self._passes.close()
+
+    # --- what torch's optimizers have ---
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: no gradient stays here after it was computed."""
+
+    def no_sync(self) -> NoReturn:
+        """Refused: gradients of several backward passes would have to be kept, which takes as much memory as the model.
+        Make batches smaller, use torch.utils.checkpoint, or call ``step`` after each."""
+        raise InvalidArgumentError(
+            "no_sync() would add up gradients of all layers in this worker, which offload() is there to avoid: use "
+            "torch.utils.checkpoint for larger batches, or more workers"
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the optimizer is made: the servers have the parameters that the model had then."""
+        if self._is_made:
+            raise InvalidArgumentError(
+                "parameters cannot be added to an offloaded model: the servers hold those that it had. Change the "
+                "model first, then offload it"
+            )
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The settings and the step. The optimizer's state is on the servers, and in the snapshots that the run
+        takes."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": self.handle.step}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
+        """Refused: a run goes on from its own snapshots, with the same ``--run-id``."""
+        raise InvalidArgumentError(
+            "the state of an offloaded model is on the servers, and comes from the run's snapshots: start the run with "
+            "the --run-id that it had"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("an OffloadedOptimizer belongs to this process and cannot be copied or pickled")
+
+
+def _zeros(like: Tensor) -> NDArray[np.float32]:
+    return np.zeros(tuple(like.shape), np.float32)
+
+
+def _check_settings(consistency: Consistency, compression: Codec | str | None) -> None:
+    if not isinstance(consistency, BSP) or consistency.backup_workers:
+        raise InvalidArgumentError(
+            f"consistency={consistency!r:.80}: a layer is pulled for the forward pass and again for the backward pass, "
+            "and only in BSP without backup workers are these the same weights. Use psdist.BSP()"
+        )
+    if not isinstance(codec := resolve(compression), Cast):
+        raise InvalidArgumentError(
+            f"compression={codec}: it keeps what it leaves out of gradients, which is as large as the model. Use "
+            "'bfloat16' or 'float16'"
+        )
+
+
+def _checked_device(device: torch.device | str) -> torch.device:
+    try:
+        checked = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidArgumentError(f"device={device!r:.60} is none of torch: {error}") from None
+    if checked.type == "meta":
+        raise InvalidArgumentError("device='meta' has no values: name the device that computes, such as 'cpu'")
+    if checked.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidArgumentError(
+            f"device={str(checked)!r} is a CUDA device, but this process sees none: leave device out, or install a "
+            "torch that finds the device"
+        )
+    return checked
+
+
+def _check_model(model: nn.Module, trained: Mapping[str, nn.Parameter], spec: Optimizer) -> None:
+    if spec.max_grad_norm:
+        raise InvalidArgumentError(
+            f"max_grad_norm={spec.max_grad_norm:g} needs the gradients of all layers before the first is used, and "
+            "offload() lets go of each when it was pushed: leave it out, or use DistributedOptimizer"
+        )
+    if hasattr(model, "_orig_mod"):
+        raise InvalidArgumentError(
+            "the model is compiled, and its graph would read weights that are not here: give the model itself, without "
+            "torch.compile"
+        )
+    for name, parameter in trained.items():
+        if type(parameter) is not nn.Parameter:
+            raise InvalidArgumentError(
+                f"parameter {name!r} is of type {type(parameter).__qualname__}: only torch.nn.Parameter is offloaded"
+            )
