@@ -29,6 +29,7 @@ from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.encoding import Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
+from psdist.client.participation import Participation
 from psdist.client.process.off_loop import off_loop
 from psdist.client.results import Results
 from psdist.client.session.drops import DropCounter
@@ -157,7 +158,7 @@ class Steps:
         make_target: says where the new weights go, if they are wanted. Returns where they are; None if the push was
         dropped.
         """
-        self._check_member()
+        _check_member(self._participation)
         weight = _checked(weight, self._spec.consistency)
         gathered: tuple[Flat | None, float] | None = None
         while True:
@@ -188,7 +189,7 @@ class Steps:
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
     ) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
-        self._check_member()
+        _check_member(self._participation)
         weight = _checked(weight, self._spec.consistency)
         if self._needs_norm:
             raise InvalidArgumentError(
@@ -221,7 +222,7 @@ class Steps:
 
     async def keep_state(self, save: Save, restore: Restore) -> None:
         """See ``AsyncParameters.keep_state``."""
-        self._check_member()
+        _check_member(self._participation)
         await self._retry(self._exchange.open)
         await self._participation.keep_state(save, restore)
 
@@ -307,13 +308,6 @@ class Steps:
             return flat, 0.0
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
 
-    def _check_member(self) -> None:
-        if not self._participation.is_member:
-            raise NotMemberError(
-                f"{self._participation.name!r} was opened for reading: pass init and optimizer to client.parameters() "
-                "to take part"
-            )
-
     # --- another incarnation ------------------------------------------------------------------------------------------
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
@@ -393,3 +387,11 @@ def _checked(weight: float, consistency: Consistency) -> float:
     if not isinstance(weight, bool) and weight in (0.0, 1.0):
         return float(weight)
     return check_weight(weight, consistency)
+
+
+def _check_member(participation: Participation) -> None:
+    if not participation.is_member:
+        raise NotMemberError(
+            f"{participation.name!r} was opened for reading: pass init and optimizer to client.parameters() to take "
+            "part"
+        )

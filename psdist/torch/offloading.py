@@ -93,11 +93,12 @@ def offload(
             f"{name}/{part.title or '-'}", initial_values(parameters), spec, consistency,
             compression=compression, non_finite=non_finite, on_drop=on_drop, reset_optimizer=reset_optimizer,
         )  # fmt: skip
-        made.append(OffloadedLayer(part.title or type(model).__name__, parameters, handle))
+        title = part.title or type(model).__name__
+        made.append(OffloadedLayer(title, parameters, handle, lambda: context.client.incarnation))
     materializer.make(model.modules())
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
-    share_fixed(context.client, f"{name}/fixed", fixed_tensors(model, tensors.trained))
+    share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
     passes = Passes(made, uses)
     return OffloadedOptimizer(context, made, passes, Rates(spec, wrapped, scheduler, made[0].handle), spec, wrapped)
 

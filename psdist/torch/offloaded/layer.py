@@ -13,7 +13,7 @@ Not here: when a layer is in use (``passes``).
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -32,7 +32,7 @@ from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
 _ALIGNMENT: Final = 64
 
 
-class Weights(Enum):
+class Place(Enum):
     """Where the weights of a layer are."""
 
     #: On the servers alone.
@@ -49,12 +49,14 @@ _layers: WeakValueDictionary[int, OffloadedLayer] = WeakValueDictionary()
 class OffloadedLayer:
     """The trained parameters of one layer, by name, whose values are in ``handle``. Those that they have are let go of.
 
-    title: the name of the layer, for messages.
+    title: the name of the layer, for messages. incarnation: this worker's.
 
     Raises InvalidArgumentError where ``handle`` has a layer already.
     """
 
-    def __init__(self, title: str, parameters: Mapping[str, nn.Parameter], handle: Parameters) -> None:
+    def __init__(
+        self, title: str, parameters: Mapping[str, nn.Parameter], handle: Parameters, incarnation: Callable[[], int]
+    ) -> None:
         if id(handle) in _layers:
             raise InvalidArgumentError(
                 f"the parameter set {handle.name!r} already is a layer of a model: give this model another name="
@@ -63,8 +65,7 @@ class OffloadedLayer:
         self.title = title
         self.handle = handle
         self.parameters = dict(parameters)
-        self.bytes = sum(one.nbytes for one in self.parameters.values())
-        self.state = Weights.AWAY
+        self.state = Place.AWAY
         #: Forward passes that use it now.
         self.users = 0
         #: The gradient's place in memory by name, while it is put together.
@@ -75,8 +76,9 @@ class OffloadedLayer:
         self.push: Bucket | None = None
         self.is_pushed = False
         self._pulling: StartedCall[dict[str, NDArray[Any]]] | None = None
-        #: Version of the weights that were here last.
-        self._version = -1
+        #: Version of the weights that were here last, and this worker's incarnation then.
+        self._seen = (-1, -1)
+        self._incarnation = incarnation
         first = next(iter(self.parameters.values()))
         #: Whether a pull writes into the storage itself.
         self._is_direct = first.device.type == "cpu" and all(
@@ -105,31 +107,33 @@ class OffloadedLayer:
 
     def fetch(self) -> None:
         """Begins to bring the weights here, unless they are, or are coming."""
-        if self.state is not Weights.AWAY:
+        if self.state is not Place.AWAY:
             return
         self._storage.resize_(self._size)
         self._pulling = (
             self.handle.start_pull(self._places()) if self._is_direct else self.handle.start_pull(copy=False)
         )
-        self.state = Weights.COMING
+        self.state = Place.COMING
 
     def _places(self) -> dict[str, NDArray[np.float32]]:
         """Arrays that lie in the storage. By its address, because a storage that torch itself has shown to numpy cannot
         be resized any more."""
         memory = (ctypes.c_float * (self._size // 4)).from_address(self._storage.data_ptr())
+        memory.storage = self._storage  # type: ignore[attr-defined]  # lives as long as anybody may write to it
         flat, places, start = np.ctypeslib.as_array(memory), {}, 0
         for name, parameter in self.parameters.items():
             places[name] = flat[start : start + parameter.numel()].reshape(tuple(parameter.shape))
             start += parameter.numel()
         return places
 
-    def bring(self) -> bool:
-        """Returns when the weights are here: whether they are those that were here before.
+    def bring(self, *, again: bool) -> bool:
+        """Returns when the weights are here. again: for the second pass of a step. Returns whether they can be those of
+        the first one; not where this worker was expelled since.
 
         Raises as ``Parameters.pull``; calling it again tries again.
         """
         self.fetch()
-        if self.state is Weights.COMING:
+        if self.state is Place.COMING:
             try:
                 arrays = self._end_pull()
                 for name, parameter in self.parameters.items():
@@ -142,11 +146,12 @@ class OffloadedLayer:
             except BaseException:
                 self._drop_memory()
                 raise
-            self.state = Weights.HERE
-        is_same, self._version = self._version == self.handle.version, self.handle.version
-        if not is_same:
+            self.state = Place.HERE
+        before, self._seen = self._seen, (self.handle.version, self._incarnation())
+        is_dropped = again and before[1] != self._seen[1]
+        if before[0] != self._seen[0] and not is_dropped:  # A graph from before a step is refused by autograd.
             torch.autograd.graph.increment_version(list(self.parameters.values()))
-        return is_same
+        return not is_dropped
 
     def _end_pull(self) -> dict[str, NDArray[Any]]:
         pulling, self._pulling = self._pulling, None
@@ -155,19 +160,19 @@ class OffloadedLayer:
 
     def free(self) -> None:
         """Takes the memory of the weights away. Weights that are coming are waited for first."""
-        if self.state is Weights.COMING:
+        if self.state is Place.COMING:
             try:
                 self._end_pull()
             finally:
                 self._drop_memory()
-        elif self.state is Weights.HERE:
+        elif self.state is Place.HERE:
             self._drop_memory()
 
     def _drop_memory(self) -> None:
         for name, parameter in self.parameters.items():
             mark_freed(parameter, name)
         self._storage.resize_(0)
-        self.state = Weights.AWAY
+        self.state = Place.AWAY
 
     # --- gradients ---
 
@@ -191,9 +196,15 @@ class OffloadedLayer:
             if name not in self.taken:
                 self.take(name)
 
-    def send(self, weight: float) -> None:
-        """Pushes the gradients, all of which were taken over. Raises as ``Parameters.push``."""
-        self.push = self.handle.push_async(list(self.parameters), weight)
+    def send(self, weight: float) -> bool:
+        """Begins to push the gradients, all of which were taken over. Returns False where the push was dropped, because
+        this worker had been expelled. Raises as ``Parameters.push``."""
+        try:
+            self.push = self.handle.push_async(list(self.parameters), weight)
+        except FencedError:
+            self._end_push()
+            return False
+        return True
 
     @property
     def is_answered(self) -> bool:
@@ -225,10 +236,11 @@ class OffloadedLayer:
         """The step is over: gradients are of the next one."""
         self.taken.clear()
         self.is_pushed = False
+        self.users = 0
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """Of a tensor whose elements lie in order without gaps."""
+    """The strides of a tensor whose elements lie in order without gaps."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from psdist.errors import InvalidArgumentError
 from psdist.torch.offloaded.division import Use
-from psdist.torch.offloaded.layer import OffloadedLayer, Weights, second_backward
+from psdist.torch.offloaded.layer import OffloadedLayer, Place, second_backward
 
 #: Pushes that may be under way while the gradients of the next layer are put together.
 _PUSHES: Final = 1
@@ -37,19 +37,28 @@ class Order:
 
     def __init__(self) -> None:
         self._next: dict[OffloadedLayer, OffloadedLayer] = {}
+        #: The first layer of a pass, and the one that was used last.
+        self._first: OffloadedLayer | None = None
         self._last: OffloadedLayer | None = None
 
     def begin(self, layers: Sequence[OffloadedLayer]) -> None:
         """Expects this order."""
-        self._next = dict(pairwise(layers))
+        self._next, self._first = dict(pairwise(layers)), layers[0]
 
     def start(self) -> None:
         """A pass begins."""
-        self._last = None
+        self._first = self._last = None
+
+    @property
+    def first(self) -> OffloadedLayer | None:
+        """The layer with which passes begin."""
+        return self._first
 
     def on_use(self, layer: OffloadedLayer) -> OffloadedLayer | None:
         """A pass uses ``layer``. Returns the layer that comes next, if that is known."""
-        if self._last is not None and self._last is not layer:
+        if self._first is None:
+            self._first = layer
+        elif layer is not self._first and self._last is not None and self._last is not layer:
             self._next[self._last] = layer
         self._last = layer
         return self._next.get(layer)
@@ -92,23 +101,24 @@ class Passes:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Takes the hooks away."""
+        """Takes the hooks away, and the weights that are here."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for layer in self._layers:
+            layer.free()
 
     # --- weights ---
 
-    def _use(self, layer: OffloadedLayer, order: Order) -> bool:
-        """Has the weights of a layer here, and the next one's on their way. Returns whether they are those that were
-        here before."""
+    def _use(self, layer: OffloadedLayer, order: Order) -> None:
+        """Has the weights of a layer here, and the next one's on their way."""
         if layer is self._ahead:
             self._ahead = None
-        is_same = layer.bring()
+        if not layer.bring(again=order is self._backward):
+            self.is_dropped = True
         following = order.on_use(layer)
-        if following is not None and following.state is Weights.AWAY and not following.taken:
+        if following is not None and following.state is Place.AWAY and not following.taken:
             self._fetch_ahead(following)
-        return is_same
 
     def _fetch_ahead(self, layer: OffloadedLayer) -> None:
         if self._ahead is not None and not self._ahead.users:
@@ -117,16 +127,17 @@ class Passes:
         layer.fetch()
 
     def _fetch_first(self) -> None:
-        """Fetches the weights with which a forward pass begins."""
-        self._forward.start()
-        if self._layers[0].state is Weights.AWAY:
-            self._fetch_ahead(self._layers[0])
+        """Fetches the weights with which the next forward pass begins."""
+        first = self._forward.first
+        if first is not None and first.state is Place.AWAY:
+            self._fetch_ahead(first)
 
     def _before_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any) -> None:
+        for layer in layers:  # First, because the hook after the pass is called whatever happens.
+            layer.users += 1
         if not _in_backward():
             self._check_forward(layers[0])
         for layer in layers:
-            layer.users += 1
             self._use(layer, self._backward if _in_backward() else self._forward)
 
     def _check_forward(self, layer: OffloadedLayer) -> None:
@@ -174,8 +185,8 @@ class Passes:
         for layer in layers:
             if len(layer.taken) == len(layer.parameters):
                 raise second_backward(layer)
-            if layer.state is not Weights.HERE and not self._use(layer, self._backward):
-                self.is_dropped = True
+            if layer.state is not Place.HERE:
+                self._use(layer, self._backward)
 
     def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
         if name in layer.taken:
@@ -183,6 +194,8 @@ class Passes:
         if not self.has_gradients:
             on_begin()
             self.has_gradients = True
+            # Else this worker was expelled in the forward pass, and weights of two steps were used.
+            self.is_dropped = self.is_dropped or len({one.handle.step for one in self._layers}) > 1
         if not layer.taken:
             self._reap(_PUSHES)
         if layer.take(name):
@@ -190,8 +203,10 @@ class Passes:
             self._push(layer)
 
     def _push(self, layer: OffloadedLayer) -> None:
-        layer.send(0.0 if self.is_dropped else self.weight)
-        self._pushes.append(layer)
+        if layer.send(0.0 if self.is_dropped else self.weight):
+            self._pushes.append(layer)
+        else:
+            self.is_dropped = True
 
     def _reap(self, left: int) -> None:
         """Waits until no more than ``left`` pushes are under way, and frees the gradients of all that have ended."""
@@ -228,6 +243,7 @@ class Passes:
         """The step is over."""
         for layer in self._layers:
             layer.begin_step()
+            layer.free()
         self.has_gradients = False
         self.weight = 1.0
         self.is_dropped = False

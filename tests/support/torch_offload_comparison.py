@@ -1,0 +1,59 @@
+"""A script for ``psdist run``: trains small models by ``psdist.torch.offload``, and the same by DistributedOptimizer.
+
+Arguments: the folder of the tests' package, how many steps, which models. Rank 0 prints whether the bytes are equal.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+sys.path.insert(0, sys.argv[1])
+
+from psdist.torch import DistributedOptimizer, offload  # the path is an argument
+from tests.support.torch_models import MODELS, loss_of, part  # as above
+
+
+def main() -> None:
+    """Compares the models that the command line names."""
+    steps, names = int(sys.argv[2]), sys.argv[3].split(",")
+    torch.set_num_threads(1)
+    for name in names:
+        make, batch_of, optimizer_of = MODELS[name]
+        torch.manual_seed(int(os.environ["RANK"]))
+        model = make()
+        whole = copy.deepcopy(model)
+        layered = offload(model, optimizer_of(model), name=f"{name}/layered")
+        optimizer = DistributedOptimizer(whole, optimizer_of(whole), name=name)
+        rank, world = optimizer.context.rank, optimizer.context.world_size
+        for step in range(steps):
+            for one, its in ((model, layered), (whole, optimizer)):
+                its.zero_grad()
+                loss_of(one, part(batch_of(step), rank, world)).backward()
+                its.step()
+            if rank == 0 and step == 3:
+                print(f"{name} is under way", flush=True)
+        assert layered.handle.step == optimizer.handle.step == steps
+        mine, theirs = digest(array for _, array in layered.weights()), digest(arrays(whole))
+        if rank == 0:
+            print(f"{name} digest {mine} {theirs} {layered.handle.statistics().transport}", flush=True)
+
+
+def arrays(model: torch.nn.Module) -> Iterable[Any]:
+    """Values of the parameters."""
+    return (one.detach().numpy() for one in model.parameters())
+
+
+def digest(values: Iterable[Any]) -> str:
+    """Of all bytes, in order."""
+    return hashlib.sha256(b"".join(one.tobytes() for one in values)).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main()
