@@ -1,7 +1,7 @@
 """Training of an offloaded model beside DistributedOptimizer: ``python -m benchmarks.offload``.
 
 Two figures. Memory: in a process of its own, the peak of what the worker itself holds, above what it holds when psdist
-and torch are there and no model is, as a part of the bytes of the model's parameters. What it holds is its private
+and torch have trained a model of a few bytes, as a part of the bytes of the model's parameters. What it holds is its private
 memory (Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights are read
 from the memory of servers on this host, and that is theirs. Another process reads it every few milliseconds. Time: both
 trainings in one process, in turns.
@@ -100,7 +100,8 @@ def remember(options: argparse.Namespace) -> None:
 
     folder = Path(os.environ[VARIABLE])
     context = psdist.init()
-    one_step(small := stack(8, 2), torch.optim.AdamW(small.parameters()), torch.randn(1, 8))
+    small = stack(8, 2)  # so that all code is there that is loaded when it is first used
+    one_step(small, psdist.torch.offload(small, _adamw(small), name="small"), torch.randn(1, 8))
     (folder / "begin").write_text(str(os.getpid()))
     while not (folder / "watched").exists():
         sleep(_SAMPLE_SECONDS)
@@ -197,7 +198,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The arguments."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.offload", description="An offloaded model.")
     line.add_argument("--width", type=int, default=1024)
-    line.add_argument("--layers", type=int, default=16)
+    line.add_argument("--layers", type=int, default=24)
     line.add_argument("--batch", type=int, default=64)
     line.add_argument("--servers", type=int, default=1)
     line.add_argument("--threads", type=int, default=1, help="of torch in the worker")

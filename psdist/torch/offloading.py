@@ -38,6 +38,7 @@ from psdist.torch.offloaded.passes import Passes
 from psdist.torch.optimizer import Rates, check_scheduler, groups_of, parameters_of, specification_of
 from psdist.torch.values import initial_values, share_fixed
 from psdist.types import NonFinite
+from psdist.wire.malloc_options import give_back_buffers
 
 
 def offload(
@@ -87,6 +88,7 @@ def offload(
     context = init_context() if context is None else context
     made: list[OffloadedLayer] = []
     for part in parts:
+        give_back_buffers()
         materializer.make(part.modules)
         parameters = {key: materializer.replaced.get(one, one) for key, one in part.parameters.items()}
         handle = context.client.parameters(
@@ -96,6 +98,7 @@ def offload(
         title = part.title or type(model).__name__
         made.append(OffloadedLayer(title, parameters, handle, lambda: context.client.incarnation))
     materializer.make(model.modules())
+    give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
     share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
@@ -24,6 +25,8 @@ from typing import Final
 OWN_MEMORY_BYTES: Final = 32 << 20
 #: So much free memory at the end of a heap is kept.
 KEPT_BYTES: Final = 64 << 20
+#: Blocks from this size on have memory of their own in a process that is to hold little.
+RETURNED_BYTES: Final = 1 << 20
 #: Heaps of a user's script, whose own threads allocate too. Small blocks are cached by thread, whatever the heap.
 SCRIPT_HEAPS: Final = 2
 
@@ -38,11 +41,26 @@ def keep_buffers(*, heaps: int = SCRIPT_HEAPS) -> bool:
 
     heaps: no new heap is made for threads that start later when there are so many. 1 is for programs of psdist's own.
     """
-    if os.environ.get("PSDIST_MALLOC") == "default":
-        return False
     settings = {_M_MMAP_THRESHOLD: OWN_MEMORY_BYTES, _M_TRIM_THRESHOLD: KEPT_BYTES}
     if "MALLOC_ARENA_MAX" not in os.environ:
         settings[_M_ARENA_MAX] = heaps
+    return _set(settings)
+
+
+def give_back_buffers() -> bool:
+    """Lets freed blocks of 1 MiB and more go back to the system at once, from now on; whether that was done. For a
+    process that is to hold little, where clearing fresh pages costs less than the blocks that lie between used ones.
+    What is free already goes back now."""
+    is_done = _set({_M_MMAP_THRESHOLD: RETURNED_BYTES, _M_TRIM_THRESHOLD: RETURNED_BYTES})
+    if is_done:
+        with suppress(AttributeError, OSError):
+            ctypes.CDLL(None).malloc_trim(0)
+    return is_done
+
+
+def _set(settings: Mapping[int, int]) -> bool:
+    if os.environ.get("PSDIST_MALLOC") == "default":
+        return False
     with suppress(AttributeError, OSError):
         mallopt = ctypes.CDLL(None).mallopt
         return 0 not in [mallopt(name, value) for name, value in settings.items()]

@@ -141,7 +141,7 @@ class OffloadedLayer:
                     if not self._is_direct:
                         # By ``data``, which does not count as a change. float32 holds all that may come.
                         parameter.data.copy_(torch.from_numpy(np.array(arrays[name], np.float32)))
-                if not self._is_direct:
+                if not self.taken:  # A server that was connected to has a place for gradients, which has memory.
                     self.handle.release_memory()
             except BaseException:
                 self._drop_memory()
