@@ -2,7 +2,7 @@
 turns, so that a noisy moment of the machine hits all alike.
 
 python -m benchmarks.torch_step                 # two workers, two servers on this host
-python -m benchmarks.torch_step --transport tcp --compression bfloat16
+python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
@@ -48,7 +48,11 @@ def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]
         model.load_state_dict(models[0].state_dict())
     through, plain, tuned, alone = models
     optimizer = psdist.torch.DistributedOptimizer(
-        through, _adamw(through), compression=options.compression or None, bucket_cap_mb=options.bucket_cap_mb
+        through,
+        _adamw(through),
+        compression=options.compression or None,
+        pull_dtype=options.pull_dtype,
+        bucket_cap_mb=options.bucket_cap_mb,
     )
     torch_workers.join_gloo(rank, world)
     ddp = nn.parallel.DistributedDataParallel
@@ -144,6 +148,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--compression", default="")
+    parser.add_argument("--pull-dtype", default="float32")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)

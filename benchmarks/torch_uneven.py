@@ -4,9 +4,9 @@ DDP, workers with fewer make up for them with padding. In the same processes, in
 python -m benchmarks.torch_uneven                 # four workers that share this machine's cores
 python -m benchmarks.torch_uneven --sleep 20      # micro-batches of 20 ms without a core, as on hosts of their own
 
-Numbers of micro-batches are lognormal, the same for all contenders. ``psdist`` is one weighted step in BSP, ``psdist_ssp``
-is SSP(2), where a worker may be two steps ahead. ``ddp`` synchronizes in the last micro-batch of the slowest worker,
-and the others compute as many, of which the surplus counts for nothing.
+Numbers of micro-batches are lognormal, the same for all contenders. ``psdist`` is one weighted step in BSP,
+``psdist_ssp`` is SSP(2), where a worker may be two steps ahead. ``ddp`` synchronizes in the last micro-batch of the
+slowest worker, and the others compute as many, of which the surplus counts for nothing.
 """
 
 from __future__ import annotations
