@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -66,11 +67,11 @@ def test_idx_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             example.read_idx(tmp_path, name)
 
 
-def test_images_are_told_apart_with_an_optimizer_of_the_script() -> None:
-    words = ("examples/torch_cifar.py", "--epochs", "4", "--width", "8")
-    through, alone = (numbers(r"test accuracy ([\d.]+)%", call(*words)) for call in (run, plain))
-    assert len(through) == len(alone) == 4
-    assert min(through[-1], alone[-1]) >= 90.0
+@pytest.mark.parametrize("call", [run, pytest.param(plain, marks=pytest.mark.long)])
+def test_images_are_told_apart_with_an_optimizer_of_the_script(call: Callable[..., str]) -> None:
+    output = call("examples/torch_cifar.py", "--images", "1500", "--epochs", "4", "--width", "8")
+    accuracies = numbers(r"test accuracy ([\d.]+)%", output)
+    assert len(accuracies) == 4 and accuracies[-1] >= 75.0
 
 
 def test_batches_of_cifar_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +93,7 @@ def test_batches_of_cifar_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         example.cifar(tmp_path / "none")
 
 
+@pytest.mark.long  # What it is made of has tests of its own.
 def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointing() -> None:
     losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL, "--bfloat16", "--recompute"))
     assert losses[-1] < losses[0] and losses[-1] < 3.2
