@@ -33,6 +33,8 @@ from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.steps import CompressionStatistics, Statistics, Steps
+from psdist.metrics.interval import Measurements
+from psdist.metrics.phases import Phase
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 
 
@@ -93,6 +95,12 @@ class AsyncParameters(ProcessBound):
         """SSP and ASP: most versions that passed between the weights the last gradient was computed on and its use."""
         return self._steps.counters.staleness_max
 
+    def measure(self) -> Measurements:
+        """What is counted for ``Context.report``, by reading a few numbers."""
+        sequence, counters, traffic = self._sequence, self._steps.counters, self.exchange.traffic
+        step = sequence.step if sequence.synchronous else sequence.version
+        return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
+
     def statistics(self) -> Statistics:
         """Counters of this handle."""
         exchange, transports = self.exchange, self.exchange.transports()
@@ -142,7 +150,7 @@ class AsyncParameters(ProcessBound):
         elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets,
         and as ``partition.check_out`` for ``out``.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.WAIT):
             return await self._steps.pull(out, copy)
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
