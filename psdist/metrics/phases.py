@@ -57,7 +57,11 @@ class PhaseTimes:
 
 
 class PhaseClock:
-    """Divides the time of one script, from the first event on. ``now`` is in seconds, by any monotonic clock."""
+    """Divides the time of one script, from ``start`` on, or from the first change of phase.
+
+    Each event returns whether the phase changes. If so, ``advance`` must follow at once with the time, in seconds by
+    any monotonic clock; most events change none, so that no clock has to be read.
+    """
 
     def __init__(self) -> None:
         self._seconds = [0.0] * len(Phase)
@@ -72,64 +76,63 @@ class PhaseClock:
         self._unsent = 0
         self._answering = 0
 
-    @property
-    def is_started(self) -> bool:
-        """Whether there was an event."""
-        return self._since is not None
+    # --- events ---
+
+    def begin_call(self, phase: Phase) -> bool:
+        """The script calls psdist. phase: what it does there first, PUSH or WAIT."""
+        self._calls += 1
+        if self._calls > 1:
+            return False
+        self._without_requests = Phase.PULL if self._answering else phase
+        return True
+
+    def end_call(self) -> bool:
+        """The call is over."""
+        self._calls -= 1
+        return not self._calls
+
+    def open_request(self, *, sends: bool) -> bool:
+        """A request goes to a server. sends: it has a gradient."""
+        self._open += 1
+        self._unsent += sends
+        return self._next_phase() is not self._phase
+
+    def sent(self) -> bool:
+        """The gradient of a request was handed over."""
+        self._unsent -= 1
+        return self._next_phase() is not self._phase
+
+    def answered(self) -> bool:
+        """The first answer to a request came."""
+        self._answering += 1
+        self._without_requests = Phase.PULL
+        return self._next_phase() is not self._phase
+
+    def close_request(self, *, unsent: bool, answered: bool) -> bool:
+        """A request is over. unsent: ``sent`` was due and never came. answered: ``answered`` came."""
+        self._open -= 1
+        self._unsent -= unsent
+        self._answering -= answered
+        return self._next_phase() is not self._phase
+
+    # --- time ---
 
     def start(self, now: float) -> None:
         """Begins to count, unless it has begun."""
         if self._since is None:
             self._since = now
 
-    def begin_call(self, phase: Phase, now: float) -> None:
-        """The script calls psdist. phase: what it does there first, PUSH or WAIT."""
-        self._calls += 1
-        if self._calls == 1:
-            self._without_requests = Phase.PULL if self._answering else phase
-            self._update(now)
-
-    def end_call(self, now: float) -> None:
-        """The call is over."""
-        self._calls -= 1
-        self._update(now)
-
-    def open_request(self, now: float, *, sends: bool) -> None:
-        """A request goes to a server. sends: it has a gradient."""
-        self._open += 1
-        self._unsent += sends
-        self._update(now)
-
-    def sent(self, now: float) -> None:
-        """The gradient of a request was handed over."""
-        self._unsent -= 1
-        self._update(now)
-
-    def answered(self, now: float) -> None:
-        """The first answer to a request came."""
-        self._answering += 1
-        self._without_requests = Phase.PULL
-        self._update(now)
-
-    def close_request(self, now: float, *, unsent: bool, answered: bool) -> None:
-        """A request is over. unsent: ``sent`` was due and never came. answered: ``answered`` came."""
-        self._open -= 1
-        self._unsent -= unsent
-        self._answering -= answered
-        self._update(now)
+    def advance(self, now: float) -> None:
+        """Counts the time until now to the phase so far, and enters the next one."""
+        since = now if self._since is None else self._since
+        self._seconds[self._phase] += max(0.0, now - since)
+        self._since = max(now, since)
+        self._phase = self._next_phase()
 
     def times(self, now: float) -> PhaseTimes:
         """The seconds of each phase since the start."""
-        self._update(now)
+        self.advance(now)
         return PhaseTimes(*self._seconds)
-
-    def _update(self, now: float) -> None:
-        """Counts the time since the last event to its phase, and determines the next one."""
-        if self._since is None:
-            self._since = now
-        self._seconds[self._phase] += max(0.0, now - self._since)
-        self._since = max(now, self._since)
-        self._phase = self._next_phase()
 
     def _next_phase(self) -> Phase:
         if not self._calls:

@@ -1,7 +1,7 @@
 """The clock of one client's calls: ``PhaseClock`` with the time read, for the script's thread and the loop's.
 
-A step reads the clock some ten times. The script's thread begins and ends calls; the loop opens requests, and reports
-when they are handed over, answered and closed.
+A step reads the clock four times, when its phase changes. The script's thread begins and ends calls; the loop opens
+requests, and reports when they are handed over, answered and closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
 
 
 class TimedCall:
-    """A call of the script, as a ``with`` block. Made by ``PhaseTimer.call``."""
+    """A call of the script, as a ``with`` block, any number of times at once. Given by ``PhaseTimer.call``."""
 
     __slots__ = ("_phase", "_timer")
 
@@ -27,7 +27,8 @@ class TimedCall:
     def __enter__(self) -> Self:
         timer = self._timer
         with timer.lock:
-            timer.machine.begin_call(self._phase, timer.clock())
+            if timer.machine.begin_call(self._phase):
+                timer.machine.advance(timer.clock())
         return self
 
     def __exit__(
@@ -35,7 +36,8 @@ class TimedCall:
     ) -> None:
         timer = self._timer
         with timer.lock:
-            timer.machine.end_call(timer.clock())
+            if timer.machine.end_call():
+                timer.machine.advance(timer.clock())
 
 
 class TimedRequest:
@@ -48,26 +50,33 @@ class TimedRequest:
         self._unsent = sends
         self._answered = False
         with timer.lock:
-            timer.machine.open_request(timer.clock(), sends=sends)
+            if timer.machine.open_request(sends=sends):
+                timer.machine.advance(timer.clock())
 
     def sent(self) -> None:
         """Its gradient is handed over. Does nothing for a request without one, nor the second time."""
         if self._unsent:
             self._unsent = False
-            with self._timer.lock:
-                self._timer.machine.sent(self._timer.clock())
+            timer = self._timer
+            with timer.lock:
+                if timer.machine.sent():
+                    timer.machine.advance(timer.clock())
 
     def answered(self) -> None:
         """An answer came. Those after the first change nothing."""
         if not self._answered:
             self._answered = True
-            with self._timer.lock:
-                self._timer.machine.answered(self._timer.clock())
+            timer = self._timer
+            with timer.lock:
+                if timer.machine.answered():
+                    timer.machine.advance(timer.clock())
 
     def close(self) -> None:
         """Nothing more comes of it."""
-        with self._timer.lock:
-            self._timer.machine.close_request(self._timer.clock(), unsent=self._unsent, answered=self._answered)
+        timer = self._timer
+        with timer.lock:
+            if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
+                timer.machine.advance(timer.clock())
 
 
 class PhaseTimer:
@@ -77,10 +86,11 @@ class PhaseTimer:
         self.clock = clock
         self.machine = PhaseClock()
         self.lock = threading.Lock()
+        self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
 
     def call(self, phase: Phase) -> TimedCall:
         """A call of the script, for a ``with`` block. phase: what it does first, PUSH or WAIT."""
-        return TimedCall(self, phase)
+        return self._calls[phase]
 
     def open_request(self, *, sends: bool) -> TimedRequest:
         """A request to one server. sends: it has a gradient."""
