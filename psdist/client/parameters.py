@@ -166,7 +166,7 @@ class AsyncParameters(ProcessBound):
         MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
         worker takes part again, and the next call goes on.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)
 
     async def push_pull(
@@ -179,7 +179,7 @@ class AsyncParameters(ProcessBound):
         """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
         the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
         returns."""
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             return await self._steps.push_pull(gradients, out, copy, weight)
 
     async def push_pull_async(
@@ -205,7 +205,7 @@ class AsyncParameters(ProcessBound):
         InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
         the norm of the whole gradient is needed before anything can be sent.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             return await self._steps.give_bucket(gradients, weight)
 
     async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -123,9 +123,9 @@ class Steps:
         return self._participation.sequence
 
     @asynccontextmanager
-    async def call(self, phase: Phase = Phase.PUSH) -> AsyncIterator[None]:
-        """For each call of the user. All methods are called in it. phase: what the call does first."""
-        with self._exchange.phases.call(phase):
+    async def call(self, phase: Phase | None = None) -> AsyncIterator[None]:
+        """For each call of the user. All methods are called in it. phase: what a call that is timed does first."""
+        with self._exchange.phases.call(phase) if phase is not None else nullcontext():
             async with self._calling:
                 if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
                     await self._drop_step()

@@ -429,8 +429,7 @@ class Parameters(ProcessBound):
         new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``. Do
         not write to them while a push of them is under way. A push of other arrays, or in buckets, may overwrite them.
         """
-        with self._phases.call(Phase.PUSH):
-            return loop.shared().call(self._handle.gradient_buffers())
+        return loop.shared().call(self._handle.gradient_buffers())
 
 
 class Bucket(ProcessBound):

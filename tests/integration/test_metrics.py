@@ -16,6 +16,8 @@ import pytest
 from event_files import EventFile
 from launched import Run
 
+from psdist.launch.embedded import EmbeddedCluster
+
 #: Both workers make 40 steps; rank r reports 10 * (r + 1) samples of loss r for each.
 SCRIPT = """
 import numpy as np, psdist, sys
@@ -77,7 +79,7 @@ def test_files_have_everything_that_was_reported(
     for line in lines:
         check_phases(line)
         assert line["lr"] == pytest.approx(0.5) and line["staleness_max"] == 0 and line["workers"] in (1, 2)
-    for phase in ("compute", "push", "pull"):
+    for phase in ("compute", "push", "wait", "pull"):
         assert sum(line[f"{phase}_ms"] for line in lines) > 0
     (path,) = (tmp_path / "tb" / "digits").iterdir()
     events = EventFile(path)
@@ -86,6 +88,38 @@ def test_files_have_everything_that_was_reported(
         assert events.scalars[tag] == [(line["step"], pytest.approx(line[name], rel=1e-6)) for line in lines]
     (shown,) = re.findall(r"psdist: (step 40  .*)", text)
     assert re.search(r"loss \S+  lr 0\.5  .* samples/s  .* ms \(compute .*\)  communication \d+%  .* worker", shown)
+
+
+def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    cluster = EmbeddedCluster(servers=1)
+    try:
+        environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
+        command = [sys.executable, "-c", "from psdist.cli.main import worker; worker()"]
+        flags = [
+            "--nproc-per-node",
+            "2",
+            "--node-rank",
+            "0",
+            "--run-id",
+            cluster.run_id,
+            "--log-dir",
+            "logs",
+            "--tensorboard",
+            "tb",
+        ]
+        done = subprocess.run(
+            [*command, *flags, "train.py", "12"], cwd=tmp_path, env=environment,
+            capture_output=True, text=True, check=False, timeout=240,
+        )  # fmt: skip
+    finally:
+        cluster.close()
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(tmp_path / "logs" / cluster.run_id / "metrics-node-0.jsonl")
+    assert sum(line["reports"] for line in lines) == 24 and lines[-1]["step"] == 12
+    (path,) = (tmp_path / "tb" / cluster.run_id / "node-0").iterdir()
+    assert EventFile(path).scalars["lr"][-1] == (12, 0.5)
+    assert re.search(r"psdist: step 12  .* 2 workers\n", done.stderr), done.stderr
 
 
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path, runs: list[Run]) -> None:
@@ -156,6 +190,8 @@ context = psdist.init()
 tracker: Tracker = Keep()
 context.add_tracker(tracker)
 model = context.client.parameters("model", {"w": np.zeros(8, np.float32)}, psdist.optim.SGD(lr=0.1), psdist.ASP())
+model.gradient_buffers()
+assert context.client.phases.machine._since is None, "time begins with the first step"
 for step in range(3):
     model.push_pull({"w": np.ones(8)})
     context.report(loss=step, accuracy=np.float64(0.5), samples=4)

@@ -56,6 +56,7 @@ class Reporter:
         """See ``Context.add_tracker``."""
         self._check_open()
         tracker.start(self._run_id)
+        atexit.register(self.close)
         self._trackers.add(tracker)
 
     def report(self, loss: Any, accuracy: Any, samples: Any, step: int | None, numbers: dict[str, Any]) -> None:
@@ -87,6 +88,7 @@ class Reporter:
         self._trackers.close()
 
     def _begin(self) -> None:
+        """The first report: what is left at the end goes out where the script exits without closing anything."""
         self._check_open()
         self._phases.start()
         self._due = self._phases.clock() + self._interval_seconds
