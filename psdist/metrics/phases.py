@@ -29,6 +29,10 @@ class Phase(IntEnum):
     PULL = 3
 
 
+#: They are used in each request.
+_PUSH, _WAIT, _PULL = Phase.PUSH, Phase.WAIT, Phase.PULL
+
+
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
     """Seconds of each phase."""
@@ -59,7 +63,7 @@ class PhaseTimes:
 class PhaseClock:
     """Divides the time of one script, from ``start`` on, or from the first change of phase.
 
-    Each event returns whether the phase changes. If so, ``advance`` must follow at once with the time, in seconds by
+    Each event returns whether the phase may change. If so, ``advance`` must follow at once with the time, in seconds by
     any monotonic clock; most events change none, so that no clock has to be read.
     """
 
@@ -95,25 +99,25 @@ class PhaseClock:
         """A request goes to a server. sends: it has a gradient."""
         self._open += 1
         self._unsent += sends
-        return self._next_phase() is not self._phase
+        return self._calls > 0 and self._phase is not (_PUSH if sends else _WAIT)
 
     def sent(self) -> bool:
         """The gradient of a request was handed over."""
         self._unsent -= 1
-        return self._next_phase() is not self._phase
+        return self._calls > 0 and not self._unsent
 
     def answered(self) -> bool:
         """The first answer to a request came."""
         self._answering += 1
-        self._without_requests = Phase.PULL
-        return self._next_phase() is not self._phase
+        before, self._without_requests = self._without_requests, _PULL
+        return self._calls > 0 and before is not _PULL
 
     def close_request(self, *, unsent: bool, answered: bool) -> bool:
         """A request is over. unsent: ``sent`` was due and never came. answered: ``answered`` came."""
         self._open -= 1
         self._unsent -= unsent
         self._answering -= answered
-        return self._next_phase() is not self._phase
+        return self._calls > 0 and (unsent or not answered)
 
     # --- time ---
 

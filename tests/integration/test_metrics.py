@@ -96,18 +96,8 @@ def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
     try:
         environment = os.environ | {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token}
         command = [sys.executable, "-c", "from psdist.cli.main import worker; worker()"]
-        flags = [
-            "--nproc-per-node",
-            "2",
-            "--node-rank",
-            "0",
-            "--run-id",
-            cluster.run_id,
-            "--log-dir",
-            "logs",
-            "--tensorboard",
-            "tb",
-        ]
+        flags = ["--nproc-per-node", "2", "--node-rank", "0", "--run-id", cluster.run_id]
+        flags += ["--log-dir", "logs", "--tensorboard", "tb"]
         done = subprocess.run(
             [*command, *flags, "train.py", "12"], cwd=tmp_path, env=environment,
             capture_output=True, text=True, check=False, timeout=240,

@@ -57,6 +57,7 @@ def test_phases_add_up_to_the_time(events: list[tuple[str, int]], rng: object) -
                 requests[passed % len(requests)].answered()
             case "close" if requests:
                 requests.pop(passed % len(requests)).close()
+        assert timer.machine._phase is timer.machine._next_phase(), "an event that changes the phase says so"
         assert before.total == clock.now == timer.times().total
         clock.now += 1
         spent = timer.times() - before
