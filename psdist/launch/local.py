@@ -355,13 +355,23 @@ def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None]
     try:
         return Output(routing, lambda rank: rank - workers.first_rank, role, on_broken, mute)
     except OSError as error:
-        raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
+        raise _unusable(routing.directory, error) from None
 
 
 def open_metrics(script: ScriptOptions, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
     """Where the metrics of this node's workers go. Raises ConfigurationError for a directory that cannot be used."""
     directory = script.routing.directory
-    return RunMetrics(script.metrics, name, directory / name if directory is not None else None, ranks, part)
+    if directory is not None:
+        directory = directory / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(directory, error) from None
+    return RunMetrics(script.metrics, name, directory, ranks, part)
+
+
+def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"--log-dir {directory} cannot be used: {error.strerror}")
 
 
 def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
