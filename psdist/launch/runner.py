@@ -36,7 +36,7 @@ class ProcessPlan:
     """The processes that a run begins with.
 
     spec: the command of a process's attempt. connected: whether a rank's attempt has registered. lifeline: a pipe that
-    servers and the scheduler inherit, and end with.
+    servers and the scheduler inherit, and end with. metrics: a pipe that workers inherit, and report by.
     """
 
     ranks: range
@@ -46,6 +46,7 @@ class ProcessPlan:
     servers: int = 0
     schedulers: int = 0
     lifeline: int | None = None
+    metrics: int | None = None
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -137,13 +138,13 @@ class Runner:
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
         self._output.begin(key)
-        lifeline = self._plan.lifeline if key.role in ("server", "scheduler") else None
+        pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._plan.metrics}
         try:
             child = Child(
                 spec,
                 lambda stream, lines: self._output.lines(key, stream, lines),
                 lambda returncode: self._exited(key, returncode),
-                lifeline,
+                pipes.get(key.role),
             )
         except OSError as error:
             self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
