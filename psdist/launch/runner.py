@@ -1,7 +1,8 @@
 """Carries out what the supervisor decides: starts and signals processes, watches files and the clock, ends the program.
 
 It runs in one asyncio loop without threads, and nothing else waits. Whatever happens, ``Runner.run`` returns only when
-every process that it started is gone.
+every process that it started is gone. The program ends soon after it: from then on it ignores the signals, which come
+too late to change how the run ended.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Runner:
                 self._start(self._plan.spec(key, 0))
             self._tick()
             finish = await self._finished
+            self._ignore_signals()
         finally:
             self._kill_all()
             self._reaper.close()
@@ -169,6 +171,15 @@ class Runner:
                 self.happened(Connected(key))
         failure = self._on_tick(self._loop.time())
         self.happened(failure if failure is not None else TimePassed())
+
+    def _ignore_signals(self) -> None:
+        # Without this a signal during the rest of the program would end it with another status than that of the run.
+        # They are blocked meanwhile, because a handler that is removed leaves Python's own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        for signum in self._signals:
+            self._loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _kill_all(self) -> None:
         # Any are left only after a defect of the launcher itself.
