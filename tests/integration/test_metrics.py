@@ -59,7 +59,14 @@ def check_phases(line: dict[str, Any]) -> None:
     assert line["step_ms"] * line["reports"] == pytest.approx(1000 * line["seconds"] * line["workers"])
 
 
-@pytest.mark.parametrize(("transport", "way"), [("shm", ()), ("tcp", ("--buckets",)), ("grpc", ())])
+@pytest.mark.parametrize(
+    ("transport", "way"),
+    [
+        ("tcp", ("--buckets",)),
+        pytest.param("shm", (), marks=pytest.mark.long),
+        pytest.param("grpc", (), marks=pytest.mark.long),
+    ],
+)
 def test_files_have_everything_that_was_reported(
     tmp_path: Path, runs: list[Run], transport: str, way: tuple[str, ...]
 ) -> None:
@@ -112,6 +119,7 @@ def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
     assert re.search(r"psdist: step 12  .* 2 workers\n", done.stderr), done.stderr
 
 
+@pytest.mark.long  # That files are continued is also in the unit tests of the trackers.
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path, runs: list[Run]) -> None:
     flags = ("--log-dir", "logs", "--tensorboard", "tb", "--run-id", "digits", "--storage-path", "kept")
     flags = (*flags, "--progress", "off", "--metrics-interval", "0")
