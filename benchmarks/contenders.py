@@ -127,7 +127,10 @@ class Running:
     def carry_out(self, orders: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Gives workers, by their number, an order each, and returns their answers. Raises ContenderError."""
         for number, order in orders.items():
-            self._lines[number].send(order)
+            try:
+                self._lines[number].send(order)
+            except OSError as error:
+                raise self._failure(f"worker {number} ended: {error.strerror}") from None
         return [self._receive(self._lines[number]) for number in orders]
 
     def _receive(self, line: turns.Line) -> dict[str, Any]:

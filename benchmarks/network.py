@@ -2,9 +2,11 @@
 
 Hosts are network namespaces (``shaped_hosts``), of which each has one worker and one server; psdist's scheduler is
 outside, and its own link has no limit. psdist, with each transport, wire dtype and codec of ``VARIANTS``, takes turns
-with torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. Measured are the time of
-a step, the bytes that the hosts' interfaces counted meanwhile, and the processor time of all hosts together. A raw TCP
-transfer, from each host to the next, all at once, shows beforehand what a link carries.
+with torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. A few contenders at a
+time take turns with psdist, because all of them together need more memory than most machines have; each ratio is one to
+psdist's steps of the same turns. Measured are the time of a step, the bytes that the hosts' interfaces counted
+meanwhile, and the processor time of all hosts together. A raw TCP transfer, from each host to the next, all at once,
+shows beforehand what a link carries.
 
 Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result.
 Nothing is left behind: no namespace, interface or process, whatever ends the benchmark (after SIGKILL, the next one
@@ -78,6 +80,8 @@ VARIANTS: Mapping[str, Variant] = {
 #: Of the raw transfer.
 _TRANSFER_SECONDS = 1.0
 _TRANSFER = "benchmarks.peers.transfer"
+#: Peers beside psdist at a time.
+_AT_ONCE = 3
 #: All contenders start on this machine's cores at a time.
 _FAILURE_TIMEOUT_SECONDS = 15
 _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; worker()")
@@ -229,21 +233,36 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         hosts = stack.enter_context(ShapedHosts(options.hosts, rate.bits_per_second))
         raw = transfer(hosts)
         print(f"{name}: raw TCP {min(raw) / 1e6:.0f} to {max(raw) / 1e6:.0f} Mbit/s", flush=True)
-        wanted = list(dict.fromkeys(["psdist", *options.contender]))
-        started = [stack.enter_context(Running(CONTENDERS[one](settings, hosts, one))) for one in wanted]
+        wanted = [one for one in dict.fromkeys(options.contender) if one != "psdist"]
+        result: dict[str, Any] = {}
+        for begin in range(0, max(1, len(wanted)), options.at_once):
+            part = _measure_part(settings, hosts, wanted[begin : begin + options.at_once], options)
+            result = part if not result else result | {"peers": result["peers"] | part["peers"]}
+    for shown in (result["psdist"], *result["peers"].values()):
+        moved = max(shown["bytes_per_step"].values())
+        shown["link_share"] = 8 * moved / rate.bits_per_second / (shown["ms"] / 1e3)
+    result["transfer_bits_per_second"] = raw
+    result["settings"] = asdict(settings)
+    return result
+
+
+def _measure_part(
+    settings: Settings, hosts: ShapedHosts, peers: Sequence[str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The result of psdist and a few peers, whose memory this machine has at a time."""
+    with ExitStack() as stack:
+        names = ("psdist", *peers)
+        started = [stack.enter_context(Running(CONTENDERS[one](settings, hosts, one))) for one in names]
         for running in started:
             if running.name in VARIANTS:
                 check_transports(running)
             running.turn(WARM_STEPS)
         counted = [Counted(running, hosts) for running in started]
         result = figures.result(interleave(counted, options.rounds, options.steps_per_round))
-    for one in counted:
-        shown = result["psdist"] if one.name == "psdist" else result["peers"][one.name]
-        moved = shown["bytes_per_step"] = one.bytes_per_step()
-        shown["processor_ms"] = one.processor_ms_per_step()
-        shown["link_share"] = 8 * max(moved.values()) / rate.bits_per_second / (shown["ms"] / 1e3)
-    result["transfer_bits_per_second"] = raw
-    result["settings"] = asdict(settings)
+        for one in counted:
+            shown = result["psdist"] if one.name == "psdist" else result["peers"][one.name]
+            shown["bytes_per_step"] = one.bytes_per_step()
+            shown["processor_ms"] = one.processor_ms_per_step()
     return result
 
 
@@ -269,6 +288,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--hosts", type=int, default=4, help="each has one worker and one server (default: %(default)s)")
     line.add_argument("--params", type=int, help="default: so many that a step takes half a second or more")
     line.add_argument("--contender", nargs="*", choices=list(CONTENDERS), default=list(CONTENDERS), help="default: all")
+    line.add_argument("--at-once", type=int, default=_AT_ONCE, metavar="COUNT",
+                      help="so many contenders take turns with psdist; then come others (default: %(default)s). With "
+                      "25 million parameters each takes about 3 GB of memory")  # fmt: skip
     line.add_argument("--rounds", type=int, default=5, help="turns of each contender (default: %(default)s)")
     line.add_argument("--steps-per-round", type=int, default=2, help="steps of one turn (default: %(default)s)")
     line.add_argument("--json", type=Path, metavar="FILE")

@@ -2,7 +2,7 @@
 turns, so that a noisy moment of the machine hits all alike.
 
 python -m benchmarks.torch_step                 # two workers, two servers on this host
-python -m benchmarks.torch_step --transport tcp --compression bfloat16
+python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
@@ -13,10 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -28,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+from benchmarks import torch_workers
 
-from torch_chargpt import CharGPT, loss_of, read_text, samples  # noqa: E402  # the examples are no package
+sys.path.insert(0, str(torch_workers.ROOT / "examples"))
 
-#: Names the folder of a run to its workers.
-VARIABLE = "BENCH_TORCH_STEP"
+from torch_chargpt import CharGPT, loss_of, read_text, samples  # the examples are no package
+
 PHASES = ("forward", "backward", "step")
 #: Of each turn: caches and pages are another contender's.
 UNTIMED = 1
@@ -52,10 +48,13 @@ def loops(options: argparse.Namespace, rank: int, world: int) -> dict[str, Loop]
         model.load_state_dict(models[0].state_dict())
     through, plain, tuned, alone = models
     optimizer = psdist.torch.DistributedOptimizer(
-        through, _adamw(through), compression=options.compression or None, bucket_cap_mb=options.bucket_cap_mb
+        through,
+        _adamw(through),
+        compression=options.compression or None,
+        pull_dtype=options.pull_dtype,
+        bucket_cap_mb=options.bucket_cap_mb,
     )
-    store = f"file://{Path(os.environ[VARIABLE]) / 'rendezvous'}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+    torch_workers.join_gloo(rank, world)
     ddp = nn.parallel.DistributedDataParallel
     return {
         "psdist": (through, optimizer),
@@ -108,24 +107,9 @@ def worker(options: argparse.Namespace) -> None:
     if context.rank == 0:
         parameters = sum(one.numel() for one in contenders["alone"][0].parameters())
         transport = contenders["psdist"][1].handle.statistics().transport  # type: ignore[attr-defined] - psdist's
-        result = {"parameters": parameters, "transport": transport, "rounds": rounds[1:]}
-        (Path(os.environ[VARIABLE]) / "times.json").write_text(json.dumps(result))
+        torch_workers.write({"parameters": parameters, "transport": transport, "rounds": rounds[1:]})
     dist.destroy_process_group()
     context.close()
-
-
-def measure(options: argparse.Namespace, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs the workers, and summarizes their times."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(options.servers),
-            "--nproc-per-node", str(options.workers), "--storage-path", "none", "--max-restarts", "0",
-            "-m", "benchmarks.torch_step", "--worker", *arguments,
-        ]  # fmt: skip
-        environment = {**os.environ, VARIABLE: folder, "PSDIST_TRANSPORT": options.transport}
-        environment |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-        subprocess.run(command, check=True, cwd=ROOT, env=environment, stdout=sys.stderr)
-        return summary(json.loads((Path(folder) / "times.json").read_text()))
 
 
 def summary(times: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +148,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--bucket-cap-mb", type=float, default=8.0)
     parser.add_argument("--compression", default="")
+    parser.add_argument("--pull-dtype", default="float32")
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=2)
@@ -181,7 +166,7 @@ def main() -> None:
     if options.worker:
         worker(options)
         return
-    result = measure(options, arguments)
+    result = summary(torch_workers.run("benchmarks.torch_step", options, arguments))
     show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))

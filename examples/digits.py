@@ -116,6 +116,7 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
         batch = batches(context.rank, context.world_size, epoch, len(images), options)[number]
         loss, grads = gradients(values, images[batch], labels[batch])
         values = weights.push_pull(grads)
+        context.report(loss=loss, samples=len(batch))
         progress.count(len(batch))
         if (step + 1) % shown == 0:
             progress.show(step + 1, loss, accuracy(values, *test_set))

@@ -4,7 +4,7 @@ psdist run --nservers 2 --nproc-per-node 2 examples/torch_mnist.py
 psdist run --nservers 2 --nproc-per-node 2 examples/torch_mnist.py --data FOLDER   # with MNIST's four files
 python examples/torch_mnist.py --plain            # the same script without psdist: plain PyTorch in one process
 
-The lines marked with ``psdist`` are all that differs.
+The lines marked with ``psdist`` are all that differs. Those marked with ``metrics`` report the loss and the throughput.
 """
 
 import argparse
@@ -103,6 +103,8 @@ def main() -> None:
             loss = nn.functional.cross_entropy(model(train[0][mine]), train[1][mine])
             loss.backward()
             optimizer.step()
+            if not options.plain:  # metrics
+                optimizer.context.report(loss=loss, samples=len(mine))  # metrics
         if rank == 0:
             rate = len(order) / (time.perf_counter() - began)
             progress = f"epoch {epoch + 1}  loss {loss.item():.4f}"

@@ -8,13 +8,15 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 from psdist.errors import ConfigurationError
 from psdist.launch.local import LocalOptions, run_local
+from psdist.launch.metrics.run_metrics import MetricsOptions
 from psdist.launch.output import Routing, parse_ranks, parse_streams
 from psdist.launch.plan import SIGNALS, ScriptKind, ScriptOptions
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import START_TIMEOUT_SECONDS
+from psdist.settings.config import METRICS_INTERVAL_SECONDS, START_TIMEOUT_SECONDS, ProgressName
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, seconds, text, torchrun
 from psdist.settings.programs import (
     TIMEOUTS_TITLE,
@@ -89,12 +91,19 @@ def script_flags() -> tuple[Flag, ...]:
         "output",
         Flag("--role", "name of the workers in the prefix of their lines", text, "worker", "NAME",
              variables=torchrun("role")),
-        Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on", Path, None, "DIR",
+        Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and what scripts "
+             "report to metrics.jsonl", Path, None, "DIR",
              variables=torchrun("log-dir")),
         Flag("--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams,
              {}, "N", "-r", torchrun("redirects")),
         Flag("--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", "-t",
              torchrun("tee")),
+        Flag("--tensorboard", "write TensorBoard files of what scripts report to DIR/RUN_ID (pip install "
+             "'psdist[tensorboard]')", Path, None, "DIR"),
+        Flag("--progress", "a line of what scripts report: auto (in place on a terminal), plain or off",
+             one_of(*get_args(ProgressName)), "auto", "HOW"),
+        Flag("--metrics-interval", "what scripts report is added up for so long", seconds(), METRICS_INTERVAL_SECONDS,
+             "SECONDS"),
         Flag("--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
              variables=torchrun("local-ranks-filter")),
     )  # fmt: skip
@@ -144,6 +153,7 @@ def script_options(given: Namespace) -> ScriptOptions:
         restarts_max=given.max_restarts,
         role=given.role,
         routing=Routing(given.log_dir, given.redirects, given.tee, given.local_ranks_filter),
+        metrics=MetricsOptions(given.tensorboard, given.progress, given.metrics_interval),
         signals=given.signals_to_handle,
         interval_seconds=given.monitor_interval,
         start_timeout_seconds=given.start_timeout,

@@ -85,9 +85,9 @@ class AsyncClient(ProcessBound):
         self._rng = random.Random()
         self._connect_timeout = _positive("connect_timeout", connect_timeout)
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
-        #: The parts of a connected client, for tests and tools.
+        #: The parts of a connected client, for tests and tools, and for ``Client``.
         self.session: WorkerSession | None = None
-        self._handles: Handles | None = None
+        self.handles: Handles | None = None
         self._datasets: dict[str, AsyncDataset] = {}
         self.snapshots: SnapshotRequests | None = None
         self._barriers: dict[str, Barrier] = {}
@@ -110,7 +110,7 @@ class AsyncClient(ProcessBound):
             self.local_rank, self._transport = settings.local_rank, settings.transport
             session = WorkerSession(target, __version__, self._rng, self._connections, rejoins=self._rejoin)
             session.activities.is_alone = self._is_alone
-            self._handles = Handles(session, self._rng)
+            self.handles = Handles(session, self._rng)
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
             await session.connect(self._connect_timeout)
@@ -135,13 +135,13 @@ class AsyncClient(ProcessBound):
                 self.snapshots.close()
             for data in self._datasets.values():
                 await data.close()
-            if self._handles is not None:
-                await self._handles.close()
+            if self.handles is not None:
+                await self.handles.close()
             if self.session is not None:
                 await self.session.close(reason)
         finally:
             # What they hold is as large as the model, and should end with the last reference to the client.
-            self._handles = self.snapshots = None
+            self.handles = self.snapshots = None
             loop.release(self)
 
     async def __aenter__(self) -> Self:
@@ -318,11 +318,11 @@ class AsyncClient(ProcessBound):
 
     def _opened_handles(self) -> Handles:
         self._opened()
-        assert self._handles is not None
-        return self._handles
+        assert self.handles is not None
+        return self.handles
 
     def _connections(self) -> Iterable[scheduler_pb2.Connection]:
-        return self._handles.connections() if self._handles is not None else ()
+        return self.handles.connections() if self.handles is not None else ()
 
     def _snapshots_opened(self) -> SnapshotRequests:
         self._opened()

@@ -33,6 +33,7 @@ from psdist.errors import (
     WaitTimeoutError,
     again,
 )
+from psdist.metrics.phases import Phase
 
 Gradient = Flat | EncodedPush
 
@@ -249,7 +250,8 @@ class BucketStep:
             )
         try:
             async with asyncio.timeout(timeout):
-                with self._exchange.waiting(push=True, reads=self.reads, limited=timeout is not None):
+                waiting = self._exchange.waiting(push=True, reads=self.reads, limited=timeout is not None)
+                with self._exchange.phases.call(Phase.WAIT), waiting:
                     await self._until_done(bucket, names)
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None

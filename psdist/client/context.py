@@ -13,12 +13,16 @@ import sys
 import threading
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, SupportsFloat
 
 from psdist.client.process import loop
+from psdist.client.reporting.pipe import MetricsPipe
+from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
 from psdist.errors import ConfigurationError
-from psdist.settings.config import TransportName
+from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
+from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
+from psdist.trackers.tracker import Tracker
 
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
@@ -41,6 +45,44 @@ class Context:
     local_rank: int
     client: Client
     _cluster: _Cluster | None = field(default=None, repr=False)
+    _metrics: MetricsSettings = field(default_factory=MetricsSettings, repr=False)
+    _reporter: Reporter = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reporter", _make_reporter(self.client, self.rank, self._metrics))
+
+    def report(
+        self,
+        loss: SupportsFloat | None = None,
+        accuracy: SupportsFloat | None = None,
+        samples: SupportsFloat | None = None,
+        step: int | None = None,
+        **numbers: SupportsFloat,
+    ) -> None:
+        """Reports what a step came to: call it once per step, or whenever there is something to say.
+
+        loss, accuracy, numbers: the script's values by name: numbers of Python or numpy, arrays or tensors of no
+            dimension; NaN and infinities too. Names have 1 to 64 of ``A-Z a-z 0-9 _ . / -``, at most 24 in a script.
+        samples: what they were computed on. Means are weighted by it, and samples per second are counted by it.
+        step: None is that of the parameter set that was opened first: in BSP the steps that are made, in SSP and ASP
+            the updates that this worker has seen. Without one it is the number of reports.
+
+        With them psdist reports how long the script computed, pushed, waited and pulled, bytes and staleness
+        (docs/metrics.md). Reports of about a second are added up; then they go to the trackers of ``add_tracker``, and
+        to the launcher, which shows and files those of all workers together. Neither is waited for. One thread of a
+        script may call it.
+
+        Raises InvalidArgumentError for what is no number, for ``samples`` below 0 or infinite, and for more names than
+        24; InvalidNameError for names that are not possible or are psdist's own; ClosedError. Nothing is reported then.
+        """
+        self._reporter.report(loss, accuracy, samples, step, numbers)
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """Hands what this worker reports from now on to ``tracker`` too, about once a second, and calls its ``start``.
+
+        An exception of its ``log`` is logged, and the tracker gets nothing more. Raises what ``start`` raises.
+        """
+        self._reporter.add_tracker(tracker)
 
     def close(self) -> None:
         """Leaves the run, and ends the cluster if ``init`` started it. Closing again does nothing."""
@@ -56,6 +98,7 @@ class Context:
         with _lock:
             if _current is self:
                 _current = None
+        self._reporter.close()
         self.client.__exit__(kind, error, trace)
         if self._cluster is not None:
             self._cluster.close()
@@ -115,19 +158,36 @@ def init(
 _DEFAULTS: Final = {name: parameter.default for name, parameter in inspect.signature(init).parameters.items()}
 
 
+def _make_reporter(client: Client, rank: int, settings: MetricsSettings) -> Reporter:
+    pipe = MetricsPipe(settings.pipe) if settings.pipe else None
+    reporter = Reporter(
+        rank, client.run_id, client.measure, client.phases, interval_seconds=settings.interval_seconds, pipe=pipe
+    )
+    if settings.progress == "plain" and (pipe is None or not pipe.is_open):
+        reporter.add_tracker(ProgressTracker(_print_line, PLAIN_SECONDS))
+    return reporter
+
+
+def _print_line(line: str, is_last: bool) -> None:
+    from psdist.launch.output import stamped
+
+    print(stamped(line), file=sys.stderr, flush=True)
+
+
 def _connect(arguments: dict[str, Any]) -> Context:
+    metrics = metrics_settings(os.environ)
     if arguments.get("scheduler") or any(os.environ.get(name) for name in _CONFIGURED):
         client = Client(**arguments)
-        return Context(client.rank, client.world_size, client.local_rank, client)
+        return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigurationError(
             f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no scheduler is named: start the script with 'psdist run' "
             "or 'psdist-worker' instead of another launcher, or set PSDIST_SCHEDULER=HOST:PORT"
         )
-    return _world_of_one(arguments)
+    return _world_of_one(arguments, metrics)
 
 
-def _world_of_one(arguments: dict[str, Any]) -> Context:
+def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
     from psdist.launch.embedded import EmbeddedCluster
     from psdist.launch.output import stamped
 
@@ -140,7 +200,7 @@ def _world_of_one(arguments: dict[str, Any]) -> Context:
     except BaseException:
         cluster.close()
         raise
-    context = Context(client.rank, client.world_size, client.local_rank, client, cluster)
+    context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics)
     # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
     atexit.register(context.close)
     return context

@@ -36,6 +36,7 @@ from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
+from psdist.metrics.phases import Phase
 from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -73,6 +74,8 @@ class AsyncDataset(ProcessBound):
         self._calls = session.calls
         self._membership = session.membership
         self._waits = session.waits
+        #: The clock of the script's calls.
+        self.phases = session.waits.phases
         self._marks = session.snapshots.marks
         self._order = RangeOrder(spec)
         self._asking = asyncio.Lock()
@@ -285,12 +288,16 @@ class Dataset(ProcessBound):
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         held: Range | None = None
         try:
-            while (held := loop.shared().call(self._data.next(held))) is not None:
+            while (held := self._next(held)) is not None:
                 yield held.indices
         finally:
             if held is not None:
                 # Where the client is closed, or this is the loop's own thread, closing has or will have said it.
                 self.give_back(held)
+
+    def _next(self, held: Range | None) -> Range | None:
+        with self._data.phases.call(Phase.WAIT):
+            return loop.shared().call(self._data.next(held))
 
     def done(self) -> None:
         """Reports the samples of the last range as used. See ``AsyncDataset.done``."""

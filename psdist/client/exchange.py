@@ -20,6 +20,7 @@ from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.participation import Participation
+from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import Expulsion
 from psdist.client.session.registration import Registration
@@ -116,6 +117,11 @@ class Exchange:
         """See ``Participation.report_wait``. limited: the wait ends by itself, whatever the client's time limit."""
         limited = limited or self.options.request_timeout is not None
         return self.participation.report_wait(push=push, reads=reads, limited=limited)
+
+    @property
+    def phases(self) -> PhaseTimer:
+        """The clock of the script's calls."""
+        return self._session.waits.phases
 
     def counted_wait(self) -> AbstractContextManager[None]:
         """A wait of the script that counts in its share of waiting, where no other worker can end it by itself."""

@@ -22,6 +22,7 @@ from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.transport import Transports
 from psdist.compression import Auto
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
+from psdist.metrics.interval import Measurements
 from psdist.types import Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
@@ -97,6 +98,20 @@ class Handles:
     def members(self) -> list[AsyncParameters]:
         """Those that take part in the training, by name."""
         return [handle for _, handle in sorted(self._by_name.items()) if handle.is_member]
+
+    def measure(self) -> Measurements:
+        """What all handles have counted. The step is that of the one that was opened first to take part."""
+        if len(self._opened) == 1 and self._opened[0].is_member:
+            return self._opened[0].measure()
+        each = [handle.measure() for handle in self._opened]
+        training = [counted for counted, handle in zip(each, self._opened, strict=True) if handle.is_member]
+        return Measurements(
+            training[0].step if training else None,
+            sum(counted.staleness_mean for counted in training) / max(1, len(training)),
+            max((counted.staleness_max for counted in training), default=0),
+            sum(counted.push_bytes for counted in each),
+            sum(counted.pull_bytes for counted in each),
+        )
 
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
         """How the handles reach servers, for heartbeats."""

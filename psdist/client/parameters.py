@@ -33,6 +33,8 @@ from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.steps import CompressionStatistics, Statistics, Steps
+from psdist.metrics.interval import Measurements
+from psdist.metrics.phases import Phase
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 
 
@@ -93,6 +95,12 @@ class AsyncParameters(ProcessBound):
         """SSP and ASP: most versions that passed between the weights the last gradient was computed on and its use."""
         return self._steps.counters.staleness_max
 
+    def measure(self) -> Measurements:
+        """What is counted for ``Context.report``, by reading a few numbers."""
+        sequence, counters, traffic = self._sequence, self._steps.counters, self.exchange.traffic
+        step = sequence.step if sequence.synchronous else sequence.version
+        return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
+
     def statistics(self) -> Statistics:
         """Counters of this handle."""
         exchange, transports = self.exchange, self.exchange.transports()
@@ -142,7 +150,7 @@ class AsyncParameters(ProcessBound):
         elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets,
         and as ``partition.check_out`` for ``out``.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.WAIT):
             return await self._steps.pull(out, copy)
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
@@ -158,7 +166,7 @@ class AsyncParameters(ProcessBound):
         MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
         worker takes part again, and the next call goes on.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)
 
     async def push_pull(
@@ -171,7 +179,7 @@ class AsyncParameters(ProcessBound):
         """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
         the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
         returns."""
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             return await self._steps.push_pull(gradients, out, copy, weight)
 
     async def push_pull_async(
@@ -197,7 +205,7 @@ class AsyncParameters(ProcessBound):
         InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
         the norm of the whole gradient is needed before anything can be sent.
         """
-        async with self._steps.call():
+        async with self._steps.call(Phase.PUSH):
             return await self._steps.give_bucket(gradients, weight)
 
     async def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> AsyncBucket:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +39,7 @@ from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import EncodedGradient
 from psdist.consistency import BSP, SSP, Consistency, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
+from psdist.metrics.phases import Phase
 from psdist.types import Layout, ParametersSpec
 
 T = TypeVar("T")
@@ -124,14 +125,15 @@ class Steps:
         return self._participation.sequence
 
     @asynccontextmanager
-    async def call(self) -> AsyncIterator[None]:
-        """For each call of the user. All methods are called in it."""
-        async with self._calling:
-            if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
-                await self._drop_step()
-            if self.encoding is not None:
-                await self._retry(self.encoding.keep_state)
-            yield
+    async def call(self, phase: Phase | None = None) -> AsyncIterator[None]:
+        """For each call of the user. All methods are called in it. phase: what a call that is timed does first."""
+        with self._exchange.phases.call(phase) if phase is not None else nullcontext():
+            async with self._calling:
+                if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
+                    await self._drop_step()
+                if self.encoding is not None:
+                    await self._retry(self.encoding.keep_state)
+                yield
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

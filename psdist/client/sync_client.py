@@ -21,12 +21,15 @@ from psdist.client.parameters import AsyncParameters
 from psdist.client.process import loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.process.sigterm import sigterm
+from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
 from psdist.client.steps import Statistics
 from psdist.compression import Codec
 from psdist.consistency import Consistency
+from psdist.metrics.interval import Measurements
+from psdist.metrics.phases import Phase
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName
 from psdist.types import DType, Layout, NonFinite, ParametersSpec
@@ -128,6 +131,17 @@ class Client(ProcessBound):
         """The number of registrations under this worker id, this one included."""
         return self._client.incarnation
 
+    @property
+    def phases(self) -> PhaseTimer:
+        """The clock that divides this worker's time into computing, pushing, waiting and pulling."""
+        assert self._client.session is not None  # It is there once the client is connected, and stays.
+        return self._client.session.waits.phases
+
+    def measure(self) -> Measurements:
+        """What is counted for ``Context.report``, by reading a few numbers."""
+        handles = self._client.handles
+        return handles.measure() if handles is not None else Measurements()
+
     def __repr__(self) -> str:
         return repr(self._client).replace("AsyncClient", "Client")
 
@@ -209,7 +223,8 @@ class Client(ProcessBound):
         or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in buckets,
         and after a push that failed, which has to be made first.
         """
-        return loop.shared().call(self._client.snapshot(timeout))
+        with self.phases.call(Phase.WAIT):
+            return loop.shared().call(self._client.snapshot(timeout))
 
     def request_snapshot(self, timeout: float | None = None) -> None:
         """Asks for a snapshot of the run, and returns once the scheduler knows of it. Training goes on meanwhile, and
@@ -228,7 +243,8 @@ class Client(ProcessBound):
         or the message says that this is not known. MutualWaitError where the others wait for this worker elsewhere.
         InvalidNameError, ClosedError, and FencedError where this worker was expelled and does not rejoin.
         """
-        loop.shared().call(self._client.barrier(name, timeout))
+        with self.phases.call(Phase.WAIT):
+            loop.shared().call(self._client.barrier(name, timeout))
 
     def status(self) -> GetStatusResponse:
         """The run as the scheduler sees it: members, parameter sets, waits and events.
@@ -248,6 +264,7 @@ class Parameters(ProcessBound):
 
     def __init__(self, handle: AsyncParameters) -> None:
         self._handle = handle
+        self._phases = handle.exchange.phases
 
     @property
     def name(self) -> str:
@@ -321,7 +338,8 @@ class Parameters(ProcessBound):
         elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets;
         UnknownTensorError, MissingTensorError, ShapeMismatchError and DTypeMismatchError for ``out``.
         """
-        return loop.shared().call(self._handle.pull(out, copy), reading=True)
+        with self._phases.call(Phase.WAIT):
+            return loop.shared().call(self._handle.pull(out, copy), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Sends the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``)
@@ -339,7 +357,8 @@ class Parameters(ProcessBound):
         PushDroppedError as ``on_drop`` of ``Client.parameters`` says. Calling again with the same gradients goes on
         with the same step.
         """
-        loop.shared().call(self._handle.push(gradients, weight))
+        with self._phases.call(Phase.PUSH):
+            loop.shared().call(self._handle.push(gradients, weight))
 
     def push_pull(
         self,
@@ -366,7 +385,8 @@ class Parameters(ProcessBound):
         InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets. Calling
         again with the same gradients goes on with the same step.
         """
-        return loop.shared().call(self._handle.push_pull(gradients, out, copy, weight))
+        with self._phases.call(Phase.PUSH):
+            return loop.shared().call(self._handle.push_pull(gradients, out, copy, weight))
 
     def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
@@ -385,7 +405,8 @@ class Parameters(ProcessBound):
         once where the whole step was dropped, because this worker was expelled and the others closed the step without
         it.
         """
-        return Bucket(loop.shared().call(self._handle.push_pull_async(gradients, weight)))
+        with self._phases.call(Phase.PUSH):
+            return Bucket(loop.shared().call(self._handle.push_pull_async(gradients, weight)), self._phases)
 
     def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
         """As ``push_pull_async``, but no weights are asked for: ``wait`` on what it returns gives an empty dict when
@@ -434,8 +455,9 @@ class Parameters(ProcessBound):
 class Bucket(ProcessBound):
     """Tensors of one step that were given together. Made by ``Parameters.push_pull_async``."""
 
-    def __init__(self, bucket: AsyncBucket) -> None:
+    def __init__(self, bucket: AsyncBucket, phases: PhaseTimer) -> None:
         self._bucket = bucket
+        self._phases = phases
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -455,7 +477,8 @@ class Bucket(ProcessBound):
         the step was dropped: begin the next one; and the error with which sending failed: then give the bucket's
         tensors again, and those of the buckets that were under way with it.
         """
-        return loop.shared().call(self._bucket.wait(timeout))
+        with self._phases.call(Phase.WAIT):
+            return loop.shared().call(self._bucket.wait(timeout))
 
     def __repr__(self) -> str:
         return repr(self._bucket).replace("AsyncBucket", "Bucket")

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import FrameType
 
 from psdist.errors import BY_CODE, InternalError
-from psdist.launch.local import announce, open_output, plural
+from psdist.launch.local import announce, open_metrics, open_output, plural
+from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import stamped
 from psdist.launch.plan import SchedulerAddress, ScriptOptions, WorkersPlan, program
 from psdist.launch.process import spawn
@@ -63,6 +64,8 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
         address = await_address(options.scheduler_file, script.start_timeout_seconds)
     link = SchedulerAddress(address=address, token_file=options.token_file, run_id=options.run_id)
     place = _place(options, link, environ)
+    first, node = place.first_rank, f"node-{place.node_rank}"
+    metrics = open_metrics(script, options.run_id or "run", range(first, first + script.processes), node)
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         workers = WorkersPlan(
@@ -73,9 +76,11 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
+            metrics=metrics.environment,
         )
-        return asyncio.run(_supervise(options, environ, workers, place))
+        return asyncio.run(_supervise(options, environ, workers, place, metrics))
     finally:
+        metrics.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -126,7 +131,9 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
     raise InternalError(f"the rendezvous at {request.scheduler} ended without an answer")
 
 
-async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place) -> int:
+async def _supervise(
+    options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place, metrics: RunMetrics
+) -> int:
     script = options.script
     # Nodes may share the file system: the names of the files have the ranks.
     output = open_output(workers, options.run_id or "run", lambda: runner.interrupt(signal.SIGPIPE))
@@ -140,6 +147,7 @@ async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers:
                 stop_timeout_seconds=script.stop_timeout_seconds,
                 elastic=options.nodes_min < options.nodes_max,
             ),
+            metrics=metrics.descriptor,
         ),
         output,
         interval_seconds=script.interval_seconds,
@@ -153,6 +161,9 @@ async def _supervise(options: AgentOptions, environ: Mapping[str, str], workers:
             f"{place.world_size}; scheduler {workers.link.address}"
         )
         announce(output, workers, environ)
-        return (await runner.run()).status
+        metrics.start(output)
+        status = (await runner.run()).status
+        metrics.close()
+        return status
     finally:
         output.close()

@@ -16,13 +16,14 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
+from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
@@ -124,6 +125,7 @@ async def _run(
     assert link.file is not None
     directory = link.file.parent
     script = options.script
+    metrics = open_metrics(script, link.run_id, range(script.processes))
     workers = WorkersPlan(
         script=script,
         link=link,
@@ -131,6 +133,7 @@ async def _run(
         # For torch.distributed in a user's script; nothing of psdist listens there.
         master=("127.0.0.1", free_port("127.0.0.1")),
         world_size=script.processes,
+        metrics=metrics.environment,
     )
     lifeline, lifeline_end = os.pipe()
     services = ServicesPlan(
@@ -148,8 +151,9 @@ async def _run(
         snapshots=options.snapshots(link.run_id),
     )
     try:
-        return await _supervise(options, environ, workers, services, on_address)
+        return await _supervise(options, environ, workers, services, on_address, metrics)
     finally:
+        metrics.close()
         os.close(lifeline)
         os.close(lifeline_end)
 
@@ -160,6 +164,7 @@ async def _supervise(
     workers: WorkersPlan,
     services: ServicesPlan,
     on_address: Callable[[str], object],
+    metrics: RunMetrics,
 ) -> int:
     script, run_id = options.script, workers.link.run_id
     mute = options.log_level in ("warning", "error")
@@ -191,6 +196,7 @@ async def _supervise(
                 unsaved_status=exit_codes.UNSAVED if options.storage else exit_codes.OK,
             ),
             lifeline=services.lifeline,
+            metrics=metrics.descriptor,
         ),
         output,
         interval_seconds=script.interval_seconds,
@@ -209,7 +215,9 @@ async def _supervise(
             _report_storage(output, services.snapshots, asked=bool(options.storage))
         output.say(_how_to_join(run_id, script, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
+        metrics.start(output)
         status = (await runner.run()).status
+        metrics.close()
         if status > exit_codes.SIGNAL_BASE and services.snapshots is not None and _has_commits(services.snapshots):
             again = f"to go on: psdist run --run-id {run_id}, with the same arguments"
             output.say(f"snapshots are in {services.snapshots.storage}; {again}")
@@ -347,7 +355,23 @@ def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None]
     try:
         return Output(routing, lambda rank: rank - workers.first_rank, role, on_broken, mute)
     except OSError as error:
-        raise ConfigurationError(f"--log-dir {routing.directory} cannot be used: {error.strerror}") from None
+        raise _unusable(routing.directory, error) from None
+
+
+def open_metrics(script: ScriptOptions, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
+    """Where the metrics of this node's workers go. Raises ConfigurationError for a directory that cannot be used."""
+    directory = script.routing.directory
+    if directory is not None:
+        directory = directory / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unusable(directory, error) from None
+    return RunMetrics(script.metrics, name, directory, ranks, part)
+
+
+def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
+    return ConfigurationError(f"--log-dir {directory} cannot be used: {error.strerror}")
 
 
 def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -> None:

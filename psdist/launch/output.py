@@ -26,6 +26,11 @@ _TRACEBACK: Final = "Traceback (most recent call last):"
 _WORKER_COLOURS: Final = (36, 32, 33, 35, 34, 96, 92, 93, 95, 94)
 _SERVICE_COLOUR: Final = 90
 
+#: Returns to the beginning of the line, and erases it.
+_ERASE: Final = "\r\x1b[K"
+#: Of a terminal that does not know.
+_COLUMNS: Final = 80
+
 STDOUT, STDERR = 1, 2
 
 
@@ -113,6 +118,8 @@ class Output:
         self._broken = False
         self._unwritable: set[ProcessKey] = set()
         self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
+        #: The line that stands below all others on a terminal.
+        self._progress = ""
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
@@ -122,6 +129,17 @@ class Output:
     def say(self, message: str) -> None:
         """Prints a message of the launcher to standard error."""
         self._write(STDERR, stamped(message) + "\n")
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether standard error is a terminal on which ``show_progress`` can replace a line."""
+        return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show_progress(self, message: str) -> None:
+        """Shows a message of the launcher below all other lines of a terminal, in place of the one before, cut off at
+        the terminal's width. Empty removes it."""
+        self._progress = stamped(message) if message else ""
+        self._write(STDERR, "" if message else _ERASE)
 
     def begin(self, key: ProcessKey) -> None:
         """Forgets the last lines of a process, which starts, perhaps again."""
@@ -184,6 +202,8 @@ class Output:
 
     def _write(self, stream: int, text: str) -> None:
         target = sys.stdout if stream == STDOUT else sys.stderr
+        if self._progress and target.isatty():
+            text = f"{_ERASE}{text}{self._progress[: _columns() - 1]}"
         try:
             target.write(text)
             target.flush()
@@ -192,6 +212,14 @@ class Output:
             if not self._broken:
                 self._broken = True
                 self._on_broken()
+
+
+def _columns() -> int:
+    """Characters of a line on the terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):
+        return _COLUMNS
 
 
 def stamped(message: str) -> str:

@@ -19,6 +19,7 @@ from typing import Final
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import ProcessKey
+from psdist.launch.metrics.run_metrics import MetricsOptions
 from psdist.launch.output import Routing
 from psdist.launch.process import ProcessSpec
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
@@ -31,8 +32,8 @@ _OWNED: Final = (
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
     *("PSDIST_STORAGE_OPTIONAL", "PSDIST_SAVE_INTERVAL", "PSDIST_KEEP_LAST", "PSDIST_KEEP_EVERY"),
-    *("PSDIST_NO_SAVE_AT_END", "PSDIST_FRESH", "DMLC_ROLE", "DMLC_WORKER_ID", "DMLC_NUM_WORKER", "DMLC_NUM_SERVER"),
-    *("DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
+    *("PSDIST_METRICS_PIPE", "PSDIST_NO_SAVE_AT_END", "PSDIST_FRESH", "DMLC_ROLE", "DMLC_WORKER_ID"),
+    *("DMLC_NUM_WORKER", "DMLC_NUM_SERVER", "DMLC_PS_ROOT_URI", "DMLC_PS_ROOT_PORT"),
 )
 
 
@@ -58,6 +59,7 @@ class ScriptOptions:
     restarts_max: int = 3
     role: str = "worker"
     routing: Routing = field(default_factory=Routing)
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
     signals: tuple[int, ...] = SIGNALS
     interval_seconds: float = 0.1
     start_timeout_seconds: float = START_TIMEOUT_SECONDS
@@ -141,6 +143,8 @@ class WorkersPlan:
     first_rank: int = 0
     world_size: int = 1
     node_rank: int = 0
+    #: What workers need in their environment to report metrics.
+    metrics: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ranks(self) -> range:
@@ -179,6 +183,7 @@ class WorkersPlan:
             "TORCHELASTIC_RUN_ID": self.link.run_id,
             "PSDIST_START_TIMEOUT": f"{self.script.start_timeout_seconds:g}",
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
+            **self.metrics,
         }
         return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment)
 

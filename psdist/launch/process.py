@@ -66,21 +66,24 @@ class LineSplitter:
 
 
 class Child:
-    """A running process. ``on_lines(stream, lines)`` gets its output; ``on_exit(returncode)`` comes last."""
+    """A running process. ``on_lines(stream, lines)`` gets its output; ``on_exit(returncode)`` comes last.
+
+    inherited: a descriptor that it gets under the same number.
+    """
 
     def __init__(
         self,
         spec: ProcessSpec,
         on_lines: Callable[[int, list[str]], None],
         on_exit: Callable[[int], None],
-        lifeline: int | None = None,
+        inherited: int | None = None,
     ) -> None:
         self.spec = spec
         self._on_lines = on_lines
         self._on_exit = on_exit
         self._loop = asyncio.get_running_loop()
         self._returncode: int | None = None
-        self._process = spawn(spec.argv, spec.environment, lifeline)
+        self._process = spawn(spec.argv, spec.environment, inherited)
         self.pid = self._process.pid
         self._pidfd = os.pidfd_open(self.pid)
         self._loop.add_reader(self._pidfd, self._ended)
@@ -142,10 +145,13 @@ class Child:
 def spawn(
     argv: Sequence[str],
     environment: Mapping[str, str],
-    lifeline: int | None = None,
+    inherited: int | None = None,
     stderr: int | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own that dies with this process. It has no input; its output is piped."""
+    """Starts a process in a session of its own that dies with this process. It has no input; its output is piped.
+
+    inherited: a descriptor that it gets under the same number.
+    """
     parent = os.getpid()
 
     def die_with_parent() -> None:
@@ -159,7 +165,7 @@ def spawn(
         stdout=subprocess.PIPE,
         stderr=stderr,
         env=dict(environment),
-        pass_fds=() if lifeline is None else (lifeline,),
+        pass_fds=() if inherited is None else (inherited,),
         start_new_session=True,
         # Safe here: the launcher has one thread, and the function only calls into libc.
         preexec_fn=die_with_parent,

@@ -1,7 +1,8 @@
 """Carries out what the supervisor decides: starts and signals processes, watches files and the clock, ends the program.
 
 It runs in one asyncio loop without threads, and nothing else waits. Whatever happens, ``Runner.run`` returns only when
-every process that it started is gone.
+every process that it started is gone. The program ends soon after it: from then on it ignores the signals, which come
+too late to change how the run ended.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ProcessPlan:
     """The processes that a run begins with.
 
     spec: the command of a process's attempt. connected: whether a rank's attempt has registered. lifeline: a pipe that
-    servers and the scheduler inherit, and end with.
+    servers and the scheduler inherit, and end with. metrics: a pipe that workers inherit, and report by.
     """
 
     ranks: range
@@ -46,6 +47,7 @@ class ProcessPlan:
     servers: int = 0
     schedulers: int = 0
     lifeline: int | None = None
+    metrics: int | None = None
 
     @property
     def keys(self) -> list[ProcessKey]:
@@ -91,6 +93,7 @@ class Runner:
                 self._start(self._plan.spec(key, 0))
             self._tick()
             finish = await self._finished
+            self._ignore_signals()
         finally:
             self._kill_all()
             self._reaper.close()
@@ -137,13 +140,13 @@ class Runner:
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
         self._output.begin(key)
-        lifeline = self._plan.lifeline if key.role in ("server", "scheduler") else None
+        pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._plan.metrics}
         try:
             child = Child(
                 spec,
                 lambda stream, lines: self._output.lines(key, stream, lines),
                 lambda returncode: self._exited(key, returncode),
-                lifeline,
+                pipes.get(key.role),
             )
         except OSError as error:
             self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
@@ -168,6 +171,15 @@ class Runner:
                 self.happened(Connected(key))
         failure = self._on_tick(self._loop.time())
         self.happened(failure if failure is not None else TimePassed())
+
+    def _ignore_signals(self) -> None:
+        # Without this a signal during the rest of the program would end it with another status than that of the run.
+        # They are blocked meanwhile, because a handler that is removed leaves Python's own.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
+        for signum in self._signals:
+            self._loop.remove_signal_handler(signum)
+            signal.signal(signum, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _kill_all(self) -> None:
         # Any are left only after a defect of the launcher itself.

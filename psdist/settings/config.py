@@ -10,6 +10,7 @@ argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file that ``PSD
 from __future__ import annotations
 
 import ipaddress
+import math
 import os
 import secrets
 import tempfile
@@ -27,7 +28,13 @@ from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_
 #: to others, or gRPC where there can be none. "grpc" uses nothing else. "shm" and "tcp" fail where they cannot be had.
 TransportName = Literal["auto", "shm", "tcp", "grpc"]
 
+#: Where the progress of training is shown: "auto" in place on a terminal and else as plain lines, by the launcher; a
+#: script without one shows nothing. "plain" is lines everywhere, "off" nothing.
+ProgressName = Literal["auto", "plain", "off"]
+
 START_TIMEOUT_SECONDS: Final = 60.0
+#: Reports of a script are added up for so long.
+METRICS_INTERVAL_SECONDS: Final = 1.0
 #: The longest silence after which a server, or a worker, still counts as a member.
 FAILURE_TIMEOUT_SECONDS: Final = 2.0
 WORKER_TIMEOUT_SECONDS: Final = 30.0
@@ -50,6 +57,16 @@ class ClientSettings:
     local_rank: int
     worker_id: str | None
     transport: TransportName
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsSettings:
+    """What becomes of metrics that a script reports. pipe: to its launcher, as ``MetricsPipe`` takes it; empty without
+    one. interval_seconds: reports are added up for so long; 0 makes an interval of each."""
+
+    pipe: str = ""
+    interval_seconds: float = METRICS_INTERVAL_SECONDS
+    progress: ProgressName = "auto"
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -239,6 +256,22 @@ def client_settings(
         worker_id=environ.get("PSDIST_WORKER_ID") or None,
         transport=_find_transport(environ, transport),
     )
+
+
+def metrics_settings(environ: Mapping[str, str]) -> MetricsSettings:
+    """What becomes of a script's metrics, from ``environ``. Raises ConfigurationError for a wrong value."""
+    text = environ.get("PSDIST_METRICS_INTERVAL") or f"{METRICS_INTERVAL_SECONDS:g}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigurationError(f"PSDIST_METRICS_INTERVAL={text!r:.80} is not a finite number of seconds from 0 on")
+    progress = environ.get("PSDIST_PROGRESS") or "auto"
+    if progress not in get_args(ProgressName):
+        known = ", ".join(get_args(ProgressName))
+        raise ConfigurationError(f"PSDIST_PROGRESS={progress!r:.80} is unknown: use one of {known}")
+    return MetricsSettings(environ.get("PSDIST_METRICS_PIPE", ""), seconds, cast(ProgressName, progress))
 
 
 def _find_transport(environ: Mapping[str, str], argument: str | None) -> TransportName:

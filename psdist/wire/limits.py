@@ -121,6 +121,12 @@ RUN_RECORD_BYTES_MAX: Final = 16 << 10
 #: Bytes of a line that a child process has not ended; a longer one is shown in pieces.
 OUTPUT_LINE_BYTES_MAX: Final = 64 << 10
 
+#: Names that one worker may report metrics under, and the characters of each.
+METRIC_NAMES_MAX: Final = 24
+METRIC_NAME_CHARACTERS_MAX: Final = 64
+#: Bytes of a line by which a worker reports metrics to its launcher. A pipe of Linux takes as many at once, or none.
+METRIC_LINE_BYTES_MAX: Final = 4096
+
 #: A wait that lasts longer says for whom it waits.
 REPORT_WAIT_SECONDS: Final = 10.0
 #: A server sends the reason of a wait after so long, so that the worker knows it when it reports the wait.

@@ -15,6 +15,7 @@ from pathlib import Path
 import psdist
 from psdist.cli import run, worker
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.metrics.report import MEASURED
 from psdist.settings import exit_codes
 from psdist.settings import programs as programs_of
 
@@ -67,6 +68,27 @@ def test_the_program_of_the_page_on_torch_trains(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"loss 0\.0\d\d after 100 steps\n", done.stdout), done.stdout
+
+
+def test_the_program_of_the_page_on_metrics_trains(tmp_path: Path) -> None:
+    script = _program_of("metrics.md", tmp_path)
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", str(script)]
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path, env=environ)
+    assert done.returncode == 0, done.stderr
+    assert "[worker 0] 1.000 after 100 steps\n" in done.stdout, done.stdout
+    assert re.search(r"psdist: step 100  loss \S+  grad_norm \S+  [\d,]+ samples/s  .* 2 workers\n", done.stderr)
+
+
+def test_the_page_on_metrics_has_each_number() -> None:
+    names = [name for cell, *_ in _table("metrics.md", "What is measured") for name in re.findall(r"`(\w+)`", cell)]
+    assert sorted(names) == sorted(MEASURED)
+
+
+def test_the_page_on_metrics_has_each_flag() -> None:
+    flags = {flag.name: flag.environment[0] for flag in run.command_line().flags}
+    rows = _table("metrics.md", "Where it goes")
+    assert rows and all(flags[cell.strip("`").split()[0].strip("`")] == twin.strip("`") for cell, twin, _ in rows)
 
 
 def test_the_program_of_the_page_on_optimizers_trains(tmp_path: Path) -> None:

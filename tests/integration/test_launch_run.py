@@ -340,6 +340,20 @@ def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
     stage.assert_clean()
 
 
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_after_the_end_of_the_run_changes_nothing(stage: Stage, signum: int) -> None:
+    # It comes while Python ends: after the run, and before the process is gone.
+    late = f"import atexit, signal; atexit.register(lambda: [signal.raise_signal({signum:d})])"
+    program = f"{late}; from psdist.cli.main import main; main()"
+    stage.launched.append(
+        Launched([sys.executable, "-c", program, "run", "train.py", "connect"], stage.environ, stage.path / "work")
+    )
+    status, text = stage.launched[-1].end()
+    assert status == 0, text
+    assert "Traceback" not in text
+    stage.assert_clean()
+
+
 def test_a_second_signal_does_not_wait_for_the_deaf(stage: Stage) -> None:
     run = stage.start("train.py", "connect", "deaf", "wait")
     run.until(r"\[worker 0\] pid \d+")

@@ -36,7 +36,7 @@ def has_mapped(pid: int, library: str) -> bool:
     return library in Path(f"/proc/{pid}/maps").read_text()
 
 
-@pytest.mark.parametrize("transport", ["grpc", "tcp", "shm"])
+@pytest.mark.parametrize("transport", ["grpc", *(pytest.param(one, marks=pytest.mark.long) for one in ("tcp", "shm"))])
 # With one worker there is less of the same.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
 async def test_server_memory_stays_within_its_bound(workers: int, transport: TransportName) -> None:

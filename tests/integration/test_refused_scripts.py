@@ -26,7 +26,10 @@ with psdist.init() as context:
 
 
 # A script goes on after an error that it catches, and another error is no reason not to try again.
-@pytest.mark.parametrize(("what", "status"), [("differs", 78), ("raises", 1), ("agrees", 0)])
+@pytest.mark.parametrize(
+    ("what", "status"),
+    [("differs", 78), ("raises", 1), pytest.param("agrees", 0, marks=pytest.mark.long)],
+)
 def test_a_script_is_not_restarted_that_would_be_refused_again(tmp_path: Path, what: str, status: int) -> None:
     flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "1")
     run = Run(tmp_path, _SCRIPT, what, flags=flags)

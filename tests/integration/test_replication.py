@@ -67,7 +67,7 @@ def gradient(rng: np.random.Generator) -> np.ndarray:
 
 
 # Over gRPC test_failover asks the same of psdist run.
-@pytest.mark.parametrize("transport", [pytest.param("grpc", marks=pytest.mark.long), "tcp", "shm"])
+@pytest.mark.parametrize("transport", [*(pytest.param(one, marks=pytest.mark.long) for one in ("grpc", "shm")), "tcp"])
 async def test_bsp_ends_with_the_same_bytes_whether_a_server_was_killed_or_not(
     cluster: EmbeddedCluster, transport: str
 ) -> None:

@@ -28,9 +28,10 @@ def compare(path: Path, servers: int, *arguments: str, transport: str = "auto") 
     return {model: dict(re.findall(r"(\w+) (\S+)", rest)) for model, rest in lines}
 
 
-def test_it_equals_one_process_and_ddp(tmp_path: Path) -> None:
-    seen = compare(tmp_path, 2, "200", MODELS, "beside")
-    assert list(seen) == MODELS.split(",")
+@pytest.mark.parametrize("models", ["mlp", pytest.param("cnn,transformer", marks=pytest.mark.long)])
+def test_it_equals_one_process_and_ddp(tmp_path: Path, models: str) -> None:
+    seen = compare(tmp_path, 2, "200", models, "beside")
+    assert list(seen) == models.split(",")
     for model, values in seen.items():
         assert float(values["alone"]) < 1e-5, (model, values)
         assert float(values["ddp"]) < 1e-5, (model, values)
@@ -48,6 +49,7 @@ def on_one_server(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return digests(tmp_path_factory.mktemp("one"), 1)
 
 
+@pytest.mark.long  # Kernels and slices have tests of their own; here it is a step of hooks.
 def test_three_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[str]) -> None:
     assert digests(tmp_path, 3) == on_one_server
 

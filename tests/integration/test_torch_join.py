@@ -74,8 +74,15 @@ def assert_alike(models: list[nn.Module], expected: nn.Module) -> None:
         torch.testing.assert_close(parameters[1], parameters[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("divide", [True, False])
+@pytest.mark.parametrize(
+    ("divide", "overlap"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.long),
+        pytest.param(False, True, marks=pytest.mark.long),
+    ],
+)
 def test_with_an_optimizer_on_the_servers(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool, overlap: bool
 ) -> None:

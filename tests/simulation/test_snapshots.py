@@ -67,6 +67,7 @@ def _run_faults(pool: Any, each: int) -> None:
     assert not failures, "\n".join(failures)
 
 
+@pytest.mark.long  # make sim takes away each of them, and these with it.
 def test_missing_safeguards_are_seen(pool: Any) -> None:
     missed = [name for name, runs, _ in pool.imap_unordered(partial(runner.hunt, "snapshots"), QUICK) if not runs]
     assert not missed

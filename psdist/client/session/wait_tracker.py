@@ -13,6 +13,7 @@ import logging
 import math
 from typing import Final, Self
 
+from psdist.client.reporting.phase_timer import PhaseTimer, TimedRequest
 from psdist.wire import limits
 
 logger = logging.getLogger("psdist")
@@ -24,8 +25,11 @@ _SENTENCES_MAX: Final = 16
 class Wait:
     """One wait, which lasts as long as its ``with`` block. Made by ``WaitTracker.open``."""
 
-    def __init__(self, reason: str, tracker: WaitTracker, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, reason: str, tracker: WaitTracker, loop: asyncio.AbstractEventLoop, request: TimedRequest | None = None
+    ) -> None:
         self.reason = reason
+        self._request = request
         self._tracker = tracker
         self._loop = loop
         self._since = loop.time()
@@ -38,6 +42,8 @@ class Wait:
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
         del self._tracker.open_waits[id(self)]
+        if self._request is not None:
+            self._request.close()
 
     @property
     def seconds(self) -> float:
@@ -59,8 +65,15 @@ class Wait:
         else:
             logger.info("waiting %s", reason)
 
+    def sent(self) -> None:
+        """The gradient of the request that is waited for is handed over."""
+        if self._request is not None:
+            self._request.sent()
+
     def progress(self) -> None:
         """Begins the silence anew, because something arrived."""
+        if self._request is not None:
+            self._request.answered()
         self._since = self._loop.time()
         self._tracker.reported.pop(self.reason, None)
 
@@ -90,10 +103,16 @@ class WaitTracker:
         self.open_waits: dict[int, Wait] = {}
         #: When each reason was logged last.
         self.reported: dict[str, float] = {}
+        #: What the script's time goes into.
+        self.phases = PhaseTimer()
 
     def open(self, reason: str) -> Wait:
         """Opens a wait, for a ``with`` block, with its first reason."""
         return Wait(reason, self, asyncio.get_running_loop())
+
+    def open_request(self, reason: str, *, sends: bool) -> Wait:
+        """Opens the wait for a server's answer to a request. sends: the request has a gradient."""
+        return Wait(reason, self, asyncio.get_running_loop(), self.phases.open_request(sends=sends))
 
     def sentences(self) -> list[str]:
         """The reasons of waits that have lasted, and for how long, longest first."""

@@ -20,7 +20,7 @@ from typing import Any, Final
 from psdist.client.core.routing import Route, RoutingPlan
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import Wait, WaitTracker
-from psdist.client.transport.requests import Request
+from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
 from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError, again
 from psdist.wire.backoff import Backoff
@@ -86,7 +86,8 @@ class DataPath:
     async def _deliver_route(self, request: Request, planner: Planner, route: Route) -> None:
         """Gets the slices of ``route`` answered, by whoever holds them in the end."""
         backoff = Backoff(self._rng)
-        with self._waits.open(f"for {route.peer} to answer {request.title}") as wait:
+        sends = isinstance(request, PushRequest) and not request.abstains
+        with self._waits.open_request(f"for {route.peer} to answer {request.title}", sends=sends) as wait:
             while True:
                 try:
                     broken = await self._attempt(request, route, wait)

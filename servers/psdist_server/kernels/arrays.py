@@ -286,15 +286,21 @@ class DenseParameters:
             total, divisor, bad = encoded.weighted_total(update.parts, update.weights, self.slicing.size(update.index))
             self._apply([replace(update, parts=[total], divisor=divisor, is_encoded=False, weights=())])
             return bad
-        return self._apply([self._decoded(update) if update.is_encoded else update])[0]
+        return self._apply_encoded(update) if update.is_encoded else self._apply([update])[0]
 
-    def _decoded(self, update: Update) -> Update:
-        """The update without encoded parts: by their sum, in this thread's memory, where all of it is finite."""
+    def _apply_encoded(self, update: Update) -> Bad:
+        """Carries an update by encoded parts out: by their sum, in this thread's memory, where all of it is finite."""
         size = self.slicing.size(update.index)
         total = encoded.total(update.parts, size)
+        by_total = replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
+        if all(map(encoded.is_encoded, update.parts)):
+            # Each was checked when it came, and stays as it was. Where their sum overflows nothing is updated, and
+            # none of them is to blame.
+            self._apply([by_total])
+            return ()
         if kernels.all_finite(total):
-            return replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
-        return replace(update, parts=encoded.decoded(update.parts, size), is_encoded=False)
+            return self._apply([by_total])[0]
+        return self._apply([replace(update, parts=encoded.decoded(update.parts, size), is_encoded=False)])[0]
 
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence

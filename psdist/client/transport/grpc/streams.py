@@ -53,7 +53,7 @@ class GrpcTransport(Transport):
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
         """One stream, to its end. See ``Transport.exchange``."""
         call = self.open_stream(route.address, messages.method_of(request))
-        send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address]))
+        send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address], wait))
         receive = asyncio.create_task(_receive(call, request, route, wait))
         try:
             await _until_received(receive, send, loss)
@@ -78,7 +78,7 @@ class GrpcTransport(Transport):
             await channel.close()
 
 
-async def _send(call: Any, request: Request, route: Route, queue: WriteQueue) -> None:
+async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wait: Wait) -> None:
     """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         for index, message in messages.encode(request, route):
@@ -87,6 +87,7 @@ async def _send(call: Any, request: Request, route: Route, queue: WriteQueue) ->
                 await call.write(message)
             finally:
                 queue.release(turn)
+        wait.sent()
         await call.done_writing()
 
 

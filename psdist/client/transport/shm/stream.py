@@ -207,6 +207,7 @@ class SharedStream(CallConnection[PendingCall]):
         """Sends a request, and returns the message that ends its call. Raises why there is none."""
         call = PendingCall(wait)
         with self.sent(request, call):
+            wait.sent()
             return await call.result()
 
     # --- weights ------------------------------------------------------------------------------------------------------

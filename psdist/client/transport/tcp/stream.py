@@ -139,6 +139,7 @@ class TcpStream(CallConnection[TcpCall]):
             with self.sent(encoded, call):
                 if isinstance(request, PushRequest) and not request.abstains:
                     await self._send_payloads(request, call, slices)
+                    wait.sent()
                 await call.result()
         finally:
             self._let_go(call)

@@ -1,0 +1,107 @@
+"""The clock of one client's calls: ``PhaseClock`` with the time read, for the script's thread and the loop's.
+
+A step reads the clock four times, when its phase changes. The script's thread begins and ends calls; the loop opens
+requests, and reports when they are handed over, answered and closed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
+
+
+class TimedCall:
+    """A call of the script, as a ``with`` block, any number of times at once. Given by ``PhaseTimer.call``."""
+
+    __slots__ = ("_phase", "_timer")
+
+    def __init__(self, timer: PhaseTimer, phase: Phase) -> None:
+        self._timer = timer
+        self._phase = phase
+
+    def __enter__(self) -> Self:
+        timer = self._timer
+        with timer.lock:
+            if timer.machine.begin_call(self._phase):
+                timer.machine.advance(timer.clock())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        timer = self._timer
+        with timer.lock:
+            if timer.machine.end_call():
+                timer.machine.advance(timer.clock())
+
+
+class TimedRequest:
+    """A request to one server. Made by ``PhaseTimer.open_request``, and closed once."""
+
+    __slots__ = ("_answered", "_timer", "_unsent")
+
+    def __init__(self, timer: PhaseTimer, sends: bool) -> None:
+        self._timer = timer
+        self._unsent = sends
+        self._answered = False
+        with timer.lock:
+            if timer.machine.open_request(sends=sends):
+                timer.machine.advance(timer.clock())
+
+    def sent(self) -> None:
+        """Its gradient is handed over. Does nothing for a request without one, nor the second time."""
+        if self._unsent:
+            self._unsent = False
+            timer = self._timer
+            with timer.lock:
+                if timer.machine.sent():
+                    timer.machine.advance(timer.clock())
+
+    def answered(self) -> None:
+        """An answer came. Those after the first change nothing."""
+        if not self._answered:
+            self._answered = True
+            timer = self._timer
+            with timer.lock:
+                if timer.machine.answered():
+                    timer.machine.advance(timer.clock())
+
+    def close(self) -> None:
+        """Nothing more comes of it."""
+        timer = self._timer
+        with timer.lock:
+            if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
+                timer.machine.advance(timer.clock())
+
+
+class PhaseTimer:
+    """Times one client. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.machine = PhaseClock()
+        self.lock = threading.Lock()
+        self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
+
+    def call(self, phase: Phase) -> TimedCall:
+        """A call of the script, for a ``with`` block. phase: what it does first, PUSH or WAIT."""
+        return self._calls[phase]
+
+    def open_request(self, *, sends: bool) -> TimedRequest:
+        """A request to one server. sends: it has a gradient."""
+        return TimedRequest(self, sends)
+
+    def start(self) -> None:
+        """Begins to count, unless a call has begun before."""
+        with self.lock:
+            self.machine.start(self.clock())
+
+    def times(self) -> PhaseTimes:
+        """The seconds of each phase until now, since the first call."""
+        with self.lock:
+            return self.machine.times(self.clock())

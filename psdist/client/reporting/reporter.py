@@ -1,0 +1,115 @@
+"""What becomes of ``context.report``: reports add up to intervals, which go to trackers and to the launcher.
+
+Invariants: a report costs microseconds, unless it ends an interval. What the launcher's pipe has no room for is added
+to the next interval. No tracker that fails ends training.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections.abc import Callable
+from typing import Any
+
+from psdist.client.reporting.phase_timer import PhaseTimer
+from psdist.client.reporting.pipe import MetricsPipe
+from psdist.errors import ClosedError, check_integer
+from psdist.metrics.interval import IntervalAccumulator, Measurements, WorkerInterval, last_step, summarize
+from psdist.metrics.interval_lines import to_line
+from psdist.metrics.report import check_report
+from psdist.trackers.tracker import Tracker, Trackers
+
+_MOST_STEPS = (1 << 62) - 1
+
+
+class Reporter:
+    """The reports of one worker.
+
+    measure: what its client has counted so far. phases: the clock of the client's calls.
+    interval_seconds: reports are added up for so long; 0 makes an interval of each.
+    pipe: to the launcher; None without one.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        run_id: str,
+        measure: Callable[[], Measurements],
+        phases: PhaseTimer,
+        *,
+        interval_seconds: float,
+        pipe: MetricsPipe | None = None,
+    ) -> None:
+        self._run_id = run_id
+        self._measure = measure
+        self._phases = phases
+        self._interval_seconds = interval_seconds
+        self._pipe = pipe
+        self._accumulator = IntervalAccumulator(rank)
+        self._trackers = Trackers()
+        self._measured = Measurements()
+        self._count = 0
+        self._due: float | None = None
+        self._unsent: WorkerInterval | None = None
+        self._is_closed = False
+
+    def add_tracker(self, tracker: Tracker) -> None:
+        """See ``Context.add_tracker``."""
+        self._check_open()
+        tracker.start(self._run_id)
+        atexit.register(self.close)
+        self._trackers.add(tracker)
+
+    def report(self, loss: Any, accuracy: Any, samples: Any, step: int | None, numbers: dict[str, Any]) -> None:
+        """See ``Context.report``."""
+        report = check_report(loss, accuracy, samples, numbers)
+        if step is not None:
+            check_integer("step", step, 0, _MOST_STEPS)
+        if self._due is None:
+            self._begin()
+        measured = self._measured = self._measure()
+        if step is None:
+            step = self._count + 1 if measured.step is None else measured.step
+        self._accumulator.add(report, step, measured)
+        self._count += 1
+        if (now := self._phases.clock()) >= (self._due or 0.0):
+            self._due = now + self._interval_seconds
+            self._flush()
+
+    def close(self) -> None:
+        """Hands on what was reported since the last interval, and closes the trackers. Closing again does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        if self._accumulator.reports:
+            self._flush()
+        elif self._unsent is not None:
+            self._send(None)
+        self._trackers.close()
+
+    def _begin(self) -> None:
+        """The first report: what is left at the end goes out where the script exits without closing anything."""
+        self._check_open()
+        self._phases.start()
+        self._due = self._phases.clock() + self._interval_seconds
+        atexit.register(self.close)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the context is closed: report before it is")
+
+    def _flush(self) -> None:
+        interval = self._accumulator.take(self._phases.times(), self._measured)
+        if self._trackers:
+            self._trackers.log(summarize([interval]), last_step([interval]))
+        self._send(interval)
+
+    def _send(self, interval: WorkerInterval | None) -> None:
+        """Sends an interval, and what had no room before."""
+        if self._pipe is None or not self._pipe.is_open:
+            return
+        if self._unsent is not None:
+            interval = self._unsent if interval is None else self._unsent.then(interval)
+        self._unsent = None
+        if interval is not None and not self._pipe.send(to_line(interval)):
+            self._unsent = interval

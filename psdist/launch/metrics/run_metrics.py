@@ -1,0 +1,146 @@
+"""The metrics of a launcher's workers: combined, shown, and written to files.
+
+The intervals of workers end at different moments. Those that belong together are combined as soon as there is one of
+each worker that was in the last combination, and at the latest after two intervals.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Protocol
+
+from psdist.errors import MalformedPayloadError
+from psdist.launch.metrics.receiver import MetricsReceiver
+from psdist.metrics.interval import WorkerInterval, last_step, summarize
+from psdist.settings.config import METRICS_INTERVAL_SECONDS, ProgressName
+from psdist.trackers.json_lines import JsonLinesTracker
+from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
+from psdist.trackers.tensorboard import TensorBoardTracker
+from psdist.trackers.tracker import Tracker, Trackers
+
+#: A line on a terminal is replaced no more often.
+_REFRESH_SECONDS: Final = 0.1
+#: Workers' intervals of one moment come within so long, even where they are shorter.
+_LEAST_PATIENCE_SECONDS: Final = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsOptions:
+    """What becomes of metrics. tensorboard: a directory for event files of runs. interval_seconds: what a line of a
+    file is of."""
+
+    tensorboard: Path | None = None
+    progress: ProgressName = "auto"
+    interval_seconds: float = METRICS_INTERVAL_SECONDS
+
+
+class Console(Protocol):
+    """Where the launcher prints."""
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether ``show_progress`` can replace a line by the next."""
+
+    def say(self, message: str) -> None:
+        """Prints a message."""
+
+    def show_progress(self, message: str) -> None:
+        """Shows a message below all others, in place of the one before. Empty removes it."""
+
+
+class RunMetrics:
+    """The metrics of one launcher's workers.
+
+    name: of the run, and of its directory for TensorBoard, below which ``part`` is that of this node, if it is one of
+    several. log_directory: for the file ``metrics.jsonl``, where there is one. ranks: workers at the start.
+    Raises ConfigurationError where a file cannot be written.
+    """
+
+    def __init__(
+        self, options: MetricsOptions, name: str, log_directory: Path | None, ranks: Iterable[int], part: str = ""
+    ) -> None:
+        self._options = options
+        self._name = name
+        self._expected = set(ranks)
+        self._intervals: dict[int, WorkerInterval] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._console: Console | None = None
+        self._warned = False
+        self._closed = False
+        self._trackers = Trackers(self._on_error)
+        if log_directory is not None:
+            self._add(JsonLinesTracker(log_directory / f"metrics{part and '-'}{part}.jsonl"))
+        if options.tensorboard is not None:
+            self._add(TensorBoardTracker(options.tensorboard / name / part))
+        self._receiver = MetricsReceiver(self._on_interval, self._on_malformed)
+        #: The pipe's end that workers inherit.
+        self.descriptor = self._receiver.descriptor
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What workers need in their environment to report."""
+        return self._receiver.environment | {"PSDIST_METRICS_INTERVAL": f"{self._options.interval_seconds:g}"}
+
+    def start(self, console: Console) -> None:
+        """Begins to receive on the running loop, and to show what comes."""
+        self._console = console
+        if self._options.progress != "off":
+            in_place = self._options.progress == "auto" and console.is_terminal
+            seconds = _REFRESH_SECONDS if in_place else PLAIN_SECONDS
+            self._add(ProgressTracker(partial(_show, console, in_place), seconds, shows_last=in_place))
+        self._receiver.start()
+
+    def close(self) -> None:
+        """Takes what was reported last, and ends files and the progress line. Closing again does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._receiver.close()
+            self._flush()
+            self._trackers.close()
+
+    def _add(self, tracker: Tracker) -> None:
+        tracker.start(self._name)
+        self._trackers.add(tracker)
+
+    def _on_interval(self, interval: WorkerInterval) -> None:
+        before = self._intervals.get(interval.rank)
+        self._intervals[interval.rank] = interval if before is None else before.then(interval)
+        if self._closed:
+            return
+        if self._expected <= self._intervals.keys():
+            self._flush()
+        elif self._timer is None:
+            patience = max(_LEAST_PATIENCE_SECONDS, 2 * self._options.interval_seconds)
+            self._timer = asyncio.get_running_loop().call_later(patience, self._flush)
+
+    def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._intervals:
+            intervals = [interval for _, interval in sorted(self._intervals.items())]
+            self._expected = set(self._intervals)
+            self._intervals.clear()
+            self._trackers.log(summarize(intervals), last_step(intervals))
+
+    def _on_malformed(self, error: MalformedPayloadError) -> None:
+        if self._console is not None and not self._warned:
+            self._warned = True
+            self._console.say(f"{error.message}; it is left out, and so are others like it")
+
+    def _on_error(self, tracker: Tracker, error: Exception) -> None:
+        if self._console is not None:
+            reason = error.strerror if isinstance(error, OSError) else error
+            self._console.say(f"{type(tracker).__name__} gets no more metrics: {reason}")
+
+
+def _show(console: Console, in_place: bool, line: str, is_last: bool) -> None:
+    """Shows a progress line. The last one stays."""
+    if in_place:
+        console.show_progress("" if is_last else line)
+    if is_last or not in_place:
+        console.say(line)

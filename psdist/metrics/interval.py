@@ -1,0 +1,177 @@
+"""Sums of what workers report: over the steps of an interval, and over workers.
+
+Invariants: an interval that is added to a later one of the same worker is the interval of both, and nothing counts
+twice or gets lost. Sums are float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from psdist.metrics.phases import PhaseTimes
+from psdist.metrics.report import StepReport, check_count
+
+
+class WeightedSum(NamedTuple):
+    """The sum of weight * value, and that of the weights."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, other: WeightedSum) -> WeightedSum:
+        """The sum of both."""
+        return WeightedSum(self.total + other.total, self.weight + other.weight)
+
+
+class Measurements(NamedTuple):
+    """What a client has measured so far.
+
+    step: of the parameter set that was opened first: in BSP the steps that are made, in SSP and ASP the updates that
+        the worker has seen. None without one.
+    staleness_mean, staleness_max: of the last push, in versions.
+    push_bytes, pull_bytes: payloads since the start.
+    """
+
+    step: int | None = None
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+    push_bytes: int = 0
+    pull_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInterval:
+    """What one worker reported over a stretch of its time.
+
+    step: of the last report. reports: their number. values: by name, weighted by samples. times: what the stretch went
+    into; its length is their total. staleness_sum: of the reports' means, in versions.
+    """
+
+    rank: int
+    step: int
+    reports: int
+    samples: float = 0.0
+    values: Mapping[str, WeightedSum] = field(default_factory=dict)
+    times: PhaseTimes = PhaseTimes()  # noqa: RUF009 - it is frozen
+    push_bytes: int = 0
+    pull_bytes: int = 0
+    staleness_sum: float = 0.0
+    staleness_max: int = 0
+
+    def then(self, later: WorkerInterval) -> WorkerInterval:
+        """This interval and the one that follows it, as one."""
+        return WorkerInterval(
+            later.rank,
+            later.step,
+            self.reports + later.reports,
+            self.samples + later.samples,
+            add_values(self.values, later.values),
+            self.times + later.times,
+            self.push_bytes + later.push_bytes,
+            self.pull_bytes + later.pull_bytes,
+            self.staleness_sum + later.staleness_sum,
+            max(self.staleness_max, later.staleness_max),
+        )
+
+
+def add_values(first: Mapping[str, WeightedSum], second: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:
+    """The sums by name, in the order in which names came first."""
+    added = dict(first)
+    for name, value in second.items():
+        added[name] = added.get(name, WeightedSum()).plus(value)
+    return added
+
+
+class IntervalAccumulator:
+    """Adds up the reports of one worker. rank: the worker's."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._names: set[str] = set()
+        self._before = PhaseTimes(), Measurements()
+        self._clear()
+
+    def _clear(self) -> None:
+        self.reports = 0
+        self._step = 0
+        self._samples = 0.0
+        self._values: dict[str, tuple[float, float]] = {}
+        self._staleness_sum, self._staleness_max = 0.0, 0
+
+    def add(self, report: StepReport, step: int, measured: Measurements) -> None:
+        """Adds the report of one step. Raises InvalidArgumentError, and changes nothing, where this worker has reported
+        too many names."""
+        if not report.values.keys() <= self._names:
+            names = self._names | report.values.keys()
+            check_count(len(names))
+            self._names = names
+        weight = report.weight
+        for name, value in report.values.items():
+            total, weights = self._values.get(name, (0.0, 0.0))
+            self._values[name] = (total + weight * value if weight else total, weights + weight)
+        self.reports += 1
+        self._step = step
+        self._samples += report.samples or 0.0
+        self._staleness_sum += measured.staleness_mean
+        self._staleness_max = max(self._staleness_max, measured.staleness_max)
+
+    def take(self, times: PhaseTimes, measured: Measurements) -> WorkerInterval:
+        """The interval since the last call, and begins the next. times, measured: as they are now, since the start."""
+        times_before, before = self._before
+        interval = WorkerInterval(
+            self._rank,
+            self._step,
+            self.reports,
+            self._samples,
+            {name: WeightedSum(*value) for name, value in self._values.items()},
+            times - times_before,
+            max(0, measured.push_bytes - before.push_bytes),
+            max(0, measured.pull_bytes - before.pull_bytes),
+            self._staleness_sum,
+            self._staleness_max,
+        )
+        self._before = times, measured
+        self._clear()
+        return interval
+
+
+def summarize(intervals: Collection[WorkerInterval]) -> dict[str, float]:
+    """What workers have reported over one interval, one for each, as numbers by name.
+
+    First the script's values, whose means are weighted by samples; a value all of whose weights are 0 is left out.
+    Then, of ``report.MEASURED``: samples, reports and bytes are sums, samples per second the sum of the workers' own
+    rates, milliseconds the mean over all reports, ``seconds`` the mean length of the interval, and shares are of the
+    time of all workers together. Samples are left out where no worker reports them, and shares where no time has
+    passed.
+    """
+    values: dict[str, WeightedSum] = {}
+    times = PhaseTimes()
+    for interval in intervals:
+        values = add_values(values, interval.values)
+        times += interval.times
+    numbers = {name: value.total / value.weight for name, value in values.items() if value.weight}
+    reports = sum(interval.reports for interval in intervals)
+    if any(interval.samples for interval in intervals):
+        numbers["samples"] = sum(interval.samples for interval in intervals)
+        rates = [interval.samples / interval.times.total for interval in intervals if interval.times.total]
+        numbers["samples_per_second"] = sum(rates)
+    numbers |= {"reports": reports, "workers": len(intervals), "seconds": times.total / max(1, len(intervals))}
+    each = {"step": times.total, "compute": times.compute}
+    each |= {"push": times.push, "wait": times.wait, "pull": times.pull}
+    numbers |= {f"{name}_ms": 1000 * seconds / max(1, reports) for name, seconds in each.items()}
+    if times.total:
+        numbers["communication_share"] = times.communication / times.total
+        numbers["compute_efficiency"] = times.compute / times.total
+    return numbers | {
+        "push_bytes": sum(interval.push_bytes for interval in intervals),
+        "pull_bytes": sum(interval.pull_bytes for interval in intervals),
+        "staleness_mean": sum(interval.staleness_sum for interval in intervals) / max(1, reports),
+        "staleness_max": max((interval.staleness_max for interval in intervals), default=0),
+    }
+
+
+def last_step(intervals: Collection[WorkerInterval]) -> int:
+    """The step that the intervals have come to: the highest of any worker; 0 without one."""
+    return max((interval.step for interval in intervals), default=0)

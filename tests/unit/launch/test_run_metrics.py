@@ -1,0 +1,215 @@
+"""What the launcher makes of its workers' metrics, and the progress line on a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import struct
+import sys
+import termios
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist.errors import ConfigurationError
+from psdist.launch.events import ProcessKey
+from psdist.launch.metrics.run_metrics import MetricsOptions, RunMetrics
+from psdist.launch.output import STDOUT, Output, Routing
+from psdist.metrics.interval import WeightedSum, WorkerInterval
+from psdist.metrics.interval_lines import to_line
+from psdist.metrics.phases import PhaseTimes
+from psdist.wire.limits import METRIC_LINE_BYTES_MAX
+
+WORKER = ProcessKey("worker", 0)
+
+
+class FakeConsole:
+    """Keeps what is shown; ``changed`` is set by each message."""
+
+    def __init__(self, is_terminal: bool = False) -> None:
+        self.is_terminal = is_terminal
+        self.said: list[str] = []
+        self.progress: list[str] = []
+        self.changed = asyncio.Event()
+
+    def say(self, message: str) -> None:
+        self.said.append(message)
+        self.changed.set()
+
+    def show_progress(self, message: str) -> None:
+        self.progress.append(message)
+        self.changed.set()
+
+
+def interval(rank: int, step: int, samples: float = 10, loss: float = 1.0) -> WorkerInterval:
+    return WorkerInterval(
+        rank, step, 1, samples, {"loss": WeightedSum(loss * samples, samples)}, PhaseTimes(1, 0, 1, 0), 100, 200
+    )
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+async def test_workers_are_combined_as_soon_as_all_have_reported(tmp_path: Path) -> None:
+    metrics, console = RunMetrics(MetricsOptions(interval_seconds=600), "run", tmp_path, range(2)), FakeConsole(True)
+    metrics.start(console)
+    for rank, step, samples, loss in ((1, 3, 30, 1.0), (1, 4, 30, 1.0), (0, 4, 20, 5.0)):
+        os.write(metrics.descriptor, to_line(interval(rank, step, samples, loss)))
+    await asyncio.wait_for(console.changed.wait(), 60)
+    (line,) = lines_of(tmp_path / "metrics.jsonl")
+    assert line["step"] == 4 and line["loss"] == 2.0 and line["samples"] == 80 and line["workers"] == 2
+    assert line["reports"] == 3 and line["samples_per_second"] == 60 / 4 + 20 / 2 and line["push_bytes"] == 300
+    assert console.progress[0].startswith("step 4  loss 2  25 samples/s  2,000 ms (compute 1,000, ")
+    os.write(metrics.descriptor, to_line(interval(1, 5)))
+    metrics.close()
+    metrics.close()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [4, 5]
+    assert console.progress[-1] == "" and console.said[-1].startswith("step 5  ")
+
+
+async def test_a_worker_that_is_late_is_not_waited_for_for_long(tmp_path: Path) -> None:
+    """The second time it is not expected any more."""
+    metrics, console = RunMetrics(MetricsOptions(interval_seconds=0), "run", tmp_path, range(2)), FakeConsole(True)
+    metrics.start(console)
+    os.write(metrics.descriptor, to_line(interval(0, 1)))
+    await asyncio.wait_for(console.changed.wait(), 60)
+    assert [line["workers"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
+    metrics._options = MetricsOptions(interval_seconds=600)
+    for number in (2, 3):
+        os.write(metrics.descriptor, to_line(interval(0, number)))
+    metrics._receiver._read()
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    metrics.close()
+
+
+async def test_what_is_no_line_is_left_out_and_said_once(tmp_path: Path) -> None:
+    metrics, console = RunMetrics(MetricsOptions(), "run", tmp_path, [0]), FakeConsole()
+    metrics.start(console)
+    for data in (b"hello\n{}\n", b"x" * (METRIC_LINE_BYTES_MAX + 1), b"\n", to_line(interval(0, 1))):
+        os.write(metrics.descriptor, data)
+        metrics._receiver._read()
+    metrics.close()
+    assert len(console.said) == 2
+    assert "a line of metrics cannot be read" in console.said[0] and console.said[1].startswith("step 1  ")
+    assert [line["step"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
+
+
+async def test_scripts_that_report_nothing_print_nothing(tmp_path: Path) -> None:
+    console = FakeConsole(True)
+    metrics = RunMetrics(MetricsOptions(), "run", None, [0])
+    metrics.start(console)
+    metrics.close()
+    assert console.said == console.progress == []
+
+
+async def test_progress_can_be_off_and_plain(tmp_path: Path) -> None:
+    for progress, said in (("off", 0), ("plain", 1)):
+        console = FakeConsole(True)
+        metrics = RunMetrics(MetricsOptions(progress=progress), "run", None, [0])  # type: ignore[arg-type]
+        metrics.start(console)
+        for step in (1, 2):
+            os.write(metrics.descriptor, to_line(interval(0, step)))
+        metrics.close()
+        assert len(console.said) == said and not console.progress
+
+
+async def test_a_file_that_fails_is_reported_and_the_run_goes_on() -> None:
+    metrics, console = RunMetrics(MetricsOptions(), "run", None, [0]), FakeConsole()
+
+    class Full:
+        def start(self, run_id: str) -> None: ...
+
+        def log(self, values: object, step: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        def close(self) -> None: ...
+
+    metrics._add(Full())
+    metrics.start(console)
+    os.write(metrics.descriptor, to_line(interval(0, 1)))
+    metrics.close()
+    assert console.said[0] == "Full gets no more metrics: No space left on device"
+    assert console.said[1].startswith("step 1  ")
+
+
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigurationError, match="TensorBoard files cannot be written"):
+        RunMetrics(MetricsOptions(tensorboard=tmp_path / "file"), "run", None, [0])
+
+
+def test_nodes_have_files_of_their_own(tmp_path: Path) -> None:
+    RunMetrics(MetricsOptions(tensorboard=tmp_path / "tb"), "run", tmp_path / "logs", [4], "node-2").close()
+    assert (tmp_path / "logs" / "metrics-node-2.jsonl").exists() and (tmp_path / "tb" / "run" / "node-2").is_dir()
+
+
+# --- the line on a terminal -------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A terminal of 40 columns. stream: what is written to it; ``shown`` reads that."""
+
+    def __init__(self) -> None:
+        self._reader, descriptor = pty.openpty()
+        fcntl.ioctl(descriptor, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
+        self.stream = os.fdopen(descriptor, "w")
+
+    def shown(self) -> str:
+        return os.read(self._reader, 4096).decode().replace("\r\n", "\n")
+
+    def close(self) -> None:
+        self.stream.close()
+        os.close(self._reader)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    opened = Terminal()
+    yield opened
+    opened.close()
+
+
+def test_lines_stand_above_the_progress_line(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal.stream)
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    monkeypatch.setattr("psdist.launch.output.stamped", lambda message: f"12:00 {message}")
+    output = Output(Routing(), lambda rank: rank)
+    assert output.is_terminal
+    output.begin(WORKER)
+    output.show_progress("step 1  " + "x" * 80)
+    output.lines(WORKER, STDOUT, ["hello"])
+    output.show_progress("step 2")
+    output.show_progress("")
+    output.say("the end")
+    erase, cut = "\r\x1b[K", "12:00 step 1  " + "x" * 25
+    assert len(cut) == 39
+    assert terminal.shown() == (f"{erase}{cut}{erase}[worker 0] hello\n{cut}{erase}12:00 step 2{erase}12:00 the end\n")
+
+
+def test_another_stream_is_not_disturbed(
+    terminal: Terminal, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    output = Output(Routing(), lambda rank: rank)
+    output.begin(WORKER)
+    output.show_progress("step 1")
+    assert "step 1" in terminal.shown()
+    output.lines(WORKER, STDOUT, ["hello"])
+    assert capsys.readouterr().out == "[worker 0] hello\n"
+
+
+def test_a_dumb_terminal_and_a_file_get_no_line_in_place(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = Output(Routing(), lambda rank: rank)
+    assert not output.is_terminal, "it is pytest's file"
+    monkeypatch.setattr(sys, "stderr", terminal.stream)
+    assert output.is_terminal
+    monkeypatch.setenv("TERM", "dumb")
+    assert not output.is_terminal
