@@ -1,10 +1,10 @@
 """Training of an offloaded model beside DistributedOptimizer: ``python -m benchmarks.offload``.
 
 Two figures. Memory: in a process of its own, the peak of what the worker itself holds, above what it holds when psdist
-and torch have trained a model of a few bytes, as a part of the bytes of the model's parameters. What it holds is its private
-memory (Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights are read
-from the memory of servers on this host, and that is theirs. Another process reads it every few milliseconds. Time: both
-trainings in one process, in turns.
+and torch have trained a model of a few bytes, as a part of the bytes of the model's parameters. What it holds is its
+private memory (Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights
+are read from the memory of servers on this host, and that is theirs. Another process reads it every few milliseconds.
+Time: both trainings in one process, in turns.
 
 The model is a stack of residual blocks. It is made on the meta device, and has never all of its values in the worker.
 """

@@ -412,7 +412,8 @@ class Parameters(ProcessBound):
         """As ``push_pull_async``, but no weights are asked for: ``wait`` on what it returns gives an empty dict when
         the bucket is answered, and ``pull`` has the weights. All buckets of a step are given by the same of the two,
         else InvalidArgumentError."""
-        return Bucket(loop.shared().call(self._handle.push_async(gradients, weight)))
+        with self._phases.call(Phase.PUSH):
+            return Bucket(loop.shared().call(self._handle.push_async(gradients, weight)), self._phases)
 
     def start_pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> loop.StartedCall[Arrays]:
         """Begins a ``pull``, and returns at once: ``result()`` of what it returns waits for the weights. Until then

@@ -32,7 +32,7 @@ from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
 _ALIGNMENT: Final = 64
 
 
-class Place(Enum):
+class Residence(Enum):
     """Where the weights of a layer are."""
 
     #: On the servers alone.
@@ -65,7 +65,7 @@ class OffloadedLayer:
         self.title = title
         self.handle = handle
         self.parameters = dict(parameters)
-        self.state = Place.AWAY
+        self.state = Residence.AWAY
         #: Forward passes that use it now.
         self.users = 0
         #: The gradient's place in memory by name, while it is put together.
@@ -107,13 +107,13 @@ class OffloadedLayer:
 
     def fetch(self) -> None:
         """Begins to bring the weights here, unless they are, or are coming."""
-        if self.state is not Place.AWAY:
+        if self.state is not Residence.AWAY:
             return
         self._storage.resize_(self._size)
         self._pulling = (
             self.handle.start_pull(self._places()) if self._is_direct else self.handle.start_pull(copy=False)
         )
-        self.state = Place.COMING
+        self.state = Residence.COMING
 
     def _places(self) -> dict[str, NDArray[np.float32]]:
         """Arrays that lie in the storage. By its address, because a storage that torch itself has shown to numpy cannot
@@ -133,7 +133,7 @@ class OffloadedLayer:
         Raises as ``Parameters.pull``; calling it again tries again.
         """
         self.fetch()
-        if self.state is Place.COMING:
+        if self.state is Residence.COMING:
             try:
                 arrays = self._end_pull()
                 for name, parameter in self.parameters.items():
@@ -146,7 +146,7 @@ class OffloadedLayer:
             except BaseException:
                 self._drop_memory()
                 raise
-            self.state = Place.HERE
+            self.state = Residence.HERE
         before, self._seen = self._seen, (self.handle.version, self._incarnation())
         is_dropped = again and before[1] != self._seen[1]
         if before[0] != self._seen[0] and not is_dropped:  # A graph from before a step is refused by autograd.
@@ -160,19 +160,19 @@ class OffloadedLayer:
 
     def free(self) -> None:
         """Takes the memory of the weights away. Weights that are coming are waited for first."""
-        if self.state is Place.COMING:
+        if self.state is Residence.COMING:
             try:
                 self._end_pull()
             finally:
                 self._drop_memory()
-        elif self.state is Place.HERE:
+        elif self.state is Residence.HERE:
             self._drop_memory()
 
     def _drop_memory(self) -> None:
         for name, parameter in self.parameters.items():
             mark_freed(parameter, name)
         self._storage.resize_(0)
-        self.state = Place.AWAY
+        self.state = Residence.AWAY
 
     # --- gradients ---
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from psdist.errors import InvalidArgumentError
 from psdist.torch.offloaded.division import Use
-from psdist.torch.offloaded.layer import OffloadedLayer, Place, second_backward
+from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
 
 #: Pushes that may be under way while the gradients of the next layer are put together.
 _PUSHES: Final = 1
@@ -117,7 +117,7 @@ class Passes:
         if not layer.bring(again=order is self._backward):
             self.is_dropped = True
         following = order.on_use(layer)
-        if following is not None and following.state is Place.AWAY and not following.taken:
+        if following is not None and following.state is Residence.AWAY and not following.taken:
             self._fetch_ahead(following)
 
     def _fetch_ahead(self, layer: OffloadedLayer) -> None:
@@ -129,7 +129,7 @@ class Passes:
     def _fetch_first(self) -> None:
         """Fetches the weights with which the next forward pass begins."""
         first = self._forward.first
-        if first is not None and first.state is Place.AWAY:
+        if first is not None and first.state is Residence.AWAY:
             self._fetch_ahead(first)
 
     def _before_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any) -> None:
@@ -185,7 +185,7 @@ class Passes:
         for layer in layers:
             if len(layer.taken) == len(layer.parameters):
                 raise second_backward(layer)
-            if layer.state is not Place.HERE:
+            if layer.state is not Residence.HERE:
                 self._use(layer, self._backward)
 
     def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
