@@ -13,7 +13,8 @@ Not here: what is a layer (``division``), when it is here (``passes``), its memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,7 +30,7 @@ from psdist.client.sync_client import Parameters
 from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Optimizer
+from psdist.optim import Optimizer, group_of
 from psdist.torch.inspection import fixed_tensors, inspect
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
@@ -92,7 +93,7 @@ def offload(
         materializer.make(part.modules)
         parameters = {key: materializer.replaced.get(one, one) for key, one in part.parameters.items()}
         handle = context.client.parameters(
-            f"{name}/{part.title or '-'}", initial_values(parameters), spec, consistency,
+            f"{name}/{part.title or '-'}", initial_values(parameters), _part_of(spec, parameters), consistency,
             compression=compression, non_finite=non_finite, on_drop=on_drop, reset_optimizer=reset_optimizer,
         )  # fmt: skip
         title = part.title or type(model).__name__
@@ -239,6 +240,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         raise TypeError("an OffloadedOptimizer belongs to this process and cannot be copied or pickled")
 
 
+def _part_of(spec: Optimizer, names: Iterable[str]) -> Optimizer:
+    """The specification for a layer. Overrides that match none of its tensors would be refused; which of the others is
+    the first to match a tensor stays the same."""
+    overrides = tuple(one for one in spec.overrides if any(group_of(name, [one]) for name in names))
+    return replace(spec, overrides=overrides)
+
+
 def _zeros(like: Tensor) -> NDArray[np.float32]:
     return np.zeros(tuple(like.shape), np.float32)
 
@@ -282,6 +290,11 @@ def _check_model(model: nn.Module, trained: Mapping[str, nn.Parameter], spec: Op
             "the model is compiled, and its graph would read weights that are not here: give the model itself, without "
             "torch.compile"
         )
+    for one in spec.overrides:
+        if not any(group_of(name, [one]) for name in trained):
+            raise InvalidArgumentError(
+                f"override {one.pattern!r} matches no tensor of the model: correct the pattern or leave it out"
+            )
     for name, parameter in trained.items():
         if type(parameter) is not nn.Parameter:
             raise InvalidArgumentError(

@@ -39,9 +39,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 class Steps(nn.Module):
-    """Blocks of which some are made again in the backward pass, and one comes twice."""
+    """Blocks that may be computed again in the backward pass, of which one comes twice where that is possible."""
 
-    def __init__(self, *, checkpoints: bool | None = None, width: int = 8) -> None:
+    def __init__(self, *, checkpoints: bool | None = None, width: int = 8, twice: bool = True) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(width))
         self.first = nn.Linear(width, width)
@@ -49,11 +49,16 @@ class Steps(nn.Module):
             nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True)) for _ in range(4)
         )
         self.checkpoints = checkpoints
+        self.order = (0, 1, 2, 3, 1) if twice else (0, 1, 2, 3)
+
+    def reset_parameters(self) -> None:
+        """Gives the own parameter its first values."""
+        nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
         """Float[batch, 8] to the same."""
         x = self.first(x) * self.scale
-        for block in (*self.blocks, self.blocks[1]):
+        for block in [self.blocks[number] for number in self.order]:
             x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
         return x
 
@@ -87,13 +92,12 @@ def assert_same(optimizer: OffloadedOptimizer, whole: nn.Module) -> None:
 
 def is_away(model: nn.Module) -> bool:
     """Whether no weight has memory."""
-    storages = [one.untyped_storage().nbytes() for one in _plain(model)]
-    return not any(storages)
+    return not any(is_here(one) for one in model.parameters() if one.requires_grad)
 
 
-def _plain(model: nn.Module) -> list[Tensor]:
+def is_here(parameter: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
-        return [one for one in model.parameters() if one.requires_grad]
+        return parameter.untyped_storage().nbytes() > 0
 
 
 # --- the same bytes ---------------------------------------------------------------------------------------------------
@@ -114,17 +118,25 @@ def test_it_trains_as_a_whole_model(name: str, kind: str) -> None:
 
 @pytest.mark.parametrize("checkpoints", [None, False, True])
 def test_layers_come_again_for_checkpoints_and_for_a_second_use(name: str, checkpoints: bool | None) -> None:
-    model = Steps(checkpoints=checkpoints)
-    whole = Steps()
+    # A reentrant checkpoint has a backward pass of its own, and a layer's gradients must come from one.
+    model, whole = (Steps(checkpoints=one, twice=checkpoints is not True) for one in (checkpoints, None))
     whole.load_state_dict(model.state_dict())
     layered = offload(model, adamw(model), name=name)
     assert list(layered.handles) == ["Steps", "first", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
     optimizer = DistributedOptimizer(whole, adamw(whole), name=f"{name}-whole")
     if checkpoints is not None:
-        whole.checkpoints = checkpoints  # so that batch statistics are counted alike
+        whole.checkpoints = False  # so that batch statistics are counted alike
     train(whole, optimizer)
     train(model, layered)
     assert_same(layered, whole)
+
+
+def test_a_second_use_in_another_reentrant_checkpoint_is_refused(name: str) -> None:
+    model = Steps(checkpoints=True)
+    layered = offload(model, adamw(model), name=name)
+    with pytest.raises(InvalidArgumentError, match="'blocks.1' got gradients twice .* use_reentrant=False"):
+        train(model, layered)
+    layered.close()
 
 
 def test_layers_that_are_given(name: str) -> None:
@@ -245,7 +257,7 @@ def test_weights_and_gradients_are_away_between_passes(name: str) -> None:
     layered = offload(model, adamw(model), name=name)
     here: list[int] = []
     for layer in model:
-        layer.register_forward_hook(lambda *_: here.append(sum(one.untyped_storage().nbytes() > 0 for one in weights)))
+        layer.register_forward_hook(lambda *_: here.append(sum(map(is_here, weights))))
     weights = [layer.weight for layer in model]
     assert is_away(model)
     with torch.no_grad():
@@ -319,7 +331,14 @@ def pair() -> nn.Module:
         ({"model": nn.Linear(2, 2)}, "the model has one layer"),
         ({"model": pair().requires_grad_(False)}, "no parameter to train"),
         ({"model": "model"}, "give a torch.nn.Module"),
-        ({"name": "untrained", "model": nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))}, "another name="),
+        (
+            {
+                "name": "untrained",
+                "model": nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))),
+                "optimizer": optim.AdamW(lr=0.01, weight_decay=0.01),
+            },
+            "another name=",
+        ),
     ],
 )
 def test_bad_arguments(name: str, model: nn.Module, arguments: dict[str, Any], message: str) -> None:

@@ -252,5 +252,6 @@ def second_backward(layer: OffloadedLayer) -> InvalidArgumentError:
     """The error for gradients that come after those of the step were pushed."""
     return InvalidArgumentError(
         f"the layer {layer.title!r} got gradients twice before step(), and the first are on the servers already: call "
-        "step() after each backward pass. The gradients of an offloaded model are not added up in the worker"
+        "step() after each backward pass, and give checkpoints of a layer that is used twice use_reentrant=False. The "
+        "gradients of an offloaded model are not added up in the worker"
     )
