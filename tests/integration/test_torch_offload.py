@@ -131,10 +131,10 @@ def test_layers_come_again_for_checkpoints_and_for_a_second_use(name: str, check
     assert_same(layered, whole)
 
 
-def test_a_second_use_in_another_reentrant_checkpoint_is_refused(name: str) -> None:
+def test_a_second_use_in_another_reentrant_pass_is_refused(name: str) -> None:
     model = Steps(checkpoints=True)
     layered = offload(model, adamw(model), name=name)
-    with pytest.raises(InvalidArgumentError, match="'blocks.1' got gradients twice .* use_reentrant=False"):
+    with pytest.raises(InvalidArgumentError, match=r"'blocks\.1' got gradients twice .* use_reentrant=False"):
         train(model, layered)
     layered.close()
 
