@@ -27,6 +27,7 @@ from psdist.client.process.loop import StartedCall
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError
 from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
+from psdist.wire.malloc_options import advise_huge_pages
 
 #: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
 _ALIGNMENT: Final = 64
@@ -110,6 +111,8 @@ class OffloadedLayer:
         if self.state is not Residence.AWAY:
             return
         self._storage.resize_(self._size)
+        if self._storage.device.type == "cpu":
+            advise_huge_pages(self._storage.data_ptr(), self._size)
         self._pulling = (
             self.handle.start_pull(self._places()) if self._is_direct else self.handle.start_pull(copy=False)
         )

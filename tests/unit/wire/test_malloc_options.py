@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from psdist.wire import malloc_options
@@ -47,6 +50,19 @@ print(len(re.findall(rb"<heap nr", text.value)))
 """
 
 
+#: Frees blocks of 2 MiB below one that stays, and tells how much of them is still resident.
+RETURNED = """
+import psutil
+from psdist.wire import malloc_options
+malloc_options.keep_buffers()
+print(malloc_options.give_back_buffers())
+resident = lambda: psutil.Process().memory_info().rss
+blocks = [bytes(b"x" * (2 << 20)) for _ in range(32)]
+before, blocks = resident(), blocks[-1:]
+print((before - resident()) >> 20)
+"""
+
+
 def heaps(**environ: str) -> int:
     """The heaps of a new process."""
     return int(subprocess.run([sys.executable, "-c", HEAPS], env=environ, capture_output=True, check=True).stdout)
@@ -75,6 +91,31 @@ def test_threads_share_few_heaps_unless_the_user_says_otherwise() -> None:
     assert heaps(PSDIST_MALLOC="default") > 5
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
+def test_freed_blocks_go_back_where_that_is_wanted() -> None:
+    answer = subprocess.run([sys.executable, "-c", RETURNED], env={}, capture_output=True, text=True, check=True)
+    done, freed = answer.stdout.split()
+    assert done == "True" and int(freed) >= 60
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
+def test_huge_pages_are_asked_for_where_a_block_may_have_some() -> None:
+    def advised(size: int) -> bool:
+        with mmap.mmap(-1, size) as memory:
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            malloc_options.advise_huge_pages(address + 1, size - 1)
+            lines = Path("/proc/self/smaps").read_text().splitlines()
+        # The first page has one byte that was not named.
+        at = next(number for number, line in enumerate(lines) if line.startswith(f"{address + mmap.PAGESIZE:x}-"))
+        return " hg" in next(line for line in lines[at:] if line.startswith("VmFlags"))
+
+    assert advised(8 << 20)
+    with pytest.raises(StopIteration):  # what was not advised is one mapping with its first page
+        advised(1 << 20)
+
+
 def test_a_system_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(malloc_options.ctypes, "CDLL", lambda name: object())
     assert malloc_options.keep_buffers() is False
+    assert malloc_options.give_back_buffers() is False
+    malloc_options.advise_huge_pages(0, 8 << 20)
