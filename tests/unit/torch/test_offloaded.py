@@ -1,0 +1,82 @@
+"""How an offloaded model is divided into layers, and the order in which they are expected."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+from torch import nn
+
+from psdist.errors import InvalidArgumentError
+from psdist.torch.offloaded.division import divide
+from psdist.torch.offloaded.layer import OffloadedLayer
+from psdist.torch.offloaded.passes import Order
+
+
+class Model(nn.Module):
+    """An embedding that the last module shares, blocks in a list, and what is around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 4)) for _ in range(3))
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def divided(model: nn.Module, layers: list[nn.Module] | None = None) -> tuple[dict[str, list[str]], list[Any]]:
+    """Parameters by part, and for each use the module and its parts."""
+    parts, uses = divide(model, dict(model.named_parameters()), layers)
+    return {part.title: list(part.parameters) for part in parts}, [(use.module, use.layers) for use in uses]
+
+
+def test_blocks_of_the_largest_list_come_as_a_whole_and_the_rest_by_module() -> None:
+    model = Model()
+    parts, uses = divided(model)
+    names = [f"{number}.{kind}" for number in (0, 2) for kind in ("weight", "bias")]
+    assert parts == {
+        "embed": ["embed.weight"],
+        **{f"blocks.{block}": [f"blocks.{block}.{name}" for name in names] for block in range(3)},
+        "norm": ["norm.weight", "norm.bias"],
+    }
+    assert uses == [(model.embed, (0,)), *((model.blocks[at], (at + 1,)) for at in range(3)), (model.norm, (4,)),
+                    (model.head, (0,))]  # fmt: skip
+
+
+def test_layers_that_are_given_take_the_place_of_the_list() -> None:
+    model = Model()
+    parts, uses = divided(model, [model.blocks])
+    assert list(parts) == ["embed", "blocks", "norm"]
+    assert (model.blocks, (1,)) in uses
+
+
+def test_a_list_within_a_list_is_divided_where_it_has_most_of_it() -> None:
+    blocks = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    assert list(divided(nn.Sequential(blocks, nn.Linear(2, 2)))[0]) == ["0.0", "0.1", "0.2", "1"]
+    assert list(divided(nn.Sequential(blocks, nn.Linear(9, 9), nn.Linear(9, 9)))[0]) == ["0", "1", "2"]
+
+
+def test_a_layer_within_a_layer_is_refused() -> None:
+    model = Model()
+    with pytest.raises(InvalidArgumentError, match=r"'blocks' and 'blocks\.0', which is a part of it"):
+        divided(model, [model.blocks, model.blocks[0]])
+
+
+def test_the_order_is_learned_from_pass_to_pass() -> None:
+    first, second, third = cast("list[OffloadedLayer]", [object(), object(), object()])
+    order = Order()
+    order.begin([first, second, third])
+    assert order.first is first
+    assert order.on_use(first) is second  # as the model has them
+    assert order.on_use(third) is None
+    order.start()
+    assert order.on_use(first) is third  # as the last pass did
+    assert order.on_use(third) is None
+
+
+def test_a_layer_that_is_used_again_at_once_changes_nothing() -> None:
+    first, second = cast("list[OffloadedLayer]", [object(), object()])
+    order = Order()
+    order.begin([first, second])
+    assert [order.on_use(layer) for layer in (first, first, second)] == [second, second, None]
