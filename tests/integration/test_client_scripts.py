@@ -112,7 +112,7 @@ import signal
 client = psdist.Client()
 
 def interrupt():
-    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "call":
+    while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "_wait":
         pass
     threading.Event().wait(0.2)  # The main thread waits for its lock by then; else the signal is seen at once.
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
