@@ -3,6 +3,11 @@
 The names a script uses, loaded when they are first used, so that ``import psdist`` costs nothing. ``psdist.init()``
 gives a launched script its ``Context``; ``psdist.Client()`` is the connection alone. In a launched script the import
 installs the exception hook of ``psdist.client.process.tracebacks``.
+
+The import turns gRPC's fork handlers off, unless the environment says otherwise. While gRPC's threads are busy, those
+handlers crash a forked child now and then (grpcio 1.85: 3 of 40 forks), and a script may fork, for a data loader say. A
+forked child cannot use psdist and gets an error (``psdist.client.process.loop``), but it does not die. gRPC reads the
+setting when it is imported, so a script that imports grpc itself imports psdist before.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 __version__: Final = "0.1.0"
+
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 if TYPE_CHECKING:
     from psdist import compression, consistency, data, errors, optim

@@ -1,0 +1,42 @@
+"""gRPC's fork handlers are off before gRPC is imported, by whichever module of psdist a script begins with: they crash
+forked children now and then."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import importlib, os, sys
+
+def on_import(event, arguments):
+    if event == "import" and arguments[0] == "grpc":
+        print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+
+sys.addaudithook(on_import)
+importlib.import_module(sys.argv[1])
+"""
+
+
+def imported_with(module: str, **environ: str) -> set[str]:
+    """What the setting is whenever grpc is asked for while ``module`` is imported in a new process."""
+    kept = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    output = subprocess.check_output([sys.executable, "-c", SCRIPT, module], env={**kept, **environ}, text=True)
+    return set(output.split())
+
+
+@pytest.mark.parametrize("module", ["psdist.client.async_client", "psdist.wire.channels"])
+def test_the_handlers_are_off_when_grpc_is_imported(module: str) -> None:
+    assert imported_with(module) == {"0"}
+
+
+def test_the_environment_counts() -> None:
+    assert imported_with("psdist.wire.channels", GRPC_ENABLE_FORK_SUPPORT="1") == {"1"}
+
+
+def test_tests_fork_without_them() -> None:
+    """Loaders fork from the very process of the tests."""
+    assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"
