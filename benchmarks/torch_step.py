@@ -6,13 +6,16 @@ python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dt
 
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
-communication. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms.
+communication. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms. "processor" is the
+processor time of all processes of the run for one step, workers and servers, in ms: where workers share few cores it
+says more than the step does.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -21,6 +24,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,6 +86,12 @@ def one_step(loop: Loop, batch: Callable[[], torch.Tensor]) -> tuple[float, ...]
     return tuple(after - before for before, after in pairwise(times))
 
 
+def processor_seconds() -> float:
+    """Processor time of all processes of this run until now."""
+    members = psutil.Process(os.getppid()).children(recursive=True)
+    return sum(sum(one.cpu_times()[:2]) for one in members)
+
+
 def worker(options: argparse.Namespace) -> None:
     """Takes turns with all contenders; rank 0 writes the times."""
     import psdist
@@ -91,10 +101,13 @@ def worker(options: argparse.Namespace) -> None:
     text = read_text()
     contenders = loops(options, context.rank, context.world_size)
     rounds: list[dict[str, list[tuple[float, ...]]]] = []
+    processor: list[dict[str, float]] = []
     for number in range(options.rounds + 1):
         rounds.append({})
+        processor.append({})
         for name, loop in contenders.items():
             dist.barrier()
+            began = processor_seconds()
             steps = []
             for step in range(options.steps + UNTIMED):
 
@@ -103,11 +116,13 @@ def worker(options: argparse.Namespace) -> None:
 
                 steps.append(one_step(loop, batch))
             rounds[-1][name] = steps[UNTIMED:]
-    dist.barrier()
+            dist.barrier()
+            processor[-1][name] = (processor_seconds() - began) / (options.steps + UNTIMED)
     if context.rank == 0:
         parameters = sum(one.numel() for one in contenders["alone"][0].parameters())
         transport = contenders["psdist"][1].handle.statistics().transport  # type: ignore[attr-defined] - psdist's
-        torch_workers.write({"parameters": parameters, "transport": transport, "rounds": rounds[1:]})
+        times = {"rounds": rounds[1:], "processor": processor[1:]}
+        torch_workers.write({"parameters": parameters, "transport": transport, **times})
     dist.destroy_process_group()
     context.close()
 
@@ -124,6 +139,7 @@ def summary(times: dict[str, Any]) -> dict[str, Any]:
         result["contenders"][name] = {
             "total_ms": 1e3 * median(medians),
             **{f"{phase}_ms": 1e3 * median(step[index] for step in steps) for index, phase in enumerate(PHASES)},
+            "processor_ms": 1e3 * median(one[name] for one in times["processor"]),
             "ratio": median(ratios),
             "spread": [ratios[0], ratios[-1]],
         }
@@ -133,9 +149,10 @@ def summary(times: dict[str, Any]) -> dict[str, Any]:
 def show(result: dict[str, Any]) -> None:
     """Prints a table."""
     print(f"{result['parameters']:,} parameters by {result['transport']}")
-    print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8}   times psdist's")
+    print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8} {'processor':>9}   times psdist's")
     for name, one in result["contenders"].items():
         columns = " ".join(f"{one[key]:8.1f}" for key in ("total_ms", "forward_ms", "backward_ms", "step_ms"))
+        columns += f" {one['processor_ms']:9.1f}"
         print(f"{name:10} {columns}   {one['ratio']:.2f} ({one['spread'][0]:.2f} to {one['spread'][1]:.2f})")
 
 
