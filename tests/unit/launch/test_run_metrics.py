@@ -161,7 +161,12 @@ class Terminal:
         self.stream = os.fdopen(descriptor, "w")
 
     def shown(self) -> str:
-        return os.read(self._reader, 4096).decode().replace("\r\n", "\n")
+        self.stream.write("\0")  # The system hands on what was written piece by piece: this is the last of it.
+        self.stream.flush()
+        data = b""
+        while not data.endswith(b"\0"):
+            data += os.read(self._reader, 4096)
+        return data[:-1].decode().replace("\r\n", "\n")
 
     def close(self) -> None:
         self.stream.close()
