@@ -4,7 +4,7 @@ Two figures. Memory: in a process of its own, the peak of what the worker itself
 and torch have trained a model of a few bytes, as a part of the bytes of the model's parameters. What it holds is its
 private memory (Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights
 are read from the memory of servers on this host, and that is theirs. Another process reads it every few milliseconds.
-Time: both trainings in one process, in turns.
+Time: both trainings in one process, in turns, each with the settings of malloc that a process of its own has.
 
 The model is a stack of residual blocks. It is made on the meta device, and has never all of its values in the worker.
 """
@@ -120,6 +120,7 @@ def compare(options: argparse.Namespace) -> None:
     """Takes turns with both trainings."""
     import psdist
     import psdist.torch
+    from psdist.wire import malloc_options
 
     context = psdist.init()
     whole, layered = stack(options.width, options.layers), stack(options.width, options.layers)
@@ -133,6 +134,7 @@ def compare(options: argparse.Namespace) -> None:
     for _ in range(options.rounds + 1):
         rounds.append({})
         for name, (model, optimizer) in loops.items():
+            (malloc_options.give_back_buffers if name == "offload" else malloc_options.keep_buffers)()
             steps = [one_step(model, optimizer, next(given[name])) for _ in range(options.steps + UNTIMED)]
             rounds[-1][name] = steps[UNTIMED:]
     weights = dict(loops["offload"][1].weights())  # type: ignore[attr-defined]  # psdist's

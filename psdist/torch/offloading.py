@@ -32,6 +32,7 @@ from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.inspection import fixed_tensors, inspect
+from psdist.torch.offloaded import memory
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
@@ -87,6 +88,7 @@ def offload(
     _check_model(model, tensors.trained, spec)
     parts, uses = divide(model, tensors.trained, layers)
     context = init_context() if context is None else context
+    pages = memory.PagePool() if memory.is_supported() else None
     made: list[OffloadedLayer] = []
     for part in parts:
         give_back_buffers()
@@ -97,7 +99,7 @@ def offload(
             compression=compression, non_finite=non_finite, on_drop=on_drop, reset_optimizer=reset_optimizer,
         )  # fmt: skip
         title = part.title or type(model).__name__
-        made.append(OffloadedLayer(title, parameters, handle, lambda: context.client.incarnation))
+        made.append(OffloadedLayer(title, parameters, handle, lambda: context.client.incarnation, pages))
     materializer.make(model.modules())
     give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():

@@ -16,7 +16,6 @@ while what it had allocated did not. So the number of heaps is limited, unless `
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,8 +29,6 @@ KEPT_BYTES: Final = 64 << 20
 RETURNED_BYTES: Final = 1 << 20
 #: Heaps of a user's script, whose own threads allocate too. Small blocks are cached by thread, whatever the heap.
 SCRIPT_HEAPS: Final = 2
-_PAGE_BYTES: Final = mmap.PAGESIZE
-_HUGE_PAGE_BYTES: Final = 2 << 20
 
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
@@ -59,16 +56,6 @@ def give_back_buffers() -> bool:
         with suppress(AttributeError, OSError):
             ctypes.CDLL(None).malloc_trim(0)
     return is_done
-
-
-def advise_huge_pages(address: int, size: int) -> None:
-    """Lets the system back ``size`` bytes at ``address`` by huge pages, where it has them: fresh memory takes a few
-    faults then, instead of one for each 4 KiB."""
-    begin, end = -(-address // _PAGE_BYTES) * _PAGE_BYTES, (address + size) // _PAGE_BYTES * _PAGE_BYTES
-    if end - begin >= _HUGE_PAGE_BYTES:
-        with suppress(AttributeError, OSError):
-            # Whatever it answers, the memory can be used.
-            ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_HUGEPAGE)
 
 
 def _set(settings: Mapping[int, int]) -> bool:

@@ -12,7 +12,6 @@ Not here: when a layer is in use (``passes``).
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import Any, Final
@@ -27,7 +26,7 @@ from psdist.client.process.loop import StartedCall
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError
 from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
-from psdist.wire.malloc_options import advise_huge_pages
+from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
 
 #: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
 _ALIGNMENT: Final = 64
@@ -50,13 +49,19 @@ _layers: WeakValueDictionary[int, OffloadedLayer] = WeakValueDictionary()
 class OffloadedLayer:
     """The trained parameters of one layer, by name, whose values are in ``handle``. Those that they have are let go of.
 
-    title: the name of the layer, for messages. incarnation: this worker's.
+    title: the name of the layer, for messages. incarnation: this worker's. pages: of the model's layers; None where
+    they cannot move.
 
     Raises InvalidArgumentError where ``handle`` has a layer already.
     """
 
     def __init__(
-        self, title: str, parameters: Mapping[str, nn.Parameter], handle: Parameters, incarnation: Callable[[], int]
+        self,
+        title: str,
+        parameters: Mapping[str, nn.Parameter],
+        handle: Parameters,
+        incarnation: Callable[[], int],
+        pages: PagePool | None,
     ) -> None:
         if id(handle) in _layers:
             raise InvalidArgumentError(
@@ -85,11 +90,11 @@ class OffloadedLayer:
         self._is_direct = first.device.type == "cpu" and all(
             one.dtype == torch.float32 for one in self.parameters.values()
         )
-        self._storage, self._size = self._move_together(first.device)
+        self._memory = self._move_together(first.device, pages)
         self._drop_memory()
         handle.release_memory()
 
-    def _move_together(self, device: torch.device) -> tuple[torch.UntypedStorage, int]:
+    def _move_together(self, device: torch.device, pages: PagePool | None) -> LayerMemory:
         """Lets all parameters lie in one storage. Their values are lost: the servers have them."""
         starts, end = [], 0
         for parameter in self.parameters.values():
@@ -97,12 +102,13 @@ class OffloadedLayer:
                 end = -(-end // _ALIGNMENT) * _ALIGNMENT
             starts.append(end)
             end += parameter.nbytes
-        storage = torch.empty(end, dtype=torch.uint8, device=device).untyped_storage()
+        memory: LayerMemory
+        memory = MovedPages(end, pages) if pages and device.type == "cpu" else ResizedStorage(end, device)
         for start, parameter in zip(starts, self.parameters.values(), strict=True):
             whole = torch.empty(0, dtype=parameter.dtype, device=device)
             place = start // parameter.element_size(), parameter.shape, _strides(parameter.shape)
-            parameter.data = whole.set_(storage, *place)
-        return storage, end
+            parameter.data = whole.set_(memory.storage, *place)
+        return memory
 
     # --- weights ---
 
@@ -110,20 +116,17 @@ class OffloadedLayer:
         """Begins to bring the weights here, unless they are, or are coming."""
         if self.state is not Residence.AWAY:
             return
-        self._storage.resize_(self._size)
-        if self._storage.device.type == "cpu":
-            advise_huge_pages(self._storage.data_ptr(), self._size)
+        self._memory.acquire()
         self._pulling = (
             self.handle.start_pull(self._places()) if self._is_direct else self.handle.start_pull(copy=False)
         )
         self.state = Residence.COMING
 
     def _places(self) -> dict[str, NDArray[np.float32]]:
-        """Arrays that lie in the storage. By its address, because a storage that torch itself has shown to numpy cannot
-        be resized any more."""
-        memory = (ctypes.c_float * (self._size // 4)).from_address(self._storage.data_ptr())
-        memory.storage = self._storage  # type: ignore[attr-defined]  # lives as long as anybody may write to it
-        flat, places, start = np.ctypeslib.as_array(memory), {}, 0
+        """Arrays that lie in the memory."""
+        memory = self._memory.array()
+        assert memory is not None
+        flat, places, start = memory.view(np.float32), {}, 0
         for name, parameter in self.parameters.items():
             places[name] = flat[start : start + parameter.numel()].reshape(tuple(parameter.shape))
             start += parameter.numel()
@@ -171,10 +174,15 @@ class OffloadedLayer:
         elif self.state is Residence.HERE:
             self._drop_memory()
 
+    def close(self) -> None:
+        """Takes the memory of the weights away at the end of training."""
+        self.free()
+        self._memory.close()
+
     def _drop_memory(self) -> None:
         for name, parameter in self.parameters.items():
             mark_freed(parameter, name)
-        self._storage.resize_(0)
+        self._memory.release()
         self.state = Residence.AWAY
 
     # --- gradients ---

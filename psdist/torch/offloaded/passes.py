@@ -106,7 +106,7 @@ class Passes:
             hook.remove()
         self._hooks.clear()
         for layer in self._layers:
-            layer.free()
+            layer.close()
 
     # --- weights ---
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import subprocess
 import sys
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 from psdist.wire import malloc_options
@@ -98,24 +95,7 @@ def test_freed_blocks_go_back_where_that_is_wanted() -> None:
     assert done == "True" and int(freed) >= 60
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="madvise is Linux's")
-def test_huge_pages_are_asked_for_where_a_block_may_have_some() -> None:
-    def advised(size: int) -> bool:
-        with mmap.mmap(-1, size) as memory:
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            malloc_options.advise_huge_pages(address + 1, size - 1)
-            lines = Path("/proc/self/smaps").read_text().splitlines()
-        # The first page has one byte that was not named.
-        at = next(number for number, line in enumerate(lines) if line.startswith(f"{address + mmap.PAGESIZE:x}-"))
-        return " hg" in next(line for line in lines[at:] if line.startswith("VmFlags"))
-
-    assert advised(8 << 20)
-    with pytest.raises(StopIteration):  # what was not advised is one mapping with its first page
-        advised(1 << 20)
-
-
 def test_a_system_without_it_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(malloc_options.ctypes, "CDLL", lambda name: object())
     assert malloc_options.keep_buffers() is False
     assert malloc_options.give_back_buffers() is False
-    malloc_options.advise_huge_pages(0, 8 << 20)
