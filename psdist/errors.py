@@ -167,6 +167,15 @@ class TcpUnavailableError(PsdistError, code="tcp_unavailable", status="FAILED_PR
     data."""
 
 
+class DeviceUnavailableError(PsdistError, code="device_unavailable", status="FAILED_PRECONDITION"):
+    """A CUDA device was asked for, and something that it needs is missing: ``details["missing"]`` names it. One of
+    "cupy", "nvrtc", "driver", "device", "memory"."""
+
+
+class DeviceLostError(PsdistError, code="device_lost", status="DATA_LOSS"):
+    """A CUDA device failed, or had no memory left, while it was used. What it held is lost."""
+
+
 class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):
     """A server acted as the primary of a shard that has a newer one."""
 

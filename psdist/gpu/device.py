@@ -1,0 +1,320 @@
+"""What kernels' callers need of a CUDA device, and its implementation by CuPy, which is imported when one is opened.
+
+A ``Device`` knows addresses and bytes, not arrays: ``launch`` takes numpy scalars of exactly the types that the kernel
+declares (np.uint64 for an address). Tests have another implementation, which runs the same sources on the processor
+(``tests/support/host_device.py``).
+
+Invariants: what is given to one stream is done in its order. Methods may be called from any thread, for streams that no
+other thread uses meanwhile. Every error of CUDA is a DeviceLostError: after one of them the device is not to be used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from threading import Lock
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError
+from psdist.gpu.compile import OPTIONS, compile_source, nvrtc
+
+AnyArray = NDArray[Any]
+#: A stream of a device, for its own methods.
+Stream = Any
+#: A kernel of a device, for its own methods.
+DeviceKernel = Any
+
+_NAME: Final = re.compile(r"cuda(?::(\d{1,3}))?")
+#: CUDA's numbers of errors.
+_OUT_OF_MEMORY, _INSUFFICIENT_DRIVER, _INITIALIZATION, _NO_DEVICE, _INVALID_DEVICE = 2, 35, 3, 100, 101
+
+
+class Allocation(Protocol):
+    """Memory of a device. It is given back when nothing refers to this object any more."""
+
+    @property
+    def address(self) -> int:
+        """Where it begins: a multiple of 256."""
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+
+
+class Device(Protocol):
+    """A device. name: how the user named it, and what it is."""
+
+    name: str
+
+    def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
+        """Compiles a source once, and returns what finds its kernels by name."""
+
+    def allocate(self, size: int) -> Allocation:
+        """``size`` bytes of the device's memory, whose content is anything. Raises DeviceLostError where there are
+        none."""
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """``size`` bytes of the host's memory, between which and the device copies go beside kernels."""
+
+    def stream(self) -> Stream:
+        """A new stream."""
+
+    def copy_in(self, address: int, values: AnyArray, stream: Stream) -> None:
+        """Copies contiguous ``values`` to the device. They stay as they are until the stream has come so far."""
+
+    def copy_out(self, values: AnyArray, address: int, stream: Stream) -> None:
+        """Copies from the device to contiguous ``values``, which are whole once the stream has come so far."""
+
+    def clear(self, address: int, size: int, stream: Stream) -> None:
+        """Writes zeros to ``size`` bytes of the device's memory."""
+
+    def launch(
+        self, kernel: DeviceKernel, grid: int, block: int, arguments: Sequence[np.generic], stream: Stream
+    ) -> None:
+        """Runs a kernel of ``kernels`` with ``grid`` blocks of ``block`` threads each."""
+
+    def wait(self, stream: Stream) -> None:
+        """Returns when all that was given to the stream is done."""
+
+    def register(self, array: AnyArray) -> bool:
+        """Lets copies to and from this memory of the host go beside kernels; False where the system does not allow
+        it, and copies are slower. ``unregister`` comes before the memory is given back."""
+
+    def unregister(self, array: AnyArray) -> None:
+        """Takes ``register`` back."""
+
+    def memory(self) -> tuple[int, int]:
+        """The device's memory in bytes: what is free, and all of it."""
+
+
+def device_number(name: str) -> int:
+    """The number in "cuda" (0) or "cuda:N". Raises InvalidArgumentError."""
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise InvalidArgumentError(f"device {name!r:.40} is neither cpu, cuda nor cuda:N, where N is a number")
+    return int(match[1] or 0)
+
+
+def open_device(name: str) -> CudaDevice:
+    """The device "cuda" (the first) or "cuda:N". Raises InvalidArgumentError for another name, and
+    DeviceUnavailableError, which names what is missing."""
+    number = device_number(name)
+    cupy = _cupy()
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        raise _unusable(cupy, name, error) from None
+    if number >= count:
+        numbers = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "none at all"
+        raise DeviceUnavailableError(
+            f"there is no {name} on this machine, which has {numbers}: name one of them, and look at "
+            "CUDA_VISIBLE_DEVICES, which hides devices",
+            missing="device",
+        )
+    with suppress(Exception):  # So that its library is found by name where it lies beside CuPy.
+        cupy.cuda.nvrtc.getVersion()
+    nvrtc()
+    try:
+        return CudaDevice(cupy, number)
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError) as error:
+        raise _unusable(cupy, name, error) from None
+
+
+def _cupy() -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise DeviceUnavailableError(
+            f"CuPy is not installed, or cannot be loaded ({error}): pip install 'psdist[gpu]', or cupy-cuda13x where "
+            "the driver is of CUDA 13",
+            missing="cupy",
+        ) from None
+
+
+def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableError:
+    """Why a device cannot be opened."""
+    status = getattr(error, "status", 0)
+    if isinstance(error, MemoryError) or status == _OUT_OF_MEMORY:
+        return DeviceUnavailableError(
+            f"{name} has no memory left ({error}): end what else uses it (nvidia-smi), or name another",
+            missing="memory",
+        )
+    if status in (_INSUFFICIENT_DRIVER, _INITIALIZATION):
+        driver, runtime = _version(cupy.cuda.runtime.driverGetVersion), _version(cupy.cuda.runtime.runtimeGetVersion)
+        return DeviceUnavailableError(
+            f"no usable NVIDIA driver for {name}: the driver is {driver}, and CuPy needs one for {runtime}. Install a "
+            "newer driver, or the CuPy of an older CUDA",
+            missing="driver",
+        )
+    return DeviceUnavailableError(f"{name} cannot be used: {error}", missing="device")
+
+
+def _version(get: Callable[[], int]) -> str:
+    with suppress(Exception):
+        if number := get():
+            return f"CUDA {number // 1000}.{number % 1000 // 10}"
+    return "missing"
+
+
+class CudaDevice:
+    """A device of CUDA, by CuPy.
+
+    cupy: the module. number: the device's.
+    """
+
+    def __init__(self, cupy: Any, number: int) -> None:
+        self._cupy, self._runtime = cupy, cupy.cuda.runtime
+        self._number = number
+        self._errors = (self._runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError)
+        self._lock = Lock()
+        self._finders: dict[str, Callable[[str], DeviceKernel]] = {}
+        with self._current():
+            self._runtime.free(0)  # Makes the context, so that what is missing shows here.
+            properties = self._runtime.getDeviceProperties(number)
+        kind = properties["name"]
+        self._architecture = f"sm_{properties['major']}{properties['minor']}"
+        self.name = f"cuda:{number} ({kind.decode() if isinstance(kind, bytes) else kind})"
+
+    @contextmanager
+    def _used(self, what: str) -> Iterator[None]:
+        """This device is the thread's current one; its errors are ours."""
+        try:
+            with self._current():
+                yield
+        except self._errors as error:
+            raise DeviceLostError(f"{self.name}: {what} failed: {error}", device=self.name) from error
+
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Not by CuPy's ``with device``: any number of threads are here at once."""
+        before = self._runtime.getDevice()
+        self._runtime.setDevice(self._number)
+        try:
+            yield
+        finally:
+            if before != self._number:
+                self._runtime.setDevice(before)
+
+    def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
+        with self._lock, self._used("loading kernels"):
+            if source not in self._finders:
+                path = _compiled(source, self._architecture)
+                self._finders[source] = partial(self._kernel, self._cupy.RawModule(path=str(path)))
+            return self._finders[source]
+
+    def _kernel(self, module: Any, name: str) -> DeviceKernel:
+        with self._used(f"loading kernel {name}"):
+            return module.get_function(name)
+
+    def allocate(self, size: int) -> Allocation:
+        with self._used(f"an allocation of {size:,} bytes"):
+            return _CudaAllocation(self._cupy.cuda.Memory(max(1, size)), size)
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        with self._used(f"an allocation of {size:,} pinned bytes"):
+            memory = self._cupy.cuda.PinnedMemory(max(1, size))
+        return np.asarray(_PinnedMemory(memory, size))
+
+    def stream(self) -> Stream:
+        with self._used("a new stream"):
+            return self._cupy.cuda.Stream(non_blocking=True)
+
+    def copy_in(self, address: int, values: AnyArray, stream: Stream) -> None:
+        kind = self._runtime.memcpyHostToDevice
+        with self._used("a copy to the device"):
+            self._runtime.memcpyAsync(address, _address(values), values.nbytes, kind, stream.ptr)
+
+    def copy_out(self, values: AnyArray, address: int, stream: Stream) -> None:
+        kind = self._runtime.memcpyDeviceToHost
+        with self._used("a copy from the device"):
+            self._runtime.memcpyAsync(_address(values), address, values.nbytes, kind, stream.ptr)
+
+    def clear(self, address: int, size: int, stream: Stream) -> None:
+        with self._used("clearing memory"):
+            self._runtime.memsetAsync(address, 0, size, stream.ptr)
+
+    def launch(
+        self, kernel: DeviceKernel, grid: int, block: int, arguments: Sequence[np.generic], stream: Stream
+    ) -> None:
+        with self._used("a kernel"), stream:
+            kernel((grid,), (block,), tuple(arguments))
+
+    def wait(self, stream: Stream) -> None:
+        with self._used("a kernel or a copy"):
+            stream.synchronize()
+
+    def register(self, array: AnyArray) -> bool:
+        try:
+            with self._current():
+                self._runtime.hostRegister(_address(array), array.nbytes, 0)
+        except self._errors:
+            return False
+        return True
+
+    def unregister(self, array: AnyArray) -> None:
+        with self._used("taking a registration back"):
+            self._runtime.hostUnregister(_address(array))
+
+    def memory(self) -> tuple[int, int]:
+        with self._used("asking for its memory"):
+            free, total = self._runtime.memGetInfo()
+        return int(free), int(total)
+
+
+class _CudaAllocation:
+    """Memory of a device. memory: CuPy's, which gives it back at its end."""
+
+    def __init__(self, memory: Any, size: int) -> None:
+        self._memory = memory
+        self.address: int = memory.ptr
+        self.size = size
+
+
+class _PinnedMemory:
+    """Memory of the host for numpy. memory: CuPy's, which is given back with the last array that looks into it."""
+
+    def __init__(self, memory: Any, size: int) -> None:
+        self._memory = memory
+        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (memory.ptr, False), "version": 3}
+
+
+def _address(array: AnyArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _compiled(source: str, architecture: str) -> Path:
+    """The file of a source's CUBIN, which is compiled unless it is among CuPy's cached kernels."""
+    library = nvrtc()
+    version = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(*map(ctypes.byref, version))
+    key = "\0".join((source, architecture, *OPTIONS, *(str(part.value) for part in version)))
+    file = f"psdist-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
+    if (folder / file).is_file():
+        return folder / file
+    cubin = compile_source(source, architecture)
+    try:
+        return _written(folder, file, cubin)
+    except OSError:
+        return _written(Path(tempfile.mkdtemp(prefix="psdist-")), file, cubin)
+
+
+def _written(folder: Path, file: str, content: bytes) -> Path:
+    """Writes a file at once, so that other processes see all of it or nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:
+        made.write(content)
+    os.replace(made.name, folder / file)
+    return folder / file

@@ -1,0 +1,190 @@
+"""A ``psdist.gpu.device.Device`` on the processor, for machines without a GPU: the same sources, compiled by g++.
+
+Its memory is the host's. What is given to a stream is done at once, so nothing here shows a missing wait; what it shows
+is the arithmetic, the barriers within a block (threads run in ascending order, or in descending), types of arguments,
+and what is allocated. ``host_cuda.h`` says how a block is run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from psdist.errors import DeviceLostError
+
+AnyArray = NDArray[Any]
+
+#: Skips where there is no compiler.
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="runs the kernels' sources by g++")
+
+_HEADER: Final = Path(__file__).with_name("host_cuda.h")
+_OPTIONS: Final = (
+    *("-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
+    "-U_FORTIFY_SOURCE",  # It takes a jump from one stack to another for an error.
+)
+_KERNEL: Final = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(')
+_ARGUMENTS: Final = 64
+_FOLDER: Final = Path(tempfile.gettempdir()) / f"psdist-host-kernels-{os.getuid()}"
+
+
+class HostAllocation:
+    """Memory of the device. ended: called with its size at its end."""
+
+    def __init__(self, size: int, ended: Callable[[int], None]) -> None:
+        self.size = size
+        self.bytes = np.empty(size + 256, np.uint8)
+        self.bytes.fill(0xFF)  # NaN: what nobody wrote shows.
+        self.address = -(-_address(self.bytes) // 256) * 256
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended(self.size)
+
+
+class HostDevice:
+    """A device. descending: the order of threads in a block. memory_bytes: what it has.
+
+    allocated: bytes that are allocated now; most: at most so far; launches: how many kernels were run.
+    """
+
+    def __init__(self, memory_bytes: int = 1 << 34, *, descending: bool = False) -> None:
+        self.name = "cuda:0 (on the processor)"
+        self.memory_bytes = memory_bytes
+        self.descending = descending
+        self.allocated = self.most = self.launches = 0
+        #: Once this is set everything fails with it.
+        self.failure = ""
+
+    def kernels(self, source: str) -> Callable[[str], _HostKernel]:
+        """As ``Device``."""
+        self._check()
+        library = compiled(source)
+        return functools.partial(_HostKernel, library)
+
+    def allocate(self, size: int) -> HostAllocation:
+        """As ``Device``."""
+        self._check()
+        if self.allocated + size > self.memory_bytes:
+            raise DeviceLostError(f"{self.name}: an allocation of {size:,} bytes failed: out of memory")
+        self.allocated += size
+        self.most = max(self.most, self.allocated)
+        return HostAllocation(size, self._freed)
+
+    def _freed(self, size: int) -> None:
+        self.allocated -= size
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """As ``Device``."""
+        self._check()
+        return np.zeros(size, np.uint8)
+
+    def stream(self) -> object:
+        """As ``Device``."""
+        return object()
+
+    def copy_in(self, address: int, values: AnyArray, stream: object) -> None:
+        """As ``Device``."""
+        self._check()
+        assert values.flags.c_contiguous
+        ctypes.memmove(address, _address(values), values.nbytes)
+
+    def copy_out(self, values: AnyArray, address: int, stream: object) -> None:
+        """As ``Device``."""
+        self._check()
+        assert values.flags.c_contiguous and values.flags.writeable
+        ctypes.memmove(_address(values), address, values.nbytes)
+
+    def clear(self, address: int, size: int, stream: object) -> None:
+        """As ``Device``."""
+        self._check()
+        ctypes.memset(address, 0, size)
+
+    def launch(
+        self, kernel: _HostKernel, grid: int, block: int, arguments: Sequence[np.generic], stream: object
+    ) -> None:
+        """As ``Device``."""
+        self._check()
+        self.launches += 1
+        kernel(grid, block, arguments, self.descending)
+
+    def wait(self, stream: object) -> None:
+        """As ``Device``."""
+        self._check()
+
+    def register(self, array: AnyArray) -> bool:
+        """As ``Device``."""
+        return True
+
+    def unregister(self, array: AnyArray) -> None:
+        """As ``Device``."""
+
+    def memory(self) -> tuple[int, int]:
+        """As ``Device``."""
+        return self.memory_bytes - self.allocated, self.memory_bytes
+
+    def _check(self) -> None:
+        if self.failure:
+            raise DeviceLostError(f"{self.name}: {self.failure}", device=self.name)
+
+
+class _HostKernel:
+    """One kernel of a compiled source."""
+
+    def __init__(self, library: ctypes.CDLL, name: str) -> None:
+        self._name = name
+        self._launch = getattr(library, f"host_launch_{name}")
+        sizes = (ctypes.c_uint * _ARGUMENTS)()
+        count = getattr(library, f"host_sizes_{name}")(sizes)
+        self._sizes = list(sizes[:count])
+
+    def __call__(self, grid: int, block: int, arguments: Sequence[np.generic], descending: bool) -> None:
+        assert all(isinstance(one, np.generic) for one in arguments), "numpy's scalars, of the declared types"
+        assert [one.itemsize for one in arguments] == self._sizes, f"{self._name} takes {self._sizes}"
+        assert 0 < grid < 1 << 31 and 0 < block <= 1024
+        held = [np.array(one) for one in arguments]
+        pointers = (ctypes.c_void_p * max(1, len(held)))(*map(_address, held))
+        self._launch(ctypes.c_uint(grid), ctypes.c_uint(block), ctypes.c_int(descending), pointers)
+
+
+@functools.cache
+def compiled(source: str) -> ctypes.CDLL:
+    """The library of a source's kernels, compiled unless an earlier run left it."""
+    header = _HEADER.read_text(encoding="utf-8")
+    text = "\n".join((header, source, *map(_exported, _KERNEL.findall(source))))
+    key = hashlib.sha256("\0".join((text, *_OPTIONS)).encode()).hexdigest()
+    _FOLDER.mkdir(mode=0o700, exist_ok=True)
+    library = _FOLDER / f"{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+            made = Path(folder) / "made.so"
+            (Path(folder) / "made.cpp").write_text(text, encoding="utf-8")
+            subprocess.run(["g++", *_OPTIONS, "-o", made, Path(folder) / "made.cpp"], check=True, capture_output=True)
+            os.replace(made, library)
+    return ctypes.CDLL(str(library))
+
+
+def _exported(name: str) -> str:
+    """C++ by which a kernel can be called from here."""
+    return f"""
+extern "C" void host_launch_{name}(unsigned grid, unsigned threads, int order, void** arguments) {{
+    host::launch({name}, grid, threads, order, arguments);
+}}
+extern "C" int host_sizes_{name}(unsigned* sizes) {{ return host::sizes_of({name}, sizes); }}"""
+
+
+def _address(array: AnyArray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
