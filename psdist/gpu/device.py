@@ -5,7 +5,8 @@ declares (np.uint64 for an address). Tests have another implementation, which ru
 (``tests/support/host_device.py``).
 
 Invariants: what is given to one stream is done in its order. Methods may be called from any thread, for streams that no
-other thread uses meanwhile. Every error of CUDA is a DeviceLostError: after one of them the device is not to be used.
+other thread uses meanwhile. Every error of CUDA but a failed allocation is a DeviceLostError: after one of them the
+device is not to be used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError
+from psdist.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError, LimitExceededError
 from psdist.gpu.compile import OPTIONS, compile_source, nvrtc
 
 AnyArray = NDArray[Any]
@@ -61,8 +62,8 @@ class Device(Protocol):
         """Compiles a source once, and returns what finds its kernels by name."""
 
     def allocate(self, size: int) -> Allocation:
-        """``size`` bytes of the device's memory, whose content is anything. Raises DeviceLostError where there are
-        none."""
+        """``size`` bytes of the device's memory, whose content is anything. Raises LimitExceededError where it has no
+        more."""
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """``size`` bytes of the host's memory, between which and the device copies go beside kernels."""
@@ -219,7 +220,16 @@ class CudaDevice:
 
     def allocate(self, size: int) -> Allocation:
         with self._used(f"an allocation of {size:,} bytes"):
-            return _CudaAllocation(self._cupy.cuda.Memory(max(1, size)), size)
+            try:
+                return _CudaAllocation(self._cupy.cuda.Memory(max(1, size)), size)
+            except self._errors as error:
+                if not isinstance(error, MemoryError) and getattr(error, "status", 0) != _OUT_OF_MEMORY:
+                    raise
+                free, total = self._runtime.memGetInfo()
+        raise LimitExceededError(
+            f"{self.name} has no room for {size:,} bytes more: {free:,} of its {total:,} are free; use more servers, "
+            "on other devices"
+        )
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         with self._used(f"an allocation of {size:,} pinned bytes"):

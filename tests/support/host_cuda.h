@@ -42,10 +42,13 @@ struct Block {
 };
 static thread_local Block block;
 
+// A coroutine lasts as long as its thread of the processor, and runs its part of one block after another.
 static void run_fiber() {
-    block.body(block.state);
-    block.fibers[block.current].is_done = true;
-    _longjmp(block.scheduler, 1);
+    for (;;) {
+        block.body(block.state);
+        block.fibers[block.current].is_done = true;
+        if (!_setjmp(block.fibers[block.current].at)) _longjmp(block.scheduler, 1);
+    }
 }
 
 static void resume(unsigned number) {
@@ -69,23 +72,28 @@ static int count_of(int predicate) {
     return block.votes[phase];
 }
 
-static void run_block(unsigned threads, int order, void (*body)(void*), void* state) {
+static void make_fibers(unsigned threads) {
     block.fibers.resize(threads);
     block.stacks.resize(threads * STACK);
-    block.exchanged.assign(threads, 0);
-    block.body = body;
-    block.state = state;
-    block.votes[0] = block.votes[1] = 0;
-    block.phase = 0;
     for (unsigned i = 0; i < threads; i++) {
         Fiber& fiber = block.fibers[i];
-        fiber.is_begun = fiber.is_done = false;
+        fiber.is_begun = false;
         getcontext(&fiber.start);
         fiber.start.uc_stack.ss_sp = block.stacks.data() + i * STACK;
         fiber.start.uc_stack.ss_size = STACK;
         fiber.start.uc_link = nullptr;
         makecontext(&fiber.start, run_fiber, 0);
     }
+}
+
+static void run_block(unsigned threads, int order, void (*body)(void*), void* state) {
+    if (block.fibers.size() < threads) make_fibers(threads);
+    block.exchanged.assign(threads, 0);
+    block.body = body;
+    block.state = state;
+    block.votes[0] = block.votes[1] = 0;
+    block.phase = 0;
+    for (unsigned i = 0; i < threads; i++) block.fibers[i].is_done = false;
     for (bool is_running = true; is_running; block.phase++, block.votes[block.phase & 1] = 0) {
         is_running = false;
         for (unsigned i = 0; i < threads; i++) {

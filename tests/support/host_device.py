@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +24,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.errors import DeviceLostError
+from psdist.errors import DeviceLostError, LimitExceededError
 
 AnyArray = NDArray[Any]
 
@@ -57,7 +58,8 @@ class HostAllocation:
 class HostDevice:
     """A device. descending: the order of threads in a block. memory_bytes: what it has.
 
-    allocated: bytes that are allocated now; most: at most so far; launches: how many kernels were run.
+    allocated: bytes that are allocated now; most: at most so far; launches: how many kernels were run; registered:
+    addresses that are.
     """
 
     def __init__(self, memory_bytes: int = 1 << 34, *, descending: bool = False) -> None:
@@ -65,6 +67,8 @@ class HostDevice:
         self.memory_bytes = memory_bytes
         self.descending = descending
         self.allocated = self.most = self.launches = 0
+        self.registered: set[int] = set()
+        self._lock = threading.RLock()  # An allocation may end in the thread that counts another.
         #: Once this is set everything fails with it.
         self.failure = ""
 
@@ -78,13 +82,14 @@ class HostDevice:
         """As ``Device``."""
         self._check()
         if self.allocated + size > self.memory_bytes:
-            raise DeviceLostError(f"{self.name}: an allocation of {size:,} bytes failed: out of memory")
-        self.allocated += size
-        self.most = max(self.most, self.allocated)
-        return HostAllocation(size, self._freed)
+            raise LimitExceededError(f"{self.name} has no room for {size:,} bytes more")
+        self._count(size)
+        return HostAllocation(size, lambda size: self._count(-size))
 
-    def _freed(self, size: int) -> None:
-        self.allocated -= size
+    def _count(self, size: int) -> None:
+        with self._lock:
+            self.allocated += size
+            self.most = max(self.most, self.allocated)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         """As ``Device``."""
@@ -126,10 +131,15 @@ class HostDevice:
 
     def register(self, array: AnyArray) -> bool:
         """As ``Device``."""
+        self._check()
+        assert _address(array) not in self.registered
+        self.registered.add(_address(array))
         return True
 
     def unregister(self, array: AnyArray) -> None:
         """As ``Device``."""
+        self._check()
+        self.registered.remove(_address(array))
 
     def memory(self) -> tuple[int, int]:
         """As ``Device``."""
@@ -171,7 +181,10 @@ def compiled(source: str) -> ctypes.CDLL:
         with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
             made = Path(folder) / "made.so"
             (Path(folder) / "made.cpp").write_text(text, encoding="utf-8")
-            subprocess.run(["g++", *_OPTIONS, "-o", made, Path(folder) / "made.cpp"], check=True, capture_output=True)
+            done = subprocess.run(
+                ["g++", *_OPTIONS, "-o", made, Path(folder) / "made.cpp"], capture_output=True, text=True, check=False
+            )
+            assert done.returncode == 0, done.stderr
             os.replace(made, library)
     return ctypes.CDLL(str(library))
 

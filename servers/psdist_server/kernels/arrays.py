@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol
 
@@ -46,6 +46,7 @@ Runs = tuple[tuple[int, int, int], ...]
 PUBLISHED: Final = "published"
 #: Positions of contributions that hold NaN or Inf and were left out.
 Bad = tuple[int, ...]
+_thread = threading.local()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Applied(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class GroupSegment:
     """A range of a slice whose elements belong to one group: where it begins, and where its weights and state lie."""
 
     start: int
@@ -96,10 +97,17 @@ class _Segment:
     addresses: tuple[int, ...]
 
 
-class DenseParameters:
-    """The slices of ``entry`` that this server holds a copy of; none at first."""
+#: The number of an update in its batch, the update, and one segment of its slice.
+SegmentJob = tuple[int, Update, GroupSegment]
 
-    def __init__(self, entry: ParametersEntry) -> None:
+
+class DenseParameters:
+    """The slices of ``entry`` that this server holds a copy of; none at first.
+
+    has_states: the optimizer's state lies in the host's memory. Else a subclass has it elsewhere.
+    """
+
+    def __init__(self, entry: ParametersEntry, *, has_states: bool = True) -> None:
         self.slicing = entry.slicing
         self.held: set[int] = set()
         #: The same, ascending.
@@ -108,7 +116,7 @@ class DenseParameters:
         self.installed: set[int] = set()
         self._ranges = entry.ranges
         self._runs: dict[int, Runs] = {}
-        self._segments: dict[int, tuple[_Segment, ...]] = {}
+        self._segments: dict[int, tuple[GroupSegment, ...]] = {}
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
         #: What workers read: the weights, or the published ones.
         self.weights = WeightsMemory(self.slicing)
@@ -117,12 +125,11 @@ class DenseParameters:
         if entry.spec.pull_compression:
             codec = pull_codec_from_text(entry.spec.pull_compression)
             self.published = PublishedWeights(codec, self.slicing, self.weights)
-        count = len(self.rule.state_names) + (self.published is not None)
+        states = len(self.rule.state_names) if has_states else 0
         #: Memory of the optimizer's state; and of the weights, where workers read others.
-        self._private = tuple(AnonymousMemory(self.slicing.total) for _ in range(count))
-        self.states = tuple(memory.array for memory in self._private[: len(self.rule.state_names)])
+        self._private = tuple(AnonymousMemory(self.slicing.total) for _ in range(states + (self.published is not None)))
+        self.states = tuple(memory.array for memory in self._private[:states])
         self._arrived: dict[int, set[int]] = {}
-        self._thread = threading.local()
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -132,7 +139,7 @@ class DenseParameters:
     @property
     def array_count(self) -> int:
         """How many arrays a slice has."""
-        return 1 + len(self._private)
+        return 1 + len(self.state_names)
 
     def _arrays(self) -> list[Array]:
         """float32[total] each: the weights, the optimizer's state, and the published weights where there are some."""
@@ -187,14 +194,19 @@ class DenseParameters:
     def install(self, index: int, values: Gradient, version: int = 0) -> None:
         """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
         them."""
-        weights, *states = self.export(index)
+        arrays = self.export(index)
+        weights, states = arrays[0], arrays[1 : 1 + len(self.rule.state_names)]
         self.weights.sequence[index] = 2 * version + 1
         weights[...] = values
         if self.published is not None:
             self.published.begin(index, weights)
         self.weights.sequence[index] = 2 * version
-        self.rule.initialize(weights, states[: len(self.states)], self._runs[index])
+        self.rule.initialize(weights, states, self._runs[index])
+        self._stored(index, dict(enumerate(arrays)))
         self.installed.add(index)
+
+    def _stored(self, index: int, arrays: Mapping[int, Array]) -> None:
+        """These arrays of a slice, by their numbers in ``export``, which gave them, were written to."""
 
     def export(self, index: int) -> list[Array]:
         """The arrays of a slice, where they lie: its weights, and those of ``state_names``."""
@@ -226,6 +238,7 @@ class DenseParameters:
         arrays[array_number][...] = values
         if is_read:
             self.weights.sequence[index] = 2 * version
+        self._stored(index, {array_number: arrays[array_number]})
         if self.published is not None:
             self.published.forget([index])
         arrived = self._arrived.setdefault(index, set())
@@ -304,7 +317,7 @@ class DenseParameters:
 
     def _apply(self, updates: Sequence[Update]) -> list[Bad]:
         sequence = self.weights.sequence
-        by_scalars: dict[tuple[int, float, int], list[tuple[int, Update, _Segment]]] = {}
+        by_scalars: dict[tuple[int, float, int], list[SegmentJob]] = {}
         for number, update in enumerate(updates):
             if update.parts:
                 sequence[update.index] = 2 * update.step + 1
@@ -318,20 +331,15 @@ class DenseParameters:
                 for row, parts in self._run(jobs, scalars):
                     bad[jobs[row][0]].update(parts)
         for update in updates:
-            if self.published is not None:
-                self._publish(update, self.published)
+            if self.published is not None and update.parts:
+                weights = self._arrays()[0][slice(*self.slicing.bounds(update.index))]
+                self.published.publish(update.index, update.step + 1, weights)
+            elif self.published is not None:
+                self.published.unchanged(update.index)
             sequence[update.index] = 2 * update.step + 2
         return [tuple(sorted(parts)) for parts in bad]
 
-    def _publish(self, update: Update, published: PublishedWeights) -> None:
-        if update.parts:
-            published.publish(update.index, update.step + 1, self.export(update.index)[0])
-        else:
-            published.unchanged(update.index)
-
-    def _run(
-        self, jobs: Sequence[tuple[int, Update, _Segment]], scalars: tuple[np.float32, ...]
-    ) -> list[tuple[int, list[int]]]:
+    def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
         """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
         most = max(len(update.parts) for _, update, _ in jobs)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
@@ -345,31 +353,37 @@ class DenseParameters:
             np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
             parts,
             codes,
-            np.array([_division(update) for _, update, _ in jobs], np.float32),
-            self._memory(),
+            np.array([division_of(update) for _, update, _ in jobs], np.float32),
+            _memory(),
             bad,
             np.array([kernels.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
             scalars,
         )
         return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
 
-    def _memory(self) -> Array:
-        """Working memory of this kernel thread, so that the steady state allocates none."""
-        memory: Array | None = getattr(self._thread, "memory", None)
-        if memory is None:
-            memory = self._thread.memory = np.zeros(2 * BLOCK, np.float32)
-        return memory
-
-    def _segments_of(self, index: int) -> tuple[_Segment, ...]:
+    def _addresses(self, index: int) -> list[int]:
+        """Where the weights of a slice begin, and its arrays of state, for the kernels."""
         first = self.slicing.bounds(index)[0]
-        bases = [kernels.address_of(array) for array in self._arrays()[: 1 + len(self.states)]]
+        return [kernels.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
+
+    def _segments_of(self, index: int) -> tuple[GroupSegment, ...]:
+        bases = self._addresses(index)
         return tuple(
-            _Segment(start, stop - start, group, tuple(base + 4 * (first + start) for base in bases))
+            GroupSegment(start, stop - start, group, tuple(base + 4 * start for base in bases))
             for start, stop, group in self._runs[index]
         )
 
 
-def _division(update: Update) -> tuple[np.float32, np.float32]:
+def _memory() -> Array:
+    """Working memory of this kernel thread, so that the steady state allocates none."""
+    memory: Array | None = getattr(_thread, "memory", None)
+    if memory is None:
+        memory = _thread.memory = np.zeros(2 * BLOCK, np.float32)
+    return memory
+
+
+def division_of(update: Update) -> tuple[np.float32, np.float32]:
+    """Divisor and factor of an update's sum, as the kernels take them."""
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
     return kernels.division_by(update.divisor or len(update.parts))

@@ -1,0 +1,1 @@
+"""Parameters whose weights and optimizer state lie on a CUDA device, with the bytes of those in the host's memory."""

@@ -1,0 +1,191 @@
+"""Parameters on a device: ``DenseParameters`` whose updates are made where its weights and state lie.
+
+The weights and the state of a slice lie on the device, those of a shard's slices in one allocation, so that shards come
+and go with their memory. After each update the weights are also copied to where the host has them, before the slice
+counts as updated. So everything that reads weights (workers in shared memory, messages, direct connections, digests,
+snapshots) reads the same memory as without a device, under the same sequence numbers; a server sends each update's
+weights to its workers anyway, so the copy is not made for nothing. The state comes to the host when somebody asks
+(``export``). P parameters with Adam cost 12 x P bytes of the device, and 4 x P of the host.
+
+Contributions are copied to pinned memory, each once, and from there to the device beside other kernels (``staging``).
+Those that came encoded, or have weights, are added up by the processor, and their sum is copied.
+
+Invariant: the bytes of weights, state, means and sums of squares are those of ``DenseParameters``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from psdist.errors import DeviceLostError
+from psdist.gpu.device import Allocation, DeviceKernel
+from psdist.types import ParametersEntry
+from psdist_server.device.source import ARRAYS, SCALARS, THREADS, update_source
+from psdist_server.device.staging import Lane, Lanes, StagingArea, piece_elements
+from psdist_server.kernels.arrays import Array, DenseParameters, GroupSegment, SegmentJob, division_of
+from psdist_server.kernels.interpreted import CODES, DTYPES
+
+#: Elements to whose multiple the arrays of a slice are placed: 256 bytes.
+_ALIGNMENT: Final = 64
+_PAGE: Final = 4096
+#: Weights of slices of at least so many bytes are registered, so that copies to them go beside kernels.
+REGISTERED_BYTES: Final = 1 << 20
+
+
+class DeviceParameters(DenseParameters):
+    """The slices of ``entry`` that this server holds a copy of, on the device of ``lanes``."""
+
+    def __init__(self, entry: ParametersEntry, lanes: Lanes) -> None:
+        super().__init__(entry, has_states=False)
+        self._lanes = lanes
+        self._device = lanes.device
+        self._shards = max(1, len(entry.shards))
+        #: By slice: the memory of its shard, and where in it the slice begins.
+        self._places: dict[int, tuple[Allocation, int]] = {}
+        self._registered: dict[int, Array] = {}
+        name = self.rule.fused.__name__
+        with lanes.watched():
+            find = self._device.kernels(update_source(name))
+            self._update: DeviceKernel = find(f"update_{name}")
+            self._narrow: DeviceKernel = find("narrow")
+            self._combine: DeviceKernel = find("combine")
+            self._sum_squares: DeviceKernel = find("sum_squares")
+
+    def hold(self, indices: Iterable[int]) -> None:
+        new = sorted(set(indices) - self.held)
+        with self._lanes.watched():
+            self._places |= self._allocated(new)
+        try:
+            super().hold(new)
+        except BaseException:
+            for index in new:
+                del self._places[index]
+            raise
+        for index in new:
+            self._register(index)
+
+    def _allocated(self, indices: Sequence[int]) -> dict[int, tuple[Allocation, int]]:
+        """Memory for slices: one allocation for each shard."""
+        by_shard: dict[int, list[int]] = {}
+        for index in indices:
+            by_shard.setdefault(index % self._shards, []).append(index)
+        places: dict[int, tuple[Allocation, int]] = {}
+        for group in by_shard.values():
+            sizes = [self._pitch(index) * (1 + len(self.rule.state_names)) for index in group]
+            memory = self._device.allocate(sum(sizes))
+            address = memory.address
+            for index, size in zip(group, sizes, strict=True):
+                places[index] = memory, address
+                address += size
+        return places
+
+    def _pitch(self, index: int) -> int:
+        """Bytes from one array of a slice to its next."""
+        return -(-self.slicing.size(index) // _ALIGNMENT) * _ALIGNMENT * 4
+
+    def _register(self, index: int) -> None:
+        weights = self._weights_of(index)
+        size, address = weights.nbytes, weights.__array_interface__["data"][0]
+        # No more than whole pages: a copy must not go to memory of which a part is registered.
+        if size >= REGISTERED_BYTES and not address % _PAGE and not size % _PAGE and self._device.register(weights):
+            self._registered[index] = weights
+
+    def release(self, indices: Iterable[int]) -> None:
+        gone = self.held.intersection(indices)
+        self._unregister(gone)
+        super().release(gone)
+        for index in gone:
+            del self._places[index]
+
+    def _unregister(self, indices: Iterable[int]) -> None:
+        for index in indices:
+            if (weights := self._registered.pop(index, None)) is not None:
+                with self._lanes.watched():
+                    self._device.unregister(weights)
+
+    def close(self) -> None:
+        """Gives the arena and the device's memory back; no kernel may be at work."""
+        try:
+            self._unregister(list(self._registered))
+        except DeviceLostError:  # Which was reported, and keeps nothing.
+            self._registered.clear()
+        self._places.clear()
+        super().close()
+
+    def export(self, index: int) -> list[Array]:
+        """The arrays of a slice: its weights, where they lie on the host, and copies of its state."""
+        weights, *published = super().export(index)
+        states = [np.empty(weights.size, np.float32) for _ in self.rule.state_names]
+        with self._lanes.reading() as area:
+            for state, address in zip(states, self._addresses(index)[1:], strict=True):
+                self._device.copy_out(state, address, area.stream)
+        return [weights, *states, *published]
+
+    def _stored(self, index: int, arrays: Mapping[int, Array]) -> None:
+        with self._lanes.reading() as area:
+            for number, address in enumerate(self._addresses(index)):
+                if number in arrays:
+                    self._device.copy_in(address, np.ascontiguousarray(arrays[number]), area.stream)
+
+    def _weights_of(self, index: int) -> Array:
+        """The weights of a slice, where they lie in the host's memory."""
+        return self._arrays()[0][slice(*self.slicing.bounds(index))]
+
+    def _addresses(self, index: int) -> list[int]:
+        _, first = self._places[index]
+        return [first + number * self._pitch(index) for number in range(1 + len(self.rule.state_names))]
+
+    def read(self, index: int, dtype: str) -> memoryview:
+        if dtype not in ("float16", "bfloat16") or self.published is not None or index not in self.held:
+            return super().read(index, dtype)
+        size, wanted = self.slicing.size(index), DTYPES[dtype]
+        out = np.empty(size, np.uint16)
+        most = piece_elements((out, out))
+        for at in range(0, size, most):
+            count, address = min(most, size - at), np.uint64(self._addresses(index)[0] + 4 * at)
+            with self._lanes.reading() as area:
+                arguments = (address, np.uint64(area.out), np.int64(count), np.int64(CODES[wanted]))
+                area.launch(self._narrow, count, *arguments, threads=THREADS)
+                area.result(out[at : at + count], area.out)
+        return out.view(np.uint8).data
+
+    def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
+        bad: list[set[int]] = [set() for _ in jobs]
+        padded = (*scalars, *[np.float32(0.0)] * (SCALARS - len(scalars)))
+        with self._lanes.lane() as lane:
+            for row, job in enumerate(jobs):
+                self._update_segment(lane, job, padded, bad[row])
+        return [(row, sorted(found)) for row, found in enumerate(bad) if found]
+
+    def _update_segment(self, lane: Lane, job: SegmentJob, scalars: tuple[np.float32, ...], bad: set[int]) -> None:
+        _, update, segment = job
+        most = piece_elements(update.parts)
+        weights = self._weights_of(update.index)[segment.start : segment.start + segment.size]
+        for at in range(0, segment.size, most):
+            size, area = min(most, segment.size - at), lane.next()
+            area.stage(update.parts, segment.start + at, size)
+            mean = np.uint64(area.out if update.mean is not None else 0)
+            given: tuple[np.generic, ...] = (
+                *_arrays(segment, at),
+                np.int64(size),
+                *_staged(area),
+                *division_of(update),
+            )
+            area.launch(self._update, size, *given, mean, *scalars, threads=THREADS)
+            self._device.copy_out(weights[at : at + size], segment.addresses[0] + 4 * at, area.stream)
+            if update.mean is not None:
+                area.result(update.mean[segment.start + at : segment.start + at + size], area.out)
+            area.flags(lambda flags: bad.update(np.flatnonzero(flags).tolist()))
+
+
+def _arrays(segment: GroupSegment, at: int) -> list[np.uint64]:
+    """Addresses of a segment's arrays from element ``at`` on."""
+    addresses = [np.uint64(address + 4 * at) for address in segment.addresses]
+    return [*addresses, *[np.uint64(0)] * (ARRAYS - len(addresses))]
+
+
+def _staged(area: StagingArea) -> tuple[np.uint64, np.uint64, np.int64]:
+    return np.uint64(area.contributions), np.uint64(area.first_flag), np.int64(area.count)

@@ -1,0 +1,164 @@
+"""The source of the device's kernels: ``update.cu``, and the arithmetic of each optimizer out of ``kernels.fused``.
+
+An optimizer's arithmetic is one Python function of single elements. Here its text becomes CUDA C, operation by
+operation, so that there is one source for numpy, for numba and for devices; every float32 operation is rounded by
+itself in all of them. What the functions may use is what ``_Translator`` knows; anything else is an InternalError when
+the text is made, and the tests make all of it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from psdist.compression.compiled import Kernel
+from psdist.errors import InternalError
+from psdist.gpu.compile import common_source
+from psdist_server.kernels import fused
+from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
+
+#: Arrays of a slice, and scalars of a step, that a kernel takes: as many as any optimizer has.
+ARRAYS: Final = 4
+SCALARS: Final = 7
+#: Threads of a block.
+THREADS: Final = 256
+
+_OPERATORS: Final[dict[type[ast.AST], str]] = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.Div: "/",
+    ast.Lt: "<",
+    ast.Gt: ">",
+    ast.LtE: "<=",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+}
+_CALLS: Final = {"np.sqrt": "sqrtf", "np.abs": "fabsf", "abs": "fabsf"}
+
+
+def optimizers() -> dict[str, Kernel]:
+    """The fused kernels of the processor, by name."""
+    return {name: value for name, value in vars(fused).items() if isinstance(value, Kernel)}
+
+
+def element_of(kernel: Kernel) -> Callable[..., Any]:
+    """The arithmetic of a fused kernel: a function of an element, or of whole arrays."""
+    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]
+    return element
+
+
+@cache
+def update_source(*names: str) -> str:
+    """The whole source: ``update_NAME`` for each of these optimizers, and the other kernels of ``update.cu``."""
+    template = (Path(__file__).parent / "update.cu").read_text(encoding="utf-8")
+    constants = f"#define BLOCK {BLOCK}\n#define SUM_LANES {SUM_LANES}\n#define THREADS {THREADS}\n"
+    kernels = (_kernel(name, element_of(kernel)) for name, kernel in optimizers().items() if name in names)
+    return "\n".join((common_source(), constants, template, *kernels))
+
+
+def _kernel(name: str, element: Callable[..., Any]) -> str:
+    """The CUDA C of one optimizer. Arguments of the kernel: the arrays, 0 for those that there are not; size: elements
+    of each from its address on, of which ``staged`` has as many of each contribution; mean: 0 for none."""
+    (function,) = ast.parse(textwrap.dedent(inspect.getsource(element))).body
+    assert isinstance(function, ast.FunctionDef)
+    translator = _Translator(function, inspect.getmodule(element).__dict__)
+    names, results = translator.arguments, translator.results
+    states = len(results)
+    loads = [f"const float {one} = arrays.at[{number}][i];" for number, one in enumerate(names[:states])]
+    scalars = [f"const float {one} = scalars.at[{number}];" for number, one in enumerate(names[states + 1 :])]
+    stores = [f"arrays.at[{number}][i] = {result};" for number, result in enumerate(results)]
+    body = "\n        ".join([*loads, *scalars, *translator.lines, *stores])
+    return f"""
+struct {name}_element {{
+    static __device__ __forceinline__ void update(Arrays arrays, i64 i, float {names[states]}, Scalars scalars) {{
+        {body}
+    }}
+}};
+extern "C" __global__ void __launch_bounds__(THREADS) update_{name}(
+    float* w, float* s1, float* s2, float* s3, i64 size, const u8* staged, u64 first_flag, i64 count,
+    float divisor, float factor, float* mean,
+    float k0, float k1, float k2, float k3, float k4, float k5, float k6
+) {{
+    Staged contributions = {{staged, (u8*)staged + first_flag, (int)count}};
+    Arrays arrays = {{{{w, s1, s2, s3}}}};
+    Scalars scalars = {{{{k0, k1, k2, k3, k4, k5, k6}}}};
+    update<{name}_element>(arrays, size, contributions, {{divisor, factor}}, mean, scalars);
+}}
+"""
+
+
+class _Translator:
+    """The body of an element's function as CUDA C.
+
+    arguments: their names: weights, state, gradient, scalars. lines: statements. results: expressions of the new
+    weights and the new state.
+    """
+
+    def __init__(self, function: ast.FunctionDef, module: Mapping[str, Any]) -> None:
+        self._module = module
+        self.arguments = [argument.arg for argument in function.args.args]
+        self._known = set(self.arguments)
+        self.lines: list[str] = []
+        self.results: list[str] = []
+        for statement in function.body:
+            self._statement(statement)
+
+    def _statement(self, node: ast.stmt) -> None:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                text = self._expression(value)
+                self.lines.append(f"{'' if name in self._known else 'float '}{name} = {text};")
+                self._known.add(name)
+            case ast.Return(value=ast.Tuple(elts=elements)):
+                self._return(elements)
+            case ast.Return(value=ast.expr() as value):
+                self._return([value])
+            case _:
+                raise self._unknown(node)
+
+    def _return(self, values: list[ast.expr]) -> None:
+        """All of them before the first is stored."""
+        for number, value in enumerate(values):
+            self.lines.append(f"const float result{number} = {self._expression(value)};")
+            self.results.append(f"result{number}")
+
+    def _expression(self, node: ast.expr) -> str:
+        match node:
+            case ast.Name(id=name) if name in self._known:
+                return name
+            case ast.Name(id=name) if isinstance(self._module.get(name), np.float32):
+                return _literal(self._module[name])
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return f"(-{self._expression(operand)})"
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+                return f"({self._expression(left)} {_OPERATORS[type(operator)]} {self._expression(right)})"
+            case ast.Compare(left=left, ops=[operator], comparators=[right]) if type(operator) in _OPERATORS:
+                return f"({self._expression(left)} {_OPERATORS[type(operator)]} {self._expression(right)})"
+            case ast.Call(func=function, args=arguments, keywords=[]):
+                return self._call(node, ast.unparse(function), [self._expression(one) for one in arguments])
+            case _:
+                raise self._unknown(node)
+
+    def _call(self, node: ast.expr, called: str, arguments: list[str]) -> str:
+        if called == "_select" and len(arguments) == 3:
+            return f"({arguments[0]} ? {arguments[1]} : {arguments[2]})"
+        if called in _CALLS and len(arguments) == 1:
+            return f"{_CALLS[called]}({arguments[0]})"
+        raise self._unknown(node)
+
+    def _unknown(self, node: ast.AST) -> InternalError:
+        return InternalError(f"no CUDA C for {ast.unparse(node)!r}: teach it to psdist_server.device.source")
+
+
+def _literal(value: np.float32) -> str:
+    """A float32 constant, by its bits."""
+    return f"__uint_as_float({value.view(np.uint32):#x}u)"

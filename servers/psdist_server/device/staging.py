@@ -1,0 +1,213 @@
+"""How bytes go to a device and back: areas of pinned memory beside areas on the device, each with a stream.
+
+A kernel thread has a ``Lane`` while it updates slices. A lane has two areas, so that contributions are copied into one,
+by the processor, while the copies and the kernel of the other go on. Areas are made when they are first needed, and
+then kept: in the steady state nothing is allocated. They are the same for all parameter sets of the process.
+
+Invariants: an area is filled again only when all that used it is done. A lane that is given back is at rest, so nothing
+is written to the caller's memory after that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import DeviceLostError
+from psdist.gpu.device import Device, DeviceKernel
+from psdist_server.kernels.interpreted import BLOCK, CODES, SUM_LANES, AnyArray
+
+#: Lanes for updates: so many threads copy at once, at most. One more is for reads.
+LANES: Final = 4
+AREAS: Final = 2
+#: Bytes of contributions in an area, and elements of what a kernel writes beside weights and state.
+STAGED_BYTES: Final = 8 << 20
+OUT_ELEMENTS: Final = 1 << 20
+_ALIGNMENT: Final = 256
+
+
+class StagingArea:
+    """Memory for one launch: what goes in, and what comes out, and the stream of both.
+
+    out: address of float32[OUT_ELEMENTS] on the device. sums: of float64[SUM_LANES]. results: pinned memory for what
+    comes out. contributions, first_flag, count: of what was staged last, as the kernels take it.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream = device.stream()
+        self._staged = device.allocate(STAGED_BYTES)
+        self._pinned = device.pinned(STAGED_BYTES)
+        self._out = device.allocate(4 * OUT_ELEMENTS)
+        self.results = device.pinned(4 * OUT_ELEMENTS)
+        self.out = self._out.address
+        self._sums = device.allocate(8 * SUM_LANES)
+        self.sums = self._sums.address
+        self.contributions = self.first_flag = self.count = 0
+        self._endings: list[Callable[[], None]] = []
+
+    def stage(self, parts: Sequence[AnyArray], start: int, size: int) -> None:
+        """Copies elements [start, start + size) of contributions in, as the kernels of ``update.cu`` read them."""
+        self.count, self.first_flag = len(parts), 16 * len(parts)
+        table = np.empty((len(parts), 2), np.uint64)
+        end = _aligned(self.first_flag + self.count)
+        for row, part in enumerate(parts):
+            table[row] = end, CODES[part.dtype]
+            end += _aligned(size * part.itemsize)
+        self._grow(end)
+        self._pinned[: self.first_flag] = table.reshape(-1).view(np.uint8)
+        self._pinned[self.first_flag : self.first_flag + self.count] = 0
+        for (at, _), part in zip(table.tolist(), parts, strict=True):
+            values = part[start : start + size].view(np.uint8)
+            self._pinned[at : at + values.size] = values
+        self.contributions = self._staged.address
+        self.device.copy_in(self.contributions, self._pinned[:end], self.stream)
+
+    def _grow(self, size: int) -> None:
+        """Has room for so many bytes: one block of very many contributions may be more than there was."""
+        if size > self._pinned.size:
+            self._staged = self.device.allocate(size)
+            self._pinned = self.device.pinned(size)
+
+    def launch(self, kernel: DeviceKernel, elements: int, *arguments: np.generic, threads: int) -> None:
+        """Runs a kernel with one block of threads for each BLOCK elements."""
+        self.device.launch(kernel, max(1, -(-elements // BLOCK)), threads, arguments, self.stream)
+
+    def flags(self, take: Callable[[NDArray[np.uint8]], None]) -> None:
+        """Brings the flags of the contributions out, and gives them to ``take`` once the launch is done."""
+        part = self._pinned[self.first_flag : self.first_flag + self.count]
+        self.device.copy_out(part, self.contributions + self.first_flag, self.stream)
+        self._endings.append(lambda: take(part))
+
+    def result(self, out: AnyArray, address: int) -> None:
+        """Brings what a kernel wrote at ``address`` to ``out``, by way of pinned memory."""
+        part = self.results[: out.nbytes].view(out.dtype)
+        self.device.copy_out(part, address, self.stream)
+        self._endings.append(lambda: np.copyto(out, part))
+
+    def finish(self) -> None:
+        """Returns when all that was begun is done, and what comes out is where it belongs."""
+        self.device.wait(self.stream)
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
+    def abandon(self) -> None:
+        """Nobody wants what comes out any more."""
+        self._endings.clear()
+        with suppress(DeviceLostError):
+            self.device.wait(self.stream)
+
+
+class Lane:
+    """The areas of one thread."""
+
+    def __init__(self, device: Device, areas: int = AREAS) -> None:
+        self._areas = [StagingArea(device) for _ in range(areas)]
+        self._next = 0
+
+    def next(self) -> StagingArea:
+        """An area at rest: the one that has been used least recently."""
+        area = self._areas[self._next]
+        self._next = (self._next + 1) % len(self._areas)
+        area.finish()
+        return area
+
+    def finish(self) -> None:
+        """Returns when all areas are at rest."""
+        for area in self._areas:
+            area.finish()
+
+    def abandon(self) -> None:
+        """An error ended what was done here."""
+        for area in self._areas:
+            area.abandon()
+
+
+class Lanes:
+    """The lanes of a process, and its device.
+
+    lost: called, in whichever thread, with the error after which the device cannot be used.
+    """
+
+    def __init__(self, device: Device, lost: Callable[[DeviceLostError], None] = lambda error: None) -> None:
+        self.device = device
+        self._lost = lost
+        self._free: list[Lane] = []
+        self._left = LANES
+        self._changed = threading.Condition()
+        self._reads = threading.Lock()
+        self._reading: list[Lane] = []
+
+    @contextmanager
+    def lane(self) -> Iterator[Lane]:
+        """A lane for updates. Waits while all are used."""
+        lane = self._take()
+        try:
+            with self.used(lane):
+                yield lane
+        finally:
+            with self._changed:
+                self._free.append(lane)
+                self._changed.notify()
+
+    def _take(self) -> Lane:
+        with self._changed:
+            while not self._free and not self._left:
+                self._changed.wait()
+            if self._free:
+                return self._free.pop()
+            self._left -= 1
+        try:
+            with self.watched():
+                return Lane(self.device)
+        except BaseException:
+            with self._changed:
+                self._left += 1
+            raise
+
+    @contextmanager
+    def reading(self) -> Iterator[StagingArea]:
+        """The area for reads. So the event loop does not wait for updates that kernel threads carry out."""
+        with self._reads:
+            if not self._reading:
+                with self.watched():
+                    self._reading.append(Lane(self.device, 1))
+            with self.used(self._reading[0]):
+                yield self._reading[0].next()
+
+    @contextmanager
+    def used(self, lane: Lane) -> Iterator[None]:
+        """What is done in a lane ends here."""
+        try:
+            with self.watched():
+                yield
+                lane.finish()
+        except BaseException:
+            lane.abandon()
+            raise
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Reports a device that is lost."""
+        try:
+            yield
+        except DeviceLostError as error:
+            self._lost(error)
+            raise
+
+
+def piece_elements(parts: Sequence[AnyArray]) -> int:
+    """How many elements of these contributions one area takes: a multiple of BLOCK."""
+    room = STAGED_BYTES - _aligned(17 * len(parts)) - _ALIGNMENT * len(parts)
+    fitting: int = room // max(1, sum(part.itemsize for part in parts))
+    return max(BLOCK, min(OUT_ELEMENTS, fitting) // BLOCK * BLOCK)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

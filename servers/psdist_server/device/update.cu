@@ -1,0 +1,145 @@
+// The kernels of a server's device: the mean of contributions and an optimizer's arithmetic in one pass over memory.
+// psdist_server/device/source.py puts constants and casts before this text, and the optimizers after it.
+//
+// A block of threads works on BLOCK elements of a range whose elements have the same scalars, as the processor's kernels
+// do (psdist_server/kernels/fused.py): contributions are added in their order, and the sum is divided; where nothing of
+// that is NaN or infinite, the weights and the state are updated. Else the mean is of the contributions that are finite
+// in this block, and of the others `flags` is set. A block whose mean is still not finite is not updated, and NaN is
+// written to `mean`.
+//
+// `staged` is what the host copied in: for each contribution where its values begin, in bytes from `staged`, and their
+// type (0 float32, 1 float16, 2 bfloat16), u64 each; from `first_flag` on a byte for each contribution, zero; then the
+// values. So a contribution is the same whenever it is read.
+//
+// The kernels are right for any number of threads. A thread writes and reads the same elements of `values`.
+
+struct Arrays { float* at[4]; };
+struct Scalars { float at[7]; };
+struct Division { float divisor, factor; };
+
+struct Staged {
+    const u8* start;
+    u8* flags;
+    int count;
+
+    __device__ const u8* values(int part) const { return start + ((const u64*)start)[2 * part]; }
+    __device__ int type(int part) const { return (int)((const u64*)start)[2 * part + 1]; }
+};
+
+// Calls use(i, the element as float32) for a thread's elements among `size` from `first` on.
+template <class Use>
+static __device__ __forceinline__ void for_each_value(Staged staged, int part, i64 first, int size, Use use) {
+    const u8* values = staged.values(part);
+    int type = staged.type(part);
+    if (type == 0) {
+        const float* floats = (const float*)values + first;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, floats[i]);
+    } else if (type == 1) {
+        const u16* halves = (const u16*)values + first;
+        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, widen_half(halves[i]));
+    } else {
+        const u16* brains = (const u16*)values + first;
+        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, widen_brain(brains[i]));
+    }
+}
+
+static __device__ __forceinline__ float divided(float sum, Division by) {
+    return by.divisor == 0.0f ? sum * by.factor : sum / by.divisor;
+}
+
+// The mean into `values`; whether this thread's elements are finite.
+static __device__ __forceinline__ bool add_up(float* values, Staged staged, i64 first, int size, Division by) {
+    for (int part = 0; part + 1 < staged.count; part++) {
+        for_each_value(staged, part, first, size, [=](int i, float value) {
+            values[i] = part == 0 ? value : values[i] + value;
+        });
+    }
+    bool finite = true;
+    bool alone = staged.count == 1;
+    for_each_value(staged, staged.count - 1, first, size, [=, &finite](int i, float value) {
+        float mean = divided(alone ? value : values[i] + value, by);
+        values[i] = mean;
+        finite = finite && is_finite(mean);
+    });
+    return finite;
+}
+
+// The mean of the contributions that are finite in this block into `values`; whether there is one, and it is finite.
+static __device__ __noinline__ bool add_up_finite(float* values, Staged staged, i64 first, int size, Division by) {
+    int good = 0;
+    for (int part = 0; part < staged.count; part++) {
+        bool finite = true;
+        for_each_value(staged, part, first, size, [&finite](int, float value) { finite = finite && is_finite(value); });
+        if (__syncthreads_or(!finite)) {
+            if (threadIdx.x == 0) staged.flags[part] = 1;
+            continue;
+        }
+        bool is_first = good == 0;
+        for_each_value(staged, part, first, size, [=](int i, float value) {
+            values[i] = is_first ? value : values[i] + value;
+        });
+        good++;
+    }
+    if (good == 0) return false;
+    Division division = {(float)good, 0.0f};
+    if (by.divisor == 0.0f && good == staged.count) division = by;
+    bool finite = true;
+    for (int i = threadIdx.x; i < size; i += blockDim.x) {
+        values[i] = divided(values[i], division);
+        finite = finite && is_finite(values[i]);
+    }
+    return !__syncthreads_or(!finite);
+}
+
+template <class Element>
+static __device__ __forceinline__ void update(
+    Arrays arrays, i64 size, Staged staged, Division by, float* mean, Scalars scalars
+) {
+    __shared__ float values[BLOCK];
+    i64 first = (i64)blockIdx.x * BLOCK;
+    int here = (int)(size - first < BLOCK ? size - first : BLOCK);
+    bool is_updated = !__syncthreads_or(!add_up(values, staged, first, here, by));
+    if (!is_updated) is_updated = add_up_finite(values, staged, first, here, by);
+    if (mean != nullptr) {
+        for (int i = threadIdx.x; i < here; i += blockDim.x)
+            mean[first + i] = is_updated ? values[i] : __uint_as_float(NAN_BITS);
+    }
+    if (!is_updated) return;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < here; i += blockDim.x) Element::update(arrays, first + i, values[i], scalars);
+}
+
+// The mean alone, finite or not; a flag is set where it is not.
+extern "C" __global__ void __launch_bounds__(THREADS) combine(
+    i64 size, const u8* staged, u64 first_flag, i64 count, float divisor, float factor, float* mean
+) {
+    __shared__ float values[BLOCK];
+    Staged contributions = {staged, (u8*)staged + first_flag, (int)count};
+    i64 first = (i64)blockIdx.x * BLOCK;
+    int here = (int)(size - first < BLOCK ? size - first : BLOCK);
+    if (!add_up(values, contributions, first, here, {divisor, factor})) contributions.flags[0] = 1;
+    for (int i = threadIdx.x; i < here; i += blockDim.x) mean[first + i] = values[i];
+}
+
+// Adds squares to `lanes`, element i to lane i % SUM_LANES, in ascending order. One block; size: any in the last call.
+extern "C" __global__ void __launch_bounds__(THREADS) sum_squares(const float* values, i64 size, double* lanes) {
+    for (i64 lane = threadIdx.x; lane < SUM_LANES; lane += blockDim.x) {
+        double sum = lanes[lane];
+#pragma unroll 8
+        for (i64 i = lane; i < size; i += SUM_LANES) {
+            double value = (double)values[i];
+            sum = sum + value * value;
+        }
+        lanes[lane] = sum;
+    }
+}
+
+// Weights as the wire has them in 16 bits. type: as in `staged`.
+extern "C" __global__ void __launch_bounds__(THREADS) narrow(const float* weights, u16* out, i64 size, i64 type) {
+    i64 first = (i64)blockIdx.x * BLOCK;
+    int here = (int)(size - first < BLOCK ? size - first : BLOCK);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < here; i += blockDim.x)
+        out[first + i] = type == 1 ? narrow_half(weights[first + i]) : narrow_brain(weights[first + i]);
+}
