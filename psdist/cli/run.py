@@ -16,7 +16,7 @@ from psdist.launch.metrics.run_metrics import MetricsOptions
 from psdist.launch.output import Routing, parse_ranks, parse_streams
 from psdist.launch.plan import SIGNALS, ScriptKind, ScriptOptions
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import METRICS_INTERVAL_SECONDS, START_TIMEOUT_SECONDS, ProgressName
+from psdist.settings.config import METRICS_INTERVAL_SECONDS, START_TIMEOUT_SECONDS, ProgressName, devices_text
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, seconds, text, torchrun
 from psdist.settings.programs import (
     TIMEOUTS_TITLE,
@@ -120,6 +120,9 @@ def local_flags() -> tuple[Flag, ...]:
             Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
                  integer(1, REPLICAS_MAX), 1, "N"),
             Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
+            Flag("--server-device", "where servers have weights and the optimizer's state: cpu, cuda or cuda:N. "
+                 "Several, with commas between them, are taken in turn", devices_text, ("cpu",), "NAMES",
+                 shown_default="cpu"),
         ),
         *timeout_flags(),
         *grouped("output", log_level_flag("least level shown of servers and scheduler", "warning")),
@@ -176,6 +179,7 @@ def local_options(given: Namespace) -> LocalOptions:
         failure_timeout_seconds=given.failure_timeout,
         worker_timeout_seconds=given.worker_timeout,
         kernel_threads=given.kernel_threads,
+        devices=given.server_device,
         log_level=given.log_level,
         storage=given.storage_path,
         policy=save_policy(given, given.storage_path != ""),

@@ -108,6 +108,8 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
         "heartbeat_age_seconds": round(member.heartbeat_age_seconds, 3),
         "epoch": member.epoch,
         "resident_bytes": None if worker else member.statistics.resident_bytes,
+        "device": None if worker else member.statistics.device or "cpu",
+        "device_bytes": None if worker else member.statistics.device_bytes,
         "waiting_for": list(member.waiting_for),
         "steps_per_second": _steps_per_second(member.rates),
         "waiting_share": _waiting_share(member.rates),

@@ -70,7 +70,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
         live = member["state"] == "live"
         return [
             member["id"],
-            member["role"] if member["rank"] is None else f"worker {member['rank']}",
+            _role(member),
             _state("draining" if live and member["draining"] else member["state"]),
             f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
             str(member["epoch"]) if live else "",
@@ -82,6 +82,14 @@ def _members(members: list[dict[str, Any]]) -> Table:
 
     columns = ("member", "role", "state", "heartbeat", "epoch", "steps/s", "waiting", "address", "reason")
     return make_table(columns, map(row, members))
+
+
+def _role(member: dict[str, Any]) -> str:
+    """The role; of a worker its rank, and of a server its device, where it has one."""
+    if member["rank"] is not None:
+        return f"worker {member['rank']}"
+    role: str = member["role"]
+    return f"{role}, {member['device']}, {size(member['device_bytes'])}" if member["device_bytes"] else role
 
 
 def _rate(per_second: float) -> str:

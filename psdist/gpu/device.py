@@ -16,12 +16,13 @@ import hashlib
 import os
 import re
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -54,9 +55,10 @@ class Allocation(Protocol):
 
 
 class Device(Protocol):
-    """A device. name: how the user named it, and what it is."""
+    """A device. name: how the user named it, and what it is. allocated: bytes of ``allocate`` that are in use."""
 
     name: str
+    allocated: int
 
     def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
         """Compiles a source once, and returns what finds its kernels by name."""
@@ -179,6 +181,8 @@ class CudaDevice:
         self._number = number
         self._errors = (self._runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError)
         self._lock = Lock()
+        self._count_lock = RLock()  # An allocation may end in the thread that counts another.
+        self.allocated = 0
         self._finders: dict[str, Callable[[str], DeviceKernel]] = {}
         with self._current():
             self._runtime.free(0)  # Makes the context, so that what is missing shows here.
@@ -221,7 +225,9 @@ class CudaDevice:
     def allocate(self, size: int) -> Allocation:
         with self._used(f"an allocation of {size:,} bytes"):
             try:
-                return _CudaAllocation(self._cupy.cuda.Memory(max(1, size)), size)
+                made = _CudaAllocation(self._cupy.cuda.Memory(max(1, size)), size, self._count)
+                self._count(size)
+                return made
             except self._errors as error:
                 if not isinstance(error, MemoryError) and getattr(error, "status", 0) != _OUT_OF_MEMORY:
                     raise
@@ -230,6 +236,10 @@ class CudaDevice:
             f"{self.name} has no room for {size:,} bytes more: {free:,} of its {total:,} are free; use more servers, "
             "on other devices"
         )
+
+    def _count(self, size: int) -> None:
+        with self._count_lock:
+            self.allocated += size
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         with self._used(f"an allocation of {size:,} pinned bytes"):
@@ -283,12 +293,13 @@ class CudaDevice:
 
 
 class _CudaAllocation:
-    """Memory of a device. memory: CuPy's, which gives it back at its end."""
+    """Memory of a device. memory: CuPy's, which gives it back at its end. count: is told then that it is gone."""
 
-    def __init__(self, memory: Any, size: int) -> None:
+    def __init__(self, memory: Any, size: int, count: Callable[[int], None]) -> None:
         self._memory = memory
         self.address: int = memory.ptr
         self.size = size
+        weakref.finalize(self, count, -size).atexit = False
 
 
 class _PinnedMemory:

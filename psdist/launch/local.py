@@ -74,6 +74,8 @@ class LocalOptions:
     failure_timeout_seconds: float = FAILURE_TIMEOUT_SECONDS
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
     kernel_threads: int | None = None
+    #: Where servers have weights and the optimizer's state, in turn.
+    devices: tuple[str, ...] = ("cpu",)
     log_level: str = "warning"
     storage: str | None = ""
     policy: SavePolicy = DEFAULT_POLICY
@@ -148,6 +150,7 @@ async def _run(
         kernel_threads=options.kernel_threads or kernel_threads_of_each(options.servers),
         log_level=options.log_level,
         replicas=options.replicas,
+        devices=options.devices,
         snapshots=options.snapshots(link.run_id),
     )
     try:

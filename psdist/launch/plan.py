@@ -230,6 +230,8 @@ class ServicesPlan:
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     snapshots: SnapshotPlan | None = None
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
+    #: Where servers have weights and the optimizer's state, in turn.
+    devices: tuple[str, ...] = ("cpu",)
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. A restarted one keeps its ``port``."""
@@ -254,6 +256,7 @@ class ServicesPlan:
             *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
             *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
             *("--drain-timeout", f"{self.drain_timeout_seconds:g}"),
+            *("--device", self.devices[number % len(self.devices)]),
             *self._shared(),
         )
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))

@@ -10,7 +10,7 @@ While the run goes on:
 * The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
   (``durable``). A process that ends by itself ``QUICK_DEATHS_ALLOWED`` times in a row, each time soon after its start,
   is the cause. Without a copy a server that fails is the cause; one that succeeds has handed its shards over. A
-  scheduler that refuses its settings, or cannot begin with them, is the cause at once.
+  scheduler that refuses its settings, or cannot begin with them, is the cause at once, and so is a server.
 * Servers are started, and drained ones are stopped, as the scheduler wants (``ServerScaling``). So are workers
   (``WorkerScaling``): who is stopped ends in order, after its push.
 * When all workers have succeeded, the run does.
@@ -209,6 +209,8 @@ class Supervisor:
     def _service_exited(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         key = event.key
         how = f"{key} {'died' if event.returncode else 'ended'}: {describe(event.returncode)}"
+        if key.role == "server" and event.returncode == exit_codes.CONFIGURATION and process.attempt == 0:
+            return self._give_up(Finish(event.returncode, f"{key} cannot begin", key), now)
         if key.role == "server" and not self._policy.durable and event.returncode != 0:
             remedy = "start the run again (--replicas 2, or snapshots, survive this)"
             lost = f"{how}; the only copy of what it held is lost: {remedy}"

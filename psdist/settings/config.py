@@ -12,6 +12,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
+import re
 import secrets
 import tempfile
 import time
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-from psdist.errors import ConfigurationError, SchedulerUnreachableError
+from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
 #: How gradients and weights travel: "auto" shares memory with the servers of this host, and uses direct TCP connections
@@ -43,6 +44,7 @@ _POLL_SECONDS: Final = 0.02
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
 #: The ``--storage-path`` that means no snapshots. A directory of this name is written ``./none``.
 _NO_STORAGE: Final = "none"
+_DEVICE: Final = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,19 @@ def parse_address(value: str) -> tuple[str, int]:
     if ":" in bare and bare == host:
         raise ConfigurationError(f"{value!r:.200} is ambiguous: write an IPv6 address as [ADDRESS]:PORT")
     return bare, int(port)
+
+
+def device_text(value: str) -> str:
+    """Where a server has its weights: cpu, cuda or cuda:N, in any case. Raises InvalidArgumentError."""
+    name = value.strip().lower()
+    if not _DEVICE.fullmatch(name):
+        raise InvalidArgumentError(f"{value!r:.40} is neither cpu, cuda nor cuda:N, where N is the number of a device")
+    return name
+
+
+def devices_text(value: str) -> tuple[str, ...]:
+    """Names of devices, with commas between them: those of servers, in turn. Raises InvalidArgumentError."""
+    return tuple(map(device_text, value.split(",")))
 
 
 def address_text(value: str) -> str:

@@ -18,10 +18,12 @@ NEVER_CONNECTED: Final = 65
 UNAVAILABLE: Final = 69
 #: What a dead server held is lost, or servers or the scheduler die again and again. A fenced server ends with it too.
 INFRASTRUCTURE: Final = 70
+#: The CUDA device of a server failed while it was used. What it held is lost; the run goes on from its copies.
+DEVICE_LOST: Final = 71
 #: The scripts succeeded, but the snapshot at the end failed, for which a storage was named.
 UNSAVED: Final = 74
-#: A script gave psdist wrong settings or arguments, or the token is wrong: it would fail again, so it is not started
-#: again.
+#: A script gave psdist wrong settings or arguments, the token is wrong, or there is no CUDA device as it was asked for:
+#: it would fail again, so it is not started again.
 CONFIGURATION: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128

@@ -24,6 +24,7 @@ from psdist.settings.config import (
     await_address,
     check_run_id,
     create_token_file,
+    device_text,
     find_scheduler,
     find_token,
     is_loopback,
@@ -89,6 +90,8 @@ class ServerSettings(ProgramSettings):
     drain_timeout_seconds: float
     #: How updates travel between servers.
     transport: TransportName = "auto"
+    #: Where weights and the optimizer's state lie: "cpu", "cuda" or "cuda:N".
+    device: str = "cpu"
 
     @property
     def carriers(self) -> tuple[str, ...]:
@@ -314,6 +317,8 @@ def server_line() -> CommandLine:
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
             Flag("--transport", "how servers keep copies of shards: auto, shm, tcp, or grpc, which is used where the "
                  "others cannot be had", one_of(*get_args(TransportName)), "auto", "NAME"),
+            Flag("--device", "where weights and the optimizer's state lie, and updates are made: cpu, cuda or cuda:N",
+                 device_text, "cpu", "NAME"),
             *grouped(
                 TIMEOUTS_TITLE,
                 Flag("--start-timeout", "longest wait for the file of --scheduler-file", seconds(),

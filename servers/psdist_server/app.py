@@ -22,13 +22,15 @@ from grpc_health.v1.health import aio as health
 
 from psdist import logs
 from psdist.compression.background_compiler import BackgroundCompiler
-from psdist.errors import PsdistError, UnauthenticatedError
+from psdist.errors import DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
+from psdist.gpu.device import open_device
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback, parse_address
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
 from psdist.wire.standard_services import add_standard_services
+from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
@@ -47,12 +49,23 @@ def main(settings: ServerSettings) -> int:
     malloc_options.keep_buffers(heaps=1)
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
+        # Before the server registers: kernels that are compiled first take longer than a heartbeat may.
+        lanes = None if settings.device == "cpu" else Lanes(open_device(settings.device), _end_without_device)
         address = settings.scheduler_address()
-        code: int = uvloop.run(_serve(settings, address))
+        code: int = uvloop.run(_serve(settings, address, lanes))
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
-        return exit_codes.CONFIGURATION if isinstance(error, UnauthenticatedError) else exit_codes.UNAVAILABLE
+        recurs = isinstance(error, UnauthenticatedError | DeviceUnavailableError)
+        return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
+
+
+def _end_without_device(error: DeviceLostError) -> None:
+    """Ends the process at once, from whichever thread: nothing that a call was going to answer can be trusted, and to
+    the others it is as if the server had been killed."""
+    _log.error("the device is lost, and with it what this server held", reason=str(error))
+    logging.shutdown()
+    os._exit(exit_codes.DEVICE_LOST)
 
 
 def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
@@ -66,7 +79,7 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
     return max(1, len(os.sched_getaffinity(0)) // here)
 
 
-async def _serve(settings: ServerSettings, scheduler: str) -> int:
+async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) -> int:
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
@@ -81,7 +94,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
         me = link.registration
-        host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers)
+        host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
         logs.identify(id=me.server_id, run=me.run_id)
         await host.follow(first_map)
         listener = TcpListener()
@@ -97,6 +110,7 @@ async def _serve(settings: ServerSettings, scheduler: str) -> int:
             incarnation=me.incarnation,
             tcp_port=listener.port,
             kernel_threads=threads,
+            device=lanes.device.name if lanes is not None else "cpu",
         )
         return await _until_stopped(stop, link, host, service, server, probe, settings.drain_timeout_seconds)
     finally:

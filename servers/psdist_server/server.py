@@ -23,7 +23,10 @@ from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
+from psdist_server.device.parameters import DeviceParameters
+from psdist_server.device.staging import Lanes
 from psdist_server.kernels import encoded
+from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
@@ -54,6 +57,7 @@ class ParameterServer:
     kernel_threads: threads that apply updates. opener: opens a storage by its URL.
     compiler: compiles the kernels of updates; without one each is compiled by the first update that needs it.
     carriers: of updates to and from other servers besides gRPC: "shm", "tcp".
+    lanes: to the device on which weights and optimizer state lie; None where they lie in this process.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class ParameterServer:
         opener: Callable[[str], Storage] = open_storage,
         compiler: BackgroundCompiler | None = None,
         carriers: Collection[str] = (),
+        lanes: Lanes | None = None,
     ) -> None:
         run_id, rng = registration.run_id, rng or Random()
         self.me = Replica(registration.server_id, registration.incarnation)
@@ -72,6 +77,7 @@ class ParameterServer:
         self._report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None] = lambda report: None
         self._pool: KernelPool[Any, Any] = KernelPool(kernel_threads)
         self._compiler = compiler
+        self._lanes = lanes
         self.stores: dict[str, ParameterStore] = {}
         self.peers = PeerServers(
             self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report(), carriers
@@ -109,9 +115,13 @@ class ParameterServer:
         await self.admission.followed(cluster)
 
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
-        store = ParameterStore(entry, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums)
+        dense = DenseParameters(entry) if self._lanes is None else DeviceParameters(entry, self._lanes)
+        store = ParameterStore(
+            entry, dense, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums
+        )
         if self._compiler is not None:
-            self._compiler.add([store.dense.rule.fused], entry.spec.optimizer.kind)
+            if self._lanes is None:
+                self._compiler.add([dense.rule.fused], entry.spec.optimizer.kind)
             if store.dense.published is not None:
                 self._compiler.add(segments.KERNELS, "compressed weights")
             if entry.slicing.total >= LARGE_ELEMENTS:
@@ -174,6 +184,8 @@ class ParameterServer:
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
             resident_bytes=psutil.Process(os.getpid()).memory_info().rss,
+            device=self._lanes.device.name if self._lanes is not None else "",
+            device_bytes=self._lanes.device.allocated if self._lanes is not None else 0,
             parameters=[store.statistics() for store in self.stores.values()],
         )
 

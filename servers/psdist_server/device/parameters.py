@@ -23,7 +23,7 @@ import numpy as np
 from psdist.errors import DeviceLostError
 from psdist.gpu.device import Allocation, DeviceKernel
 from psdist.types import ParametersEntry
-from psdist_server.device.source import ARRAYS, SCALARS, THREADS, update_source
+from psdist_server.device.source import ARRAYS, SCALARS, THREADS
 from psdist_server.device.staging import Lane, Lanes, StagingArea, piece_elements
 from psdist_server.kernels.arrays import Array, DenseParameters, GroupSegment, SegmentJob, division_of
 from psdist_server.kernels.interpreted import CODES, DTYPES
@@ -48,11 +48,10 @@ class DeviceParameters(DenseParameters):
         self._registered: dict[int, Array] = {}
         name = self.rule.fused.__name__
         with lanes.watched():
-            find = self._device.kernels(update_source(name))
-            self._update: DeviceKernel = find(f"update_{name}")
-            self._narrow: DeviceKernel = find("narrow")
-            self._combine: DeviceKernel = find("combine")
-            self._sum_squares: DeviceKernel = find("sum_squares")
+            self._update: DeviceKernel = lanes.kernels(f"update_{name}")
+            self._narrow: DeviceKernel = lanes.kernels("narrow")
+            self._combine: DeviceKernel = lanes.kernels("combine")
+            self._sum_squares: DeviceKernel = lanes.kernels("sum_squares")
 
     def hold(self, indices: Iterable[int]) -> None:
         new = sorted(set(indices) - self.held)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from psdist.errors import DeviceLostError
 from psdist.gpu.device import Device, DeviceKernel
+from psdist_server.device.source import optimizers, update_source
 from psdist_server.kernels.interpreted import BLOCK, CODES, SUM_LANES, AnyArray
 
 #: Lanes for updates: so many threads copy at once, at most. One more is for reads.
@@ -143,6 +144,8 @@ class Lanes:
         self._changed = threading.Condition()
         self._reads = threading.Lock()
         self._reading: list[Lane] = []
+        #: Finds the kernels of the device by name.
+        self.kernels = device.kernels(update_source(*optimizers()))
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:

@@ -38,7 +38,7 @@ _log = structlog.get_logger("psdist.server")
 class ParameterStore:
     """The shards of ``entry`` that ``me`` is the primary of, or holds copies of. Empty before the first ``update``.
 
-    network: how other servers are reached.
+    dense: its arrays, wherever they lie. network: how other servers are reached.
     on_aggregated: called with (store, step) when all slices served here are aggregated (clipping).
     prepare_sums: called when the first push begins that is encoded or has a weight.
     """
@@ -46,6 +46,7 @@ class ParameterStore:
     def __init__(
         self,
         entry: ParametersEntry,
+        dense: DenseParameters,
         me: Replica,
         pool: KernelPool[Any, Any],
         network: ReplicaNetwork,
@@ -54,7 +55,7 @@ class ParameterStore:
     ) -> None:
         self.entry = entry
         self.counters = Counters()
-        self.dense = dense = DenseParameters(entry)
+        self.dense = dense
         kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()

@@ -107,3 +107,15 @@ def test_watch_shows_blocks_until_it_is_interrupted(
     assert paused == [1.0] * 3 and not shown.err and "\x1b" not in shown.out
     blocks = shown.out.removesuffix("\n\n").split("\n\n")
     assert len(blocks) == 3 and all(block.startswith("digits: training\n") for block in blocks)
+
+
+def test_a_server_has_its_device_and_how_much_of_it_is_taken() -> None:
+    report = answer()
+    plain = status.as_json(report)["members"]
+    assert [(one["device"], one["device_bytes"]) for one in plain] == [(None, None), (None, None), ("cpu", 0)]
+    report.members[2].statistics.device = "cuda:0 (NVIDIA H200)"
+    report.members[2].statistics.device_bytes = 1_310_000_000
+    (server,) = (one for one in status.as_json(report)["members"] if one["role"] == "server")
+    assert (server["device"], server["device_bytes"]) == ("cuda:0 (NVIDIA H200)", 1_310_000_000)
+    text = " ".join(word for row in table(report) for word in row)
+    assert "cuda:0" in text and "H200" in text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -136,6 +137,22 @@ def test_a_scheduler_that_cannot_begin_is_not_started_again() -> None:
     machine = supervisor(durable=True)
     machine.on(Exited(SCHEDULER, -9), 1.0)
     assert machine.on(Exited(SCHEDULER, 69), 2.0)[1] == Start(SCHEDULER, 2)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_server_that_cannot_begin_ends_the_run_with_its_status(durable: bool) -> None:
+    machine = supervisor(durable=durable)
+    assert machine.on(Exited(S0, 78), 1.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
+    end = finish(machine, {W0, W1, S1, SCHEDULER})
+    assert (end.status, end.culprit, end.message) == (78, S0, "server 0 cannot begin")
+
+
+def test_a_server_whose_device_was_lost_is_started_again_where_there_are_copies() -> None:
+    machine = supervisor(durable=True)
+    assert machine.on(Exited(S0, 71), 1.0)[1] == Start(S0, 1)
+    # The device did not come back: others may still have what the run needs.
+    assert machine.on(Exited(S0, 78), 2.0)[1] == Start(S0, 2)
+    assert not machine.stopping
 
 
 def test_a_failed_worker_is_started_again_with_its_rank() -> None:

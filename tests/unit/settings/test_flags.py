@@ -295,6 +295,34 @@ def test_server_settings(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "PSDIST_SCHEDULER" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "device"),
+    [
+        ([], {}, "cpu"),
+        ([], {"PSDIST_DEVICE": "cuda:1"}, "cuda:1"),
+        (["--device", "CUDA"], {"PSDIST_DEVICE": "cuda:1"}, "cuda"),
+    ],
+)
+def test_the_device_of_a_server(argv: list[str], environ: dict[str, str], device: str) -> None:
+    assert server_settings(["--scheduler", "h:1", *argv], environ).device == device
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:0,cuda:1", ""])
+def test_another_device_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        server_settings(["--scheduler", "h:1", "--device", name], {})
+    assert ended.value.code == 2
+    assert "neither cpu, cuda nor cuda:N" in capsys.readouterr().err
+
+
+def test_servers_take_devices_in_turn() -> None:
+    line = run.command_line()
+    given = line.parse(["--server-device", "cuda:0,CUDA:1", "--nservers", "3", "train.py"], {})
+    assert run.local_options(given).devices == ("cuda:0", "cuda:1")
+    assert run.local_options(line.parse(["train.py"], {"PSDIST_SERVER_DEVICE": "cuda"})).devices == ("cuda",)
+    assert run.local_options(line.parse(["train.py"], {})).devices == ("cpu",)
+
+
 def test_order_of_tokens(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("from-a\n")
     (tmp_path / "b").write_text("from-b\n")

@@ -12,6 +12,7 @@ from psdist import ASP, BSP, optim
 from psdist.errors import UnknownParametersError
 from psdist.types import ParametersEntry, ParametersMember, ParametersSpec, Replica, Shard
 from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaNetwork
@@ -24,7 +25,8 @@ async def test_before_it_is_ready_one_that_was_being_filled_may_get_the_place_of
     spec = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
     entry = ParametersEntry(spec=spec, total=4096, shards=(Shard(OTHER, 1, (), (ME,)),))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, SimpleNamespace(carriers=())), lambda *_: None)
+    network = cast(ReplicaNetwork, SimpleNamespace(carriers=()))
+    store = ParameterStore(entry, DenseParameters(entry), ME, pool, network, lambda *_: None)
     await store.update(entry, 1)
     await store.update(replace(entry, shards=(Shard(ME, 2),)), 2)
     with pytest.raises(UnknownParametersError, match="0 of 1 slices"):
@@ -42,7 +44,8 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     shards = (Shard(OTHER, 1, (ME,)),)
     entry = ParametersEntry(spec=spec, total=4096, shards=shards, ready=True, members=(first,))
     pool: KernelPool[Any, Any] = KernelPool(1)
-    store = ParameterStore(entry, ME, pool, cast(ReplicaNetwork, SimpleNamespace(carriers=())), lambda *_: None)
+    network = cast(ReplicaNetwork, SimpleNamespace(carriers=()))
+    store = ParameterStore(entry, DenseParameters(entry), ME, pool, network, lambda *_: None)
     await store.update(entry, 1)
     machine = store.backups.machines[0]
     machine.begin(1, 0)
