@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from psdist import BSP, optim
 from psdist.compression import Int8
 from psdist.compression.pulls import pull_codec_to_text
+from psdist.gpu.device import Device
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
@@ -55,9 +56,8 @@ def entry_of(spec: optim.Optimizer, slice_elements: int = SLICE, total: int = TO
 class Both:
     """The same parameters on the processor and on a device."""
 
-    def __init__(self, entry: ParametersEntry, device: HostDevice | None = None) -> None:
-        self.device = device or HostDevice()
-        self.lanes = Lanes(self.device)
+    def __init__(self, entry: ParametersEntry, device: Device | None = None) -> None:
+        self.lanes = Lanes(device or HostDevice())
         self.host, self.on_device = DenseParameters(entry), DeviceParameters(entry, self.lanes)
         values = np.linspace(-1, 1, entry.total, dtype=np.float32)
         for dense in self.each:
