@@ -1,0 +1,135 @@
+"""What a CUDA device does for psdist: ``python -m benchmarks.gpu --out gpu.json``, on a machine that has one.
+
+What it is: the cases of ``CASES``, each with its target, in one table. What it is not: a test of bytes, which the tests
+marked ``gpu`` are; the cases that compare results say how far they are apart, and the others assert nothing.
+
+* ``copy``: bytes that a copy within the device reads and writes each second, the best of some sizes of launches, and of
+  the driver's own copy. ``update``: the same for one fused update by one float32 contribution that lies on the device,
+  each optimizer; Adam's target is a share of ``copy``. ``torch``: torch's fused Adam on as many parameters, where torch
+  has CUDA.
+* ``server``: updates as a server makes them, from contributions on the host to weights on the host, on some threads.
+* ``memory``: what a server has of the device for these parameters with Adam.
+* ``exact``: 100 steps of each optimizer beside the processor's, on contributions of all types.
+* ``run``: BSP with two workers and two servers on one device, from end to end, beside servers without a device.
+
+Times are of several launches at once between two waits, medians of some rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import gpu_runs, gpu_updates
+from psdist.errors import PsdistError
+from psdist.gpu.device import Device, open_device
+
+#: The cases, in their order, and what measures each.
+CASES: dict[str, Callable[[Device, argparse.Namespace], list[dict[str, Any]]]] = {
+    "copy": gpu_updates.copy_bandwidth,
+    "update": gpu_updates.update_bandwidth,
+    "torch": gpu_updates.torch_adam,
+    "server": gpu_updates.server_updates,
+    "memory": gpu_updates.memory,
+    "exact": gpu_updates.exactness,
+    "run": gpu_runs.whole_runs,
+}
+#: Of the copy's bandwidth, for Adam.
+ADAM_SHARE = 0.8
+#: Bytes of a device for each parameter with Adam, and beside them.
+ADAM_BYTES, BESIDE_BYTES = 12, 200_000_000
+RELATIVE = 1e-6
+
+
+def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The table's lines: each target, what was measured, and whether it is met; None where it could not be measured."""
+    by_case: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault(row["case"], []).append(row)
+    copies = [row["bytes_per_second"] for row in by_case.get("copy", ())]
+    adam = next((row for row in by_case.get("update", ()) if row["what"] == "adam"), None)
+    (torch,) = by_case.get("torch") or [{}]
+    lines = []
+    if adam is not None and copies:
+        share = adam["bytes_per_second"] / max(copies)
+        lines.append(_line("fused Adam", f"at least {ADAM_SHARE:.0%} of a copy", f"{share:.1%}", share >= ADAM_SHARE))
+    if adam is not None and torch.get("seconds"):
+        ratio = adam["seconds"] / torch["seconds"]
+        lines.append(_line("fused Adam", "no slower than torch's", f"{ratio:.2f} of its time", ratio <= 1))
+    elif torch:
+        lines.append(_line("fused Adam", "no slower than torch's", torch["note"], None))
+    for row in by_case.get("exact", ()):
+        measured = "the same bytes" if row["identical"] else f"{row['relative']:.1e} apart"
+        is_near = row["relative"] <= RELATIVE
+        lines.append(_line(f"100 steps of {row['what']}", f"{RELATIVE:g} relative", measured, is_near))
+    for row in by_case.get("run", ()):
+        if row["what"] == "difference":
+            measured = f"{row['relative']:.1e} apart; {row['step_ratio']:.2f} of the step time without a device"
+            is_near = row["relative"] <= RELATIVE
+            lines.append(_line("BSP, 2 servers, 2 workers", f"{RELATIVE:g} relative", measured, is_near))
+    for row in by_case.get("memory", ()):
+        most = ADAM_BYTES * row["elements"] + BESIDE_BYTES
+        lines.append(_line("memory with Adam", f"at most {most:,} bytes", f"{row['bytes']:,}", row["bytes"] <= most))
+    return lines
+
+
+def _line(case: str, target: str, measured: str, met: bool | None) -> dict[str, Any]:
+    return {"case": case, "target": target, "measured": measured, "met": met}
+
+
+def measure(device: Device, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures the chosen cases, and prints each row when it is there."""
+    rows: list[dict[str, Any]] = []
+    for case in options.cases:
+        for row in CASES[case](device, options):
+            rows.append({"case": case, **row})
+            print("  ".join(f"{name}={_shown(value)}" for name, value in rows[-1].items()), flush=True)
+    return {"device": device.name, "elements": options.elements, "rows": rows, "targets": judged(rows)}
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What a CUDA device does for psdist.")
+    made.add_argument("--device", default="cuda", help="cuda or cuda:N (default: %(default)s)")
+    made.add_argument("--elements", type=int, default=100_000_000, help="float32 parameters (default: %(default)s)")
+    made.add_argument("--rounds", type=int, default=7, help="rounds of each measurement (default: %(default)s)")
+    made.add_argument("--times", type=int, default=10, help="launches in a round (default: %(default)s)")
+    made.add_argument("--threads", type=int, default=4, help="kernel threads of a server (default: %(default)s)")
+    made.add_argument("--steps", type=int, default=30, help="steps of the whole runs (default: %(default)s)")
+    made.add_argument("--run-elements", type=int, default=25_000_000, help="parameters there (default: %(default)s)")
+    made.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    made.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON there")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None, opened: Callable[[str], Device] = open_device) -> int:
+    """Measures and prints the table; the exit status: 1 where a target is missed, 2 without a device.
+
+    opened: opens the device.
+    """
+    options = parser().parse_args(arguments)
+    try:
+        device = opened(options.device)
+    except PsdistError as error:
+        print(f"python -m benchmarks.gpu: {error}", file=sys.stderr)
+        return 2
+    results = measure(device, options)
+    print(f"\n{device.name}, {options.elements:,} parameters")
+    for line in results["targets"]:
+        verdict = {True: "yes", False: "NO", None: "not measured"}[line["met"]]
+        print(f"  {line['case']:32}{line['target']:32}{line['measured']:56}{verdict}")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return int(any(line["met"] is False for line in results["targets"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

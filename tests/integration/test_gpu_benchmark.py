@@ -1,0 +1,65 @@
+"""The benchmark of devices runs from its command line to its table, on an emulated device. No figure is judged."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from tests.support.host_device import HostDevice, needs_compiler
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SMALL = ("--elements", "60000", "--rounds", "1", "--times", "1", "--threads", "2", "--steps", "3")
+
+
+@needs_compiler
+def test_every_case_has_rows_and_every_target_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [_ROOT / "tests" / "support" / "emulated", _ROOT, _ROOT / "servers"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    out = tmp_path / "gpu.json"
+    status = gpu.main([*_SMALL, "--run-elements", "20000", "--out", str(out)], lambda name: HostDevice())
+    results = json.loads(out.read_text())
+    assert {row["case"] for row in results["rows"]} == set(gpu.CASES)
+    exact = [row for row in results["rows"] if row["case"] == "exact"]
+    assert len(exact) == 13 and all(row["identical"] and row["relative"] == 0 for row in exact)
+    (run,) = (row for row in results["rows"] if row["case"] == "run" and row["what"] == "difference")
+    assert run["identical"] and run["step_ratio"] > 0
+    lines = {(line["case"], line["target"]): line["met"] for line in results["targets"]}
+    assert len(lines) == len(results["targets"]) == 2 + 13 + 1 + 1
+    assert lines["fused Adam", "no slower than torch's"] is None
+    assert lines["BSP, 2 servers, 2 workers", "1e-06 relative"] is True
+    # The bandwidth of a processor that plays a device means nothing: its line is there, whatever it says.
+    assert status == int(not lines["fused Adam", "at least 80% of a copy"])
+    assert "cuda:0 (on the processor), 60,000 parameters" in capsys.readouterr().out
+
+
+def test_a_target_that_is_missed_is_seen() -> None:
+    rows = [
+        {"case": "copy", "what": "driver", "bytes_per_second": 100.0},
+        {"case": "update", "what": "adam", "bytes_per_second": 79.0, "seconds": 2.0},
+        {"case": "torch", "what": "adam", "seconds": 1.0},
+        {"case": "memory", "what": "adam", "elements": 1000, "bytes": 200_012_001},
+        {"case": "exact", "what": "sgd", "identical": False, "relative": 2e-6},
+    ]
+    assert [line["met"] for line in gpu.judged(rows)] == [False] * 4
+
+
+def test_cases_can_be_chosen_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    options = gpu.parser().parse_args(["--cases", "copy", "exact", "--elements", "7"])
+    assert (options.cases, options.elements, options.device) == (["copy", "exact"], 7, "cuda")
+    with pytest.raises(SystemExit):
+        gpu.parser().parse_args(["--cases", "speed"])
+
+
+def test_without_a_device_it_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert gpu.main(["--cases", "copy"]) == 2
+    assert "CuPy is not installed" in capsys.readouterr().err
