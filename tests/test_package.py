@@ -50,13 +50,14 @@ def test_three_import_roots_and_no_others(wheel: zipfile.ZipFile) -> None:
 def test_every_module_is_there(wheel: zipfile.ZipFile) -> None:
     folders = [ROOT / "psdist", ROOT / "servers/psdist_server", ROOT / "servers/psdist_scheduler"]
     wanted = {path.relative_to(folder.parent).as_posix() for folder in folders for path in folder.rglob("*.py")}
+    wanted |= {path.relative_to(folder.parent).as_posix() for folder in folders for path in folder.rglob("*.cu")}
     assert wanted <= set(wheel.namelist())
     assert "psdist/py.typed" in wheel.namelist()
 
 
 def test_nothing_but_code_is_there(wheel: zipfile.ZipFile) -> None:
     kinds = {Path(name).suffix for name in _names(wheel, meta=False)}
-    assert kinds <= {".py", ".pyi", ".typed", ".html", ".css", ".js"}
+    assert kinds <= {".py", ".cu", ".pyi", ".typed", ".html", ".css", ".js"}
 
 
 def test_commands_and_license(wheel: zipfile.ZipFile) -> None:

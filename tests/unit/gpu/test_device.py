@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
+import threading
+from pathlib import Path
+from types import ModuleType
 
+import numpy as np
 import pytest
 
-from psdist.errors import DeviceLostError, DeviceUnavailableError, InternalError, InvalidArgumentError
+from psdist.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    InternalError,
+    InvalidArgumentError,
+    LimitExceededError,
+)
 from psdist.gpu import compile as compiling
 from psdist.gpu.compile import compile_source
 from psdist.gpu.device import CudaDevice, device_number, open_device
-
-
-class FakeCudaError(RuntimeError):
-    """An error of CUDA."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-def fake_cupy(count: int = 1, error: FakeCudaError | None = None, at: str = "getDeviceCount") -> ModuleType:
-    """CuPy, as far as a device is opened by it. error: what the function ``at`` raises."""
-
-    def answer(name: str, value: Any) -> Any:
-        def called(*_: Any) -> Any:
-            if error is not None and name == at:
-                raise error
-            return value
-
-        return called
-
-    properties = {"name": b"Fake", "major": 9, "minor": 0}
-    answers = {
-        "getDeviceCount": count,
-        "getDevice": 0,
-        "setDevice": None,
-        "free": None,
-        "getDeviceProperties": properties,
-        "driverGetVersion": 11080,
-        "runtimeGetVersion": 12090,
-        "memGetInfo": (5, 7),
-    }
-    runtime = SimpleNamespace(
-        CUDARuntimeError=FakeCudaError, **{name: answer(name, one) for name, one in answers.items()}
-    )
-    cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(  # type: ignore[attr-defined]
-        runtime=runtime, driver=SimpleNamespace(CUDADriverError=FakeCudaError), nvrtc=SimpleNamespace(getVersion=int)
-    )
-    return cupy
+from tests.support.fake_cupy import FakeCudaError, FakeCupy
 
 
 @pytest.mark.parametrize(("name", "number"), [("cuda", 0), ("cuda:0", 0), ("cuda:7", 7)])
@@ -75,12 +44,16 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cupy", "missing", "text"),
     [
-        (fake_cupy(error=FakeCudaError(35, "insufficient")), "driver", "the driver is CUDA 11.8.* for CUDA 12.9"),
-        (fake_cupy(error=FakeCudaError(100, "no device")), "device", "no device"),
-        (fake_cupy(count=0), "device", "none at all"),
-        (fake_cupy(count=2), "device", "cuda:0 to cuda:1"),
-        (fake_cupy(4, FakeCudaError(2, "out of memory"), "free"), "memory", "nvidia-smi"),
-        (fake_cupy(4, FakeCudaError(46, "all devices are busy"), "free"), "device", "busy"),
+        (
+            FakeCupy(getDeviceCount=FakeCudaError(35, "insufficient")),
+            "driver",
+            "the driver is CUDA 11.8.* for CUDA 12.9",
+        ),
+        (FakeCupy(getDeviceCount=FakeCudaError(100, "no device")), "device", "no device"),
+        (FakeCupy(0), "device", "none at all"),
+        (FakeCupy(2), "device", "cuda:0 to cuda:1"),
+        (FakeCupy(4, free=FakeCudaError(2, "out of memory")), "memory", "nvidia-smi"),
+        (FakeCupy(4, free=FakeCudaError(46, "all devices are busy")), "device", "busy"),
     ],
 )
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cupy: ModuleType, missing: str, text: str) -> None:
@@ -101,14 +74,14 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_in_the_middle_is_a_lost_device() -> None:
-    device = CudaDevice(fake_cupy(error=FakeCudaError(700, "illegal address"), at="memGetInfo"), 0)
+    device = CudaDevice(FakeCupy(memGetInfo=FakeCudaError(700, "illegal address")), 0)
     assert device.name == "cuda:0 (Fake)"
     with pytest.raises(DeviceLostError, match="illegal address"):
         device.memory()
 
 
 def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(count=8))
+    monkeypatch.setitem(sys.modules, "cupy", FakeCupy(8))
     device = open_device("cuda:2")
     assert device.name == "cuda:2 (Fake)"
     assert device.memory() == (5, 7)
@@ -117,3 +90,103 @@ def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_wrong_source_is_refused_with_the_log() -> None:
     with pytest.raises(InternalError, match="undefined"):
         compile_source('extern "C" __global__ void broken(float* out) { out[0] = nothing; }', "sm_90")
+
+
+_SOURCE = 'extern "C" __global__ void twice(float* values, long long size) { values[threadIdx.x] *= 2.0f; }'
+
+
+def test_a_source_is_compiled_once_and_its_kernels_get_what_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "cache"))
+    cupy = FakeCupy()
+    device = CudaDevice(cupy, 0)
+    kernel, stream = device.kernels(_SOURCE)("twice"), device.stream()
+    arguments = (np.uint64(4096), np.int64(3))
+    device.launch(kernel, 5, 128, arguments, stream)
+    assert cupy.calls == [("twice", (5,), (128,), arguments, stream)]
+    (file,) = (tmp_path / "cache").iterdir()
+    assert file.suffix == ".cubin" and file.read_bytes()[:4] == b"\x7fELF"
+    monkeypatch.setattr("psdist.gpu.device.compile_source", lambda *_: pytest.fail("it is cached"))
+    assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
+
+
+def test_bytes_go_there_and_back() -> None:
+    device = CudaDevice(FakeCupy(), 0)
+    stream, memory, pinned = device.stream(), device.allocate(40), device.pinned(40)
+    pinned[:] = np.arange(40)
+    device.copy_in(memory.address, pinned, stream)
+    device.clear(memory.address + 8, 8, stream)
+    out = np.empty(10, np.float32)
+    device.copy_out(out, memory.address, stream)
+    device.wait(stream)
+    expected = np.arange(40, dtype=np.uint8)
+    expected[8:16] = 0
+    assert (out.view(np.uint8) == expected).all() and memory.size == 40
+    assert device.allocated == 40
+    del memory
+    assert device.allocated == 0
+    assert device.memory() == (5, 7)
+
+
+def test_pinned_memory_lasts_as_long_as_an_array_looks_into_it() -> None:
+    device = CudaDevice(FakeCupy(), 0)
+    part = device.pinned(1 << 20)[4096:8192].view(np.float32)
+    part[:] = 7
+    assert part.base is not None and (part == 7).all()
+
+
+def test_without_room_the_free_memory_is_named() -> None:
+    for error in (FakeCudaError(2, "out of memory"), MemoryError("out of memory")):
+        device = CudaDevice(FakeCupy(Memory=error), 0)
+        with pytest.raises(LimitExceededError, match="no room for 1,000 bytes more: 5 of its 7 are free"):
+            device.allocate(1000)
+        assert device.allocated == 0
+    with pytest.raises(DeviceLostError, match="launch failure"):
+        CudaDevice(FakeCupy(Memory=FakeCudaError(719, "launch failure")), 0).allocate(1000)
+
+
+def test_memory_that_cannot_be_registered_is_used_as_it_is() -> None:
+    values = np.zeros(1024, np.float32)
+    cupy = FakeCupy()
+    device = CudaDevice(cupy, 0)
+    assert device.register(values) and cupy.registered == {values.ctypes.data}
+    device.unregister(values)
+    assert not cupy.registered
+    cupy.failures["hostRegister"] = FakeCudaError(801, "not supported")
+    assert not device.register(values)
+
+
+@pytest.mark.parametrize("name", ["memcpyAsync", "memsetAsync", "synchronize"])
+def test_every_failure_is_a_lost_device(name: str) -> None:
+    device = CudaDevice(FakeCupy(**{name: FakeCudaError(719, "unspecified launch failure")}), 0)
+    stream, memory, values = device.stream(), device.allocate(16), np.zeros(4, np.float32)
+    with pytest.raises(DeviceLostError, match="unspecified launch failure"):
+        device.copy_in(memory.address, values, stream)
+        device.clear(memory.address, 16, stream)
+        device.wait(stream)
+
+
+def test_each_thread_works_on_the_device_and_keeps_its_own() -> None:
+    cupy = FakeCupy(4)
+    device = CudaDevice(cupy, 2)
+    seen: list[int] = []
+    monitored = cupy.cuda.runtime.memGetInfo
+    cupy.cuda.runtime.memGetInfo = lambda: (seen.append(cupy.do_getDevice()), monitored())[1]
+
+    def work() -> None:
+        cupy.do_setDevice(1)
+        device.memory()
+        seen.append(cupy.do_getDevice())
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert seen == [2, 1] and cupy.do_getDevice() == 0
