@@ -73,13 +73,14 @@ def _kernel(name: str, element: Callable[..., Any]) -> str:
     translator = _Translator(function, inspect.getmodule(element).__dict__)
     names, results = translator.arguments, translator.results
     states = len(results)
-    loads = [f"const float {one} = arrays.at[{number}][i];" for number, one in enumerate(names[:states])]
+    loads = [f"const float {one} = own[{number}];" for number, one in enumerate(names[:states])]
     scalars = [f"const float {one} = scalars.at[{number}];" for number, one in enumerate(names[states + 1 :])]
-    stores = [f"arrays.at[{number}][i] = {result};" for number, result in enumerate(results)]
+    stores = [f"own[{number}] = {result};" for number, result in enumerate(results)]
     body = "\n        ".join([*loads, *scalars, *translator.lines, *stores])
     return f"""
 struct {name}_element {{
-    static __device__ __forceinline__ void update(Arrays arrays, i64 i, float {names[states]}, Scalars scalars) {{
+    static const int ARRAYS = {states};
+    static __device__ __forceinline__ void update(float* own, float {names[states]}, Scalars scalars) {{
         {body}
     }}
 }};

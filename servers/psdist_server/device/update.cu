@@ -16,6 +16,7 @@
 struct Arrays { float* at[4]; };
 struct Scalars { float at[7]; };
 struct Division { float divisor, factor; };
+#define BATCH 4
 
 struct Staged {
     const u8* start;
@@ -26,21 +27,36 @@ struct Staged {
     __device__ int type(int part) const { return (int)((const u64*)start)[2 * part + 1]; }
 };
 
-// Calls use(i, the element as float32) for a thread's elements among `size` from `first` on.
+// Calls use(i, widened element) for a thread's elements among `size`. BATCH of them are read before the first is used, so
+// that the thread waits for memory once for all of them.
+template <class Item, class Widen, class Use>
+static __device__ __forceinline__ void for_each(const Item* items, int size, Widen widen, Use use) {
+    for (int base = threadIdx.x; base < size; base += BATCH * blockDim.x) {
+        Item batch[BATCH];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = base + b * blockDim.x;
+            if (i < size) batch[b] = items[i];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = base + b * blockDim.x;
+            if (i < size) use(i, widen(batch[b]));
+        }
+    }
+}
+
+// The same for the elements of a contribution from `first` on.
 template <class Use>
 static __device__ __forceinline__ void for_each_value(Staged staged, int part, i64 first, int size, Use use) {
     const u8* values = staged.values(part);
     int type = staged.type(part);
     if (type == 0) {
-        const float* floats = (const float*)values + first;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, floats[i]);
+        for_each((const float*)values + first, size, [](float value) { return value; }, use);
     } else if (type == 1) {
-        const u16* halves = (const u16*)values + first;
-        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, widen_half(halves[i]));
+        for_each((const u16*)values + first, size, [](u16 half) { return widen_half(half); }, use);
     } else {
-        const u16* brains = (const u16*)values + first;
-        for (int i = threadIdx.x; i < size; i += blockDim.x) use(i, widen_brain(brains[i]));
+        for_each((const u16*)values + first, size, [](u16 brain) { return widen_brain(brain); }, use);
     }
 }
 
@@ -49,7 +65,7 @@ static __device__ __forceinline__ float divided(float sum, Division by) {
 }
 
 // The mean into `values`; whether this thread's elements are finite.
-static __device__ __forceinline__ bool add_up(float* values, Staged staged, i64 first, int size, Division by) {
+static __device__ __noinline__ bool add_up(float* values, Staged staged, i64 first, int size, Division by) {
     for (int part = 0; part + 1 < staged.count; part++) {
         for_each_value(staged, part, first, size, [=](int i, float value) {
             values[i] = part == 0 ? value : values[i] + value;
@@ -106,8 +122,24 @@ static __device__ __forceinline__ void update(
             mean[first + i] = is_updated ? values[i] : __uint_as_float(NAN_BITS);
     }
     if (!is_updated) return;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < here; i += blockDim.x) Element::update(arrays, first + i, values[i], scalars);
+    for (int base = threadIdx.x; base < here; base += BATCH * blockDim.x) {
+        float batch[BATCH][Element::ARRAYS];
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = base + b * blockDim.x;
+#pragma unroll
+            for (int array = 0; array < Element::ARRAYS; array++)
+                if (i < here) batch[b][array] = arrays.at[array][first + i];
+        }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            int i = base + b * blockDim.x;
+            if (i >= here) continue;
+            Element::update(batch[b], values[i], scalars);
+#pragma unroll
+            for (int array = 0; array < Element::ARRAYS; array++) arrays.at[array][first + i] = batch[b][array];
+        }
+    }
 }
 
 // The mean alone, finite or not; a flag is set where it is not.
