@@ -28,6 +28,8 @@ ARCHITECTURES: Final = ("sm_75", "sm_90")
 
 _FOLDER: Final = Path(__file__).parent
 _SONAMES: Final = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so")
+#: Where toolkits are installed.
+_TOOLKIT: Final = "/usr/local/cuda"
 #: Packages of the wheels, and where in them the library lies.
 _PACKAGES: Final = ("cuda_nvrtc", "cu13")
 
@@ -75,9 +77,11 @@ def _candidates() -> Iterator[str]:
             for package in _PACKAGES:
                 folder = Path(root) / package / "lib"
                 yield from (str(folder / name) for name in _SONAMES if (folder / name).exists())
-    if toolkit := os.environ.get("CUDA_PATH") or os.environ.get("CUDA_HOME"):
+    toolkit = os.environ.get("CUDA_PATH") or os.environ.get("CUDA_HOME")
+    if toolkit:
         yield from (str(Path(toolkit) / "lib64" / name) for name in _SONAMES)
     yield from _SONAMES
+    yield from (str(Path(_TOOLKIT) / "lib64" / name) for name in _SONAMES)
 
 
 @contextmanager

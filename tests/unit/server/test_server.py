@@ -23,11 +23,13 @@ from psdist.types import (
     Slicing,
     WorkerEntry,
 )
+from psdist_server.device.staging import Lanes
 from psdist_server.peers import NormExchange, PeerServers
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call
+from tests.support.host_device import HostDevice, needs_compiler
 
 
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
@@ -80,3 +82,18 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
         with pytest.raises(FencedError):
             await pull.next_answer()
     await host.close()
+
+
+@needs_compiler
+async def test_a_server_on_a_device_says_so() -> None:
+    device = HostDevice()
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1, lanes=Lanes(device))
+    assert (host.statistics().device, host.statistics().device_bytes) == (device.name, 0)
+    await host.follow(_map(1, False, 0, 1))
+    host.admission.store("p").install(0, memoryview(np.zeros(16, np.float32)).cast("B"), 1)
+    assert host.statistics().device_bytes == device.allocated > 0
+    assert [(update.apply_seconds, update.parameters) for update in host.statistics().parameters] == [(0, "p")]
+    await host.close()
+    plain = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    assert (plain.statistics().device, plain.statistics().device_bytes) == ("", 0)
+    await plain.close()
