@@ -31,7 +31,7 @@ PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
     *("psdist.compression.regions", "psdist.compression.pulls", "psdist.compression.automatic"),
-    "psdist.compression.segments.format",
+    *("psdist.compression.segments.format", "psdist.compression.gpu.tables"),
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launch.supervisor", "psdist_scheduler.cluster"),
     *("psdist.launch.events", "psdist.launch.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),

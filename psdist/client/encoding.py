@@ -15,23 +15,31 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, cached_property
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
-from psdist.client.session.worker_state import OWN, State
+from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
+from psdist.compression.regions import regions
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, Layout
 from psdist.wire.limits import STATE_BYTES_MAX
 
 if TYPE_CHECKING:
     from psdist.client.core.encoder import EncodedSlices, GradientEncoder
+    from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+    from psdist.compression.gpu.memory import DeviceVector
+
+    #: Of gradients on the host, or on a device.
+    AnyEncoder = GradientEncoder | DeviceGradientEncoder
 
 logger = logging.getLogger("psdist")
 
@@ -45,7 +53,9 @@ class EncodedPush:
     flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
     """
 
-    def __init__(self, encoder: GradientEncoder, flat: Flat | None, slices: EncodedSlices, lock: Lock) -> None:
+    def __init__(
+        self, encoder: AnyEncoder, flat: Flat | DeviceVector | None, slices: EncodedSlices, lock: Lock
+    ) -> None:
         self._encoder = encoder
         self._flat = flat
         self._slices = slices
@@ -68,7 +78,10 @@ class EncodedPush:
 
         def encode() -> bool:
             with self._lock:
-                return self._encoder.encode(self._slices, flat, slices, run)
+                if self._encoder.device is not None:
+                    return self._encoder.encode(self._slices, flat, slices)
+                values = flat if isinstance(flat, np.ndarray) else flat.read(flat.device.stream())
+                return self._encoder.encode(self._slices, values, slices, run)
 
         overflows = self._encoder.totals.overflows
         if not await off_loop(elements, encode):
@@ -122,7 +135,7 @@ class Encoding:
         self._codec = codec
         self._layout = layout
         self._participation = participation
-        self._encoder: GradientEncoder | None = None
+        self._encoder: AnyEncoder | None = None
         #: Held while the encoder works, and while its push begins or ends.
         self._lock = Lock()
         #: What was restored before the kernels were there.
@@ -159,10 +172,10 @@ class Encoding:
             await self._participation.keep_state(self.save, self.restore, prefix=OWN)
             self._is_kept = True
 
-    def save(self) -> State:
+    def save(self) -> SavedState:
         """The state between the last push that is over and the next one."""
         self._end_if_over()
-        return self._restored if self._encoder is None else self._encoder.state()
+        return {**self._restored} if self._encoder is None else {**self._encoder.state()}
 
     def restore(self, state: State) -> None:
         """Goes on from ``state``, or from the beginning if it is empty. A push under way is forgotten."""
@@ -174,29 +187,59 @@ class Encoding:
 
     # --- a push -------------------------------------------------------------------------------------------------------
 
-    async def begin(self, flat: Flat | None) -> EncodedPush:
+    @cached_property
+    def works_on_device(self) -> bool:
+        """Whether gradients that lie on a device can be encoded there."""
+        from psdist.compression.gpu.encoder import can_encode
+
+        return can_encode(regions(self._layout.tensors, self._codec))
+
+    async def begin(self, flat: Flat | DeviceVector | None) -> EncodedPush:
         """Before each push, or the first bucket of a step. Of a push that is made again, what was encoded stays."""
-        if self._encoder is None:
-            self._encoder = await self._load()
         self._end_if_over()
         part = self._participation
+        if self._encoder is None:
+            self._encoder = await self._load(flat)
+        elif flat is not None and not part.sequence.unfinished:
+            await self._move(flat)
         with self._lock:
             if not part.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
             self._begun = part.origin, part.sequence.step
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
-    async def _load(self) -> GradientEncoder:
-        await self._compiler.loaded()
-        from psdist.client.core.encoder import GradientEncoder
-
+    async def _load(self, flat: Flat | DeviceVector | None) -> AnyEncoder:
+        """The encoder of gradients that lie where ``flat`` does, with the state that was restored."""
         part = self._participation
-        encoder = GradientEncoder(self._codec, self._layout, part.entry.slicing, part.origin.rank)
+        settings = self._codec, self._layout, part.entry.slicing, part.origin.rank
+        encoder: AnyEncoder
+        if flat is None or isinstance(flat, np.ndarray):
+            await self._compiler.loaded()
+            from psdist.client.core.encoder import GradientEncoder
+
+            encoder = GradientEncoder(*settings)
+        else:
+            from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+
+            encoder = DeviceGradientEncoder(*settings, flat.device)
         encoder.restore(self._restored)
         self._restored = {}
         return encoder
 
-    async def encode_push(self, flat: Flat | None, *, with_norm: bool) -> tuple[EncodedPush | None, float]:
+    async def _move(self, flat: Flat | DeviceVector) -> None:
+        """Goes on with the encoder of gradients that lie where ``flat`` does, if they lay elsewhere before."""
+        old = self._encoder
+        assert old is not None
+        if old.device is (None if isinstance(flat, np.ndarray) else flat.device):
+            return
+        old.discard_push()
+        self._restored = {name: array.copy() for name, array in old.state().items()}
+        self._encoder = await self._load(flat)
+        self._encoder.totals = old.totals
+
+    async def encode_push(
+        self, flat: Flat | DeviceVector | None, *, with_norm: bool
+    ) -> tuple[EncodedPush | None, float]:
         """Encodes a whole gradient; None abstains. Returns what is sent, None to abstain, and its norm if wanted.
 
         A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which

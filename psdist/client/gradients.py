@@ -1,5 +1,8 @@
 """The gradient vector of one handle: gathers the user's arrays in it, and checks them before anything is sent.
 
+Arrays that lie on a CUDA device are gathered in a vector there, where the codec works on devices; else they are copied
+to the vector of the host. What the device needs is imported with the first such array.
+
 Not here: what is sent of it, and when (``parameters``, ``bucket_step``).
 """
 
@@ -7,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -18,6 +21,10 @@ from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
 from psdist.types import DType, Layout, NonFinite
 
+if TYPE_CHECKING:
+    from psdist.client.device.vectors import DeviceVectors
+    from psdist.compression.gpu.memory import DeviceVector
+
 
 class GradientVector:
     """Where the gradients of ``layout`` are put together.
@@ -25,6 +32,7 @@ class GradientVector:
     dtype: in which they are sent. NaN and Inf are looked for in that dtype, and ``non_finite`` says what they are.
     shared: the vector in memory that is shared with servers, if there is any when it is first needed.
     stale: looks for buffers that nobody writes to.
+    encodes_on_device: whether gradients that lie on a device are encoded there.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class GradientVector:
         non_finite: NonFinite,
         shared: Callable[[], NDArray[Any] | None],
         stale: StaleBufferCheck,
+        encodes_on_device: Callable[[], bool] = lambda: False,
     ) -> None:
         self._layout = layout
         self._dtype = dtype
@@ -41,6 +50,12 @@ class GradientVector:
         self._shared = shared
         self._stale = stale
         self._buffers: dict[str, NDArray[np.float32]] = {}
+        self._encodes_on_device = encodes_on_device
+        self._device: DeviceVectors | None = None
+        #: Whether names in a bucket mean the device's buffers.
+        self._buffers_on_device = False
+        #: Where the step is gathered that is given in buckets.
+        self._step: Flat | DeviceVector | None = None
 
     @cached_property
     def vector(self) -> Flat:
@@ -50,29 +65,79 @@ class GradientVector:
 
     def release_memory(self) -> None:
         """Lets go of the vector. It is another one when it is next needed, unless it is shared."""
-        self._buffers = {}
+        if self._device is not None:
+            self._device.release_memory()
+        self._buffers, self._step, self._buffers_on_device = {}, None, False
         self.__dict__.pop("vector", None)
 
     def buffers(self) -> dict[str, NDArray[np.float32]]:
         """Views of the vector, by tensor name."""
-        self._buffers = self._buffers or partition.split(self._layout, self.vector)
+        self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False
         return dict(self._buffers)
 
-    def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | None:
+    def device_buffers(self, number: int) -> dict[str, Any]:
+        """Views of the vector of device ``number``. Raises DeviceUnavailableError, DeviceLostError."""
+        self._buffers_on_device = True
+        return self.on_device(number).buffers()
+
+    def on_device(self, number: int) -> DeviceVectors:
+        """The vectors on a device. Raises InvalidArgumentError where this handle already has some on another one."""
+        from psdist.client.device.vectors import open_vectors
+
+        if self._device is None:
+            self._device = open_vectors(self._layout, number)
+        if self._device.number != number:
+            raise InvalidArgumentError(
+                f"device cuda:{number}: this parameter set has its arrays on cuda:{self._device.number}, and they stay "
+                "on one device"
+            )
+        return self._device
+
+    def _device_of(self, gradients: object) -> DeviceVectors | None:
+        """The vectors on the device that some of these arrays lie on; None where all are the host's."""
+        if not isinstance(gradients, Mapping):
+            return self._device if self._buffers_on_device else None
+        if all(type(value) is np.ndarray for value in gradients.values()):
+            return None
+        from psdist.client.device.arrays import is_on_device, number_of
+
+        there = next((value for value in gradients.values() if is_on_device(value)), None)
+        return None if there is None else self.on_device(number_of(there))
+
+    def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | DeviceVector | None:
         """The vector with all of these gradients in it, or None to abstain. number: of the push.
 
-        Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, NonFiniteGradientError.
+        Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, NonFiniteGradientError;
+        DeviceUnavailableError and DeviceLostError for arrays of a device.
         """
         flat = self.vector
-        if self._are_buffers(gradients):
+        if (device := self._device_of(gradients)) is not None:
+            there = device.gather(gradients)
+            if self._encodes_on_device():
+                return there if self._is_finite_there(device, there) else None
+            device.register(flat)
+            device.copy_out(there, flat)
+        elif self._are_buffers(gradients):
             self._stale.on_push(number, flat)
         else:
-            flat = partition.flatten(self._layout, gradients, self.vector)
+            flat = partition.flatten(self._layout, gradients, flat)
         if partition.is_finite(flat, self._dtype):
             return flat
         if self._non_finite == "reject":
             raise partition.non_finite(self._layout, flat, self._dtype)
         return None
+
+    def _is_finite_there(
+        self, device: DeviceVectors, vector: DeviceVector, numbers: tuple[int, ...] | None = None
+    ) -> bool:
+        """Whether all is finite. False to abstain. Raises NonFiniteGradientError."""
+        if device.is_finite(vector, numbers):
+            return True
+        if self._non_finite == "reject":
+            flat = np.empty(self._layout.total, np.float32)
+            device.copy_out(vector, flat)
+            raise partition.non_finite(self._layout, flat, self._dtype, numbers)
+        return False
 
     def _are_buffers(self, gradients: Mapping[str, ArrayLike]) -> bool:
         """Whether these are the very arrays of ``buffers``, about which nothing is to be checked."""
@@ -87,16 +152,32 @@ class GradientVector:
         """Raises InvalidArgumentError for what can be no bucket."""
         if isinstance(gradients, str) or not isinstance(gradients, Iterable):
             raise InvalidArgumentError(f"a bucket is a dict of arrays or a list of names, not {gradients!r:.80}")
-        if not isinstance(gradients, Mapping) and not self._buffers:
+        if not isinstance(gradients, Mapping) and not (self._buffers or self._buffers_on_device):
             raise InvalidArgumentError("a bucket of names means gradient_buffers(): call that first, and fill them")
+
+    def begin_step(self, gradients: object) -> Flat | DeviceVector:
+        """The vector of a step that is given in buckets, of which these gradients are the first."""
+        device = self._device_of(gradients)
+        self._step = device.gradients if device is not None and self._encodes_on_device() else self.vector
+        return self._step
 
     def gather_bucket(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
         """Gathers the gradients of these tensors; names mean that they are in the vector. Returns False to abstain.
 
         Raises as ``gather``.
         """
-        if isinstance(gradients, Mapping):
+        device, step = self._device_of(gradients), self._step
+        if device is not None:
+            device.gather_some(numbers, gradients if isinstance(gradients, Mapping) else {})
+            if isinstance(step, np.ndarray):
+                device.copy_out(device.gradients, step, numbers)
+        elif isinstance(gradients, Mapping):
             partition.flatten_some(self._layout, numbers, gradients, self.vector)
+        if step is not None and not isinstance(step, np.ndarray):
+            assert self._device is not None
+            if device is None:
+                self._device.copy_in(numbers, self.vector)
+            return self._is_finite_there(self._device, step, numbers)
         for number in numbers:
             part = self.vector[self._layout.offsets[number] : self._layout.offsets[number + 1]]
             if not partition.is_finite(part, self._dtype):
@@ -107,5 +188,5 @@ class GradientVector:
 
     def on_last_bucket(self, gradients: object, number: int) -> None:
         """The last bucket of step ``number`` is gathered: all of the step's gradients are in the vector."""
-        if not isinstance(gradients, Mapping):
+        if not isinstance(gradients, Mapping) and not self._buffers_on_device:
             self._stale.on_push(number, self.vector)

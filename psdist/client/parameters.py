@@ -22,7 +22,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.bucket_step import AsyncBucket
@@ -134,7 +133,9 @@ class AsyncParameters(ProcessBound):
 
     # --- the calls ---
 
-    async def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
+    async def pull(
+        self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True, device: str | None = None
+    ) -> Arrays:
         """The weights by name, in their declared dtypes and shapes.
 
         out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
@@ -142,21 +143,27 @@ class AsyncParameters(ProcessBound):
             in buckets, until their tensor is given). They are the servers' own memory where that is shared and stands
             still between steps (BSP without backup workers), else memory that each such call uses again; either way
             none is allocated.
+        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, also by ``copy=False``, which uses
+            the same memory each time.
         BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
         bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
         TcpUnavailableError (transport "tcp"), MutualWaitError (``Client`` alone) where the others wait for this worker
-        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets,
-        and as ``partition.check_out`` for ``out``.
+        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
+        before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
+        ``partition.check_out`` for ``out``.
         """
         async with self._steps.call(Phase.WAIT):
-            return await self._steps.pull(out, copy)
+            return await self._steps.pull(out, copy, device)
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
         because this worker had been expelled and the others had gone on without it.
 
+        gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
+            ``__cuda_array_interface__`` or DLPack) are encoded there where the codec has kernels for it, so that only
+            payloads are copied to the host; else they are copied.
         weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
             the mean of: 1e-18 to 1e18. The gradient that is applied is sum(weight * gradient) / sum(weight): float32
             products, added to zeros in rank order, over the sum of the weights. 0 contributes nothing.
@@ -164,7 +171,8 @@ class AsyncParameters(ProcessBound):
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
         MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
-        worker takes part again, and the next call goes on.
+        worker takes part again, and the next call goes on. DeviceUnavailableError and DeviceLostError for arrays of a
+        device.
         """
         async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)
@@ -224,16 +232,20 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             await self._steps.release_memory()
 
-    async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+    async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
         process, and where memory is shared, not to the servers either.
 
         Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
         new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``.
         A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
+
+        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         async with self._steps.call():
-            return await self._steps.gradient_buffers()
+            return await self._steps.gradient_buffers(device)
 
     async def keep_state(self, save: Save, restore: Restore) -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mappin
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,7 +26,7 @@ from psdist.client.core import partition
 from psdist.client.core.buckets import SliceIndex
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
-from psdist.client.encoding import Encoding
+from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
@@ -39,8 +39,12 @@ from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.requests import EncodedGradient
 from psdist.consistency import BSP, SSP, Consistency, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
+from psdist.gpu.device import device_number
 from psdist.metrics.phases import Phase
 from psdist.types import Layout, ParametersSpec
+
+if TYPE_CHECKING:
+    from psdist.compression.gpu.memory import DeviceVector
 
 T = TypeVar("T")
 
@@ -110,8 +114,9 @@ class Steps:
         # What a codec leaves out is not in the memory that servers read, so that is not the user's then.
         shared = (lambda: exchange.shared_memory.gradients) if self.encoding is None else lambda: None
         self._gradients = GradientVector(
-            layout, exchange.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name)
-        )
+            layout, exchange.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
+            lambda: self.encoding is not None and self.encoding.works_on_device,
+        )  # fmt: skip
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -137,16 +142,25 @@ class Steps:
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def pull(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+    async def pull(
+        self, out: Mapping[str, NDArray[Any]] | None, copy: bool, device: str | None = None
+    ) -> dict[str, Any]:
         """See ``AsyncParameters.pull``."""
+        if out is not None and device is not None:
+            raise InvalidArgumentError("out and device exclude each other: pass one of them")
+        there = None if device is None else self._gradients.on_device(device_number(device))
 
         async def pull_once() -> PullTarget:
             await self._begin()
-            target = self._results.target(out, copy)
+            target = self._results.target(out, copy and there is None)
             await self._pull_into(target)
             return target
 
-        return await self._result(await self._retry(pull_once), out, copy)
+        target = await self._retry(pull_once)
+        if there is None:
+            return await self._result(target, out, copy)
+        weights = target.vector(range(self._exchange.slicing.count))
+        return await off_loop(self._elements, lambda: there.arrays(weights, copy=copy))
 
     async def push(
         self,
@@ -162,7 +176,7 @@ class Steps:
         """
         _check_member(self._participation)
         weight = _checked(weight, self._spec.consistency)
-        gathered: tuple[Flat | None, float] | None = None
+        gathered: tuple[Flat | DeviceVector | None, float] | None = None
         while True:
             incarnation = self._participation.incarnation
             try:
@@ -198,7 +212,7 @@ class Steps:
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
                 "common steps: the norm of the whole gradient is needed first, so use push_pull"
             )
-        step = await self._retry(lambda: self._current_step(weight, reads))
+        step = await self._retry(lambda: self._current_step(gradients, weight, reads))
         if reads != step.reads:
             raise InvalidArgumentError(
                 f"a step of {self._participation.name!r} was begun by push{'_pull' * step.reads}_async: give all of "
@@ -217,10 +231,11 @@ class Steps:
         self._bucket_step = step
         return bucket
 
-    async def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+    async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
+        number = None if device is None else device_number(device)
         await self._retry(self._exchange.open)
-        return self._gradients.buffers()
+        return self._gradients.buffers() if number is None else self._gradients.device_buffers(number)
 
     async def keep_state(self, save: Save, restore: Restore) -> None:
         """See ``AsyncParameters.keep_state``."""
@@ -257,8 +272,10 @@ class Steps:
         await self._exchange.open()
         await self._end_step()
 
-    async def _send(self, flat: Flat | None, norm: float, target: PullTarget | None, weight: float) -> None:
-        gradient: Flat | EncodedGradient | None = flat
+    async def _send(
+        self, flat: Flat | DeviceVector | None, norm: float, target: PullTarget | None, weight: float
+    ) -> None:
+        gradient: Flat | EncodedGradient | None = flat if isinstance(flat, np.ndarray) else None
         try:
             if self.encoding is not None:
                 gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
@@ -301,12 +318,12 @@ class Steps:
     async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         return await off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
 
-    def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | None, float]:
+    def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | DeviceVector | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
         flat = self._gradients.gather(gradients, self._sequence.step)
         if not weight:
             return None, 0.0
-        if flat is None or not self._needs_norm or self.encoding is not None:
+        if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
         return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
 
@@ -347,8 +364,9 @@ class Steps:
 
     # --- a step in buckets --------------------------------------------------------------------------------------------
 
-    async def _current_step(self, weight: float, reads: bool) -> BucketStep:
-        """The step that the next bucket belongs to. A new one has this weight, and is kept with its first bucket."""
+    async def _current_step(self, gradients: object, weight: float, reads: bool) -> BucketStep:
+        """The step that the next bucket, ``gradients``, belongs to. A new one has this weight, and is kept with its
+        first bucket."""
         await self._exchange.open()
         if self._bucket_step is not None:
             await self._bucket_step.raise_failure()
@@ -359,8 +377,9 @@ class Steps:
         # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
         consistency = self._spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
-        vector = self._gradients.vector
+        vector = self._gradients.begin_step(gradients)
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
+        assert isinstance(gradient, np.ndarray | EncodedPush)
         weighted, on_finished = WeightedGradient(gradient, weight), partial(self._on_pushed, seen=reads)
         return BucketStep(self._exchange, self._results, self._index, weighted, on_finished, whole=whole, reads=reads)
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.async_client import AsyncClient
@@ -323,30 +322,37 @@ class Parameters(ProcessBound):
     def __repr__(self) -> str:
         return repr(self._handle).replace("AsyncParameters", "Parameters")
 
-    def pull(self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True) -> Arrays:
+    def pull(
+        self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True, device: str | None = None
+    ) -> Arrays:
         """The weights by name, in their declared dtypes and shapes.
 
         out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
         copy: False gives read-only arrays instead, which are valid until the next call on this parameter set (in a step
             in buckets, until their tensor is given). None are allocated: they are the servers' own memory, or memory
             that each such call uses again.
+        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device; with ``copy=False`` in memory that
+            each such call uses again. torch takes them without a copy (``torch.from_dlpack``).
 
         BSP: waits until the step that this worker is at is complete. SSP: waits until no worker is further behind than
         the bound.
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError and
         TcpUnavailableError with transport "shm" and "tcp"; MutualWaitError where the others wait for this worker
-        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets;
-        UnknownTensorError, MissingTensorError, ShapeMismatchError and DTypeMismatchError for ``out``.
+        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
+        before and while a step is given in buckets; UnknownTensorError, MissingTensorError, ShapeMismatchError and
+        DTypeMismatchError for ``out``; DeviceUnavailableError, which names what is missing, and DeviceLostError.
         """
         with self._phases.call(Phase.WAIT):
-            return loop.shared().call(self._handle.pull(out, copy), reading=True)
+            return loop.shared().call(self._handle.pull(out, copy, device), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Sends the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``)
         because this worker had been expelled and the others had gone on without it.
 
         gradients: an array for each tensor, by name, in its shape. The arrays of ``gradient_buffers`` are sent without
-            a copy.
+            a copy. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by ``__cuda_array_interface__``
+            or DLPack) are encoded there where the codec has kernels for it, so that only payloads are copied to the
+            host; else they are copied.
         weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
             the mean of. The gradient that is applied is sum(weight * gradient) / sum(weight), in rank order and
             float32. 0 contributes nothing.
@@ -354,8 +360,8 @@ class Parameters(ProcessBound):
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError for a parameter set that was opened for reading; ServerLostError,
         FencedError, ClosedError, WaitTimeoutError; MutualWaitError where the others wait for this worker elsewhere;
-        PushDroppedError as ``on_drop`` of ``Client.parameters`` says. Calling again with the same gradients goes on
-        with the same step.
+        PushDroppedError as ``on_drop`` of ``Client.parameters`` says; DeviceUnavailableError and DeviceLostError for
+        arrays of a device. Calling again with the same gradients goes on with the same step.
         """
         with self._phases.call(Phase.PUSH):
             loop.shared().call(self._handle.push(gradients, weight))
@@ -442,15 +448,19 @@ class Parameters(ProcessBound):
         """
         loop.shared().call(self._handle.keep_state(save, restore))
 
-    def gradient_buffers(self) -> dict[str, NDArray[np.float32]]:
+    def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """Writable float32 arrays in the tensors' shapes, by name, always the same: pushing exactly these copies
         nothing in this process, and where memory is shared, not to the servers either.
 
         Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
         new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``. Do
         not write to them while a push of them is under way. A push of other arrays, or in buckets, may overwrite them.
+
+        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
-        return loop.shared().call(self._handle.gradient_buffers())
+        return loop.shared().call(self._handle.gradient_buffers(device))
 
 
 class Bucket(ProcessBound):

@@ -46,7 +46,7 @@ class EncodedSlices:
 
     slicing: Slicing
     prepared: dict[int, segments.PreparedRegion] = field(default_factory=dict)
-    payloads: dict[int, bytes] = field(default_factory=dict)
+    payloads: dict[int, bytes | memoryview] = field(default_factory=dict)
     abstained: set[int] = field(default_factory=set)
 
     def decide(self, ready: ReadySlices) -> ReadySlices:
@@ -125,6 +125,9 @@ class GradientEncoder:
 
     rank: of the worker; what is chosen by chance differs from rank to rank.
     """
+
+    #: Where its gradients lie: in the host's memory.
+    device: None = None
 
     def __init__(self, codec: Codec, layout: Layout, slicing: Slicing, rank: int) -> None:
         self.slicing = slicing

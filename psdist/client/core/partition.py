@@ -76,12 +76,12 @@ def layout_of(values: Mapping[str, ArrayLike]) -> Layout:
 
 def _spec_of(name: str, value: ArrayLike) -> TensorSpec:
     check_name(name, "tensor name")
-    array = _as_float(name, value)
+    array = as_float(name, value)
     return TensorSpec(name, array.shape, _DTYPE_NAMES[array.dtype.newbyteorder("=")])
 
 
-def _as_float(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of one of the four float dtypes."""
+def as_float(name: str, value: ArrayLike) -> NDArray[Any]:
+    """``value`` as an array of one of the four float dtypes. Raises DTypeMismatchError, InvalidArgumentError."""
     if value is None:
         raise DTypeMismatchError(
             f"tensor {name!r} is None: a gradient is None where the loss does not depend on the tensor. Give zeros, or "
@@ -115,7 +115,8 @@ def tensor_names(layout: Layout) -> str:
     return join_names([tensor.name for tensor in layout.tensors])
 
 
-def _check_names(layout: Layout, values: Mapping[str, object]) -> None:
+def check_names(layout: Layout, values: Mapping[str, object]) -> None:
+    """Raises UnknownTensorError, MissingTensorError or InvalidArgumentError unless ``values`` has all tensors."""
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(f"tensors must come as a dict of arrays by name, not {type(values).__name__}")
     for tensor in layout.tensors:
@@ -133,12 +134,13 @@ def join_names(names: Sequence[str], shown: int = 8) -> str:
     return ", ".join(names[:shown]) + (f" and {left} more" if left > 0 else "")
 
 
-def _check_shape(tensor: TensorSpec, array: NDArray[Any]) -> None:
-    if array.shape != tensor.shape:
+def check_shape(tensor: TensorSpec, shape: tuple[int, ...]) -> None:
+    """Raises ShapeMismatchError unless an array of this shape can be the tensor."""
+    if shape != tensor.shape:
         raise ShapeMismatchError(
-            f"tensor {tensor.name!r} has shape {array.shape}, expected {tensor.shape}",
+            f"tensor {tensor.name!r} has shape {shape}, expected {tensor.shape}",
             tensor=tensor.name,
-            given=array.shape,
+            given=shape,
             expected=tensor.shape,
         )
 
@@ -153,7 +155,7 @@ def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None =
 
     Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
     """
-    _check_names(layout, values)
+    check_names(layout, values)
     arrays = _checked_arrays(layout.tensors, values)
     # An array that asarray made would be gone when this returns, so only the caller's own are shared.
     if all(array is values[tensor.name] for tensor, array in zip(layout.tensors, arrays, strict=True)):
@@ -181,8 +183,8 @@ def flatten_some(layout: Layout, numbers: Sequence[int], values: Mapping[str, Ar
 def _checked_arrays(tensors: Iterable[TensorSpec], values: Mapping[str, ArrayLike]) -> list[NDArray[Any]]:
     arrays = []
     for tensor in tensors:
-        array = _as_float(tensor.name, values[tensor.name])
-        _check_shape(tensor, array)
+        array = as_float(tensor.name, values[tensor.name])
+        check_shape(tensor, array.shape)
         arrays.append(array)
     return arrays
 
@@ -274,12 +276,12 @@ def check_out(layout: Layout, out: Mapping[str, NDArray[Any]]) -> Flat | None:
 
     Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
     """
-    _check_names(layout, out)
+    check_names(layout, out)
     for tensor in layout.tensors:
         array = out[tensor.name]
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise InvalidArgumentError(f"out[{tensor.name!r}] must be a writable numpy array")
-        _check_shape(tensor, array)
+        check_shape(tensor, array.shape)
         if array.dtype != NUMPY_DTYPES[tensor.dtype]:
             raise DTypeMismatchError(f"out[{tensor.name!r}] has dtype {array.dtype}, expected {tensor.dtype}")
     return _shared_vector(layout, [out[tensor.name] for tensor in layout.tensors])

@@ -40,7 +40,28 @@ from psdist.wire import limits
 logger = logging.getLogger("psdist")
 
 State = dict[str, NDArray[Any]]
-Save = Callable[[], Mapping[str, NDArray[Any]]]
+
+
+class DeferredArray:
+    """float32[size] that does not lie in the host's memory: it is read where a snapshot wants it.
+
+    read: gives its values, in an array that nobody else has.
+    """
+
+    dtype = np.dtype(np.float32)
+
+    def __init__(self, size: int, read: Callable[[], NDArray[Any]]) -> None:
+        self.nbytes = self.dtype.itemsize * size
+        self._read = read
+
+    def copy(self) -> NDArray[Any]:
+        """Its values."""
+        return self._read()
+
+
+#: A state as it is saved.
+SavedState = dict[str, NDArray[Any] | DeferredArray]
+Save = Callable[[], Mapping[str, NDArray[Any] | DeferredArray]]
 Restore = Callable[[State], None]
 
 _PART_BYTES: Final = 1 << 20
@@ -58,7 +79,7 @@ class _Kept:
 
     parts: dict[str, tuple[Save, Restore]]
     session: PushSequence
-    before: State | None = None
+    before: SavedState | None = None
     wanted: tuple[int, int] | None = None
 
 
@@ -150,10 +171,10 @@ class WorkerStates:
             kept.wanted = None
             self._hand_in(attempt, name, before, {key: array.copy() for key, array in state.items()})
 
-    def _save(self, name: str, kept: _Kept) -> State | None:
+    def _save(self, name: str, kept: _Kept) -> SavedState | None:
         """The state as it is; None where ``save`` cannot give one."""
         try:
-            state: State = {}
+            state: SavedState = {}
             for prefix, (save, _) in kept.parts.items():
                 state |= {prefix + key: array for key, array in check_state(name, save()).items()}
             return check_size(name, state)
@@ -166,12 +187,16 @@ class WorkerStates:
             return None
 
 
-def check_state(parameters: str, state: object) -> State:
+def check_state(parameters: str, state: object) -> SavedState:
     """Returns ``state`` if it can be one, else raises InvalidArgumentError."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"the state of {parameters!r} is {type(state).__name__}: give a dict of arrays")
     for name, array in state.items():
-        if not isinstance(name, str) or not isinstance(array, np.ndarray) or array.dtype.kind not in "fiub":
+        if (
+            not isinstance(name, str)
+            or not isinstance(array, np.ndarray | DeferredArray)
+            or array.dtype.kind not in "fiub"
+        ):
             raise InvalidArgumentError(
                 f"{name!r:.80} in the state of {parameters!r} is {type(array).__name__} {getattr(array, 'dtype', '')}: "
                 "give numpy arrays of numbers by name"
@@ -183,7 +208,7 @@ def check_state(parameters: str, state: object) -> State:
     return check_size(parameters, dict(state))
 
 
-def check_size(parameters: str, state: State) -> State:
+def check_size(parameters: str, state: SavedState) -> SavedState:
     """Returns ``state`` if it is not too large, else raises InvalidArgumentError."""
     size = sum(array.nbytes for array in state.values())
     if size > limits.STATE_BYTES_MAX:

@@ -1,0 +1,112 @@
+"""Between a device's memory and the arrays of scripts: CuPy's, torch's and whatever can be exchanged with CuPy.
+
+The only module of the client that uses CuPy's arrays; CuPy is imported when the first device array is given or asked
+for.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import import_module
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.gpu.device import Device, device_number, open_device
+from psdist.types import DType
+
+#: CUDA, among the devices of DLPack.
+_DLPACK_CUDA = 2
+
+
+class TakenArray(NamedTuple):
+    """A script's array, as float32 one after another. owner: what keeps its memory."""
+
+    address: int
+    shape: tuple[int, ...]
+    owner: object
+
+
+class DeviceArrays(Protocol):
+    """The arrays of one device."""
+
+    device: Device
+
+    def take(self, name: str, value: Any) -> TakenArray:
+        """The array of tensor ``name``, copied only where it is not float32 or not contiguous.
+
+        Raises DTypeMismatchError, InvalidArgumentError for an array of another device.
+        """
+
+    def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        """An array of the elements of ``vector`` from ``start`` on: a view of float32, a copy of another dtype."""
+
+    def synchronize(self) -> None:
+        """Returns when all that the script has given to the device is done, on any of its streams."""
+
+
+class CupyArrays:
+    """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError."""
+
+    def __init__(self, name: str) -> None:
+        self.device: Device = open_device(name)
+        self._cupy = import_module("cupy")
+        self._number = device_number(name)
+
+    def take(self, name: str, value: Any) -> TakenArray:
+        """As ``DeviceArrays``."""
+        if hasattr(value, "detach"):  # A torch tensor, without its graph. CuPy takes no bfloat16 of torch.
+            value = value.detach()
+            value = value.float() if str(value.dtype) == "torch.bfloat16" else value
+        with self._cupy.cuda.Device(self._number):
+            is_shared = hasattr(value, "__cuda_array_interface__")
+            array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
+            if array.device.id != self._number:
+                raise InvalidArgumentError(
+                    f"tensor {name!r} lies on cuda:{array.device.id}, others on cuda:{self._number}: give all "
+                    "gradients of a parameter set on one device"
+                )
+            if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
+                raise DTypeMismatchError(
+                    f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
+                    tensor=name,
+                    given=array.dtype,
+                )
+            array = self._cupy.ascontiguousarray(array, dtype=np.float32).reshape(array.shape)
+        return TakenArray(array.data.ptr, array.shape, array)
+
+    def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        """As ``DeviceArrays``."""
+        cuda = self._cupy.cuda
+        with cuda.Device(self._number):
+            memory = cuda.UnownedMemory(vector.address, 4 * vector.size, vector.owner, self._number)
+            array = self._cupy.ndarray(shape, np.float32, cuda.MemoryPointer(memory, 4 * start))
+            return array if dtype == "float32" else array.astype(NUMPY_DTYPES[dtype])
+
+    def synchronize(self) -> None:
+        """As ``DeviceArrays``."""
+        with self._cupy.cuda.Device(self._number) as device:
+            device.synchronize()
+
+
+@cache
+def open_arrays(number: int) -> DeviceArrays:
+    """The arrays of device ``number``. Raises DeviceUnavailableError."""
+    return CupyArrays(f"cuda:{number}")
+
+
+def is_on_device(value: object) -> bool:
+    """Whether a script's array lies on a CUDA device. CuPy need not be installed."""
+    if type(value) is np.ndarray:
+        return False
+    if hasattr(value, "__dlpack_device__"):
+        return int(value.__dlpack_device__()[0]) == _DLPACK_CUDA
+    return hasattr(value, "__cuda_array_interface__")
+
+
+def number_of(value: Any) -> int:
+    """The number of the device that an array lies on; 0 where it does not say."""
+    return int(value.__dlpack_device__()[1]) if hasattr(value, "__dlpack_device__") else 0

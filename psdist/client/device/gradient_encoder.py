@@ -1,0 +1,172 @@
+"""The ``GradientEncoder`` of gradients that lie on a device: the same payloads and the same state.
+
+What is left out of gradients stays on the device. It is read where a snapshot wants it, and for its norm.
+
+Not here: the kernels, and the bytes (``psdist.compression.gpu``).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client.core.encoder import EncodedSlices, Totals
+from psdist.client.core.partition import Flat, grad_norm
+from psdist.client.session.worker_state import DeferredArray, SavedState, State
+from psdist.compression import Codec
+from psdist.compression.gpu.coders import PushNumbers
+from psdist.compression.gpu.encoder import DeviceEncoder, DevicePush
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.tables import SegmentRange, table
+from psdist.compression.regions import Region, regions
+from psdist.gpu.device import Device
+from psdist.types import Layout, Slicing
+
+_NOTHING: Final = np.empty(0)
+_U64 = np.uint64
+
+
+class DeviceGradientEncoder:
+    """The encoder of one worker's pushes from a device. Its methods are those of ``GradientEncoder``.
+
+    Raises DeviceUnavailableError and DeviceLostError, here and in its methods.
+    """
+
+    def __init__(self, codec: Codec, layout: Layout, slicing: Slicing, rank: int, device: Device) -> None:
+        self.slicing = slicing
+        self.device = device
+        self._regions = regions(layout.tensors, codec)
+        self._encoder = DeviceEncoder(device, self._regions)
+        self._run = self._encoder.launcher
+        self._rank = rank
+        self._name = np.frombuffer(repr(codec).encode(), np.uint8)
+        #: Whether anything is left out of one push and added to the next.
+        self.feeds_back = any(self._encoder.coder(region).feeds_back for region in self._regions)
+        #: What was left out, as it was before the push under way and as it is after it, in slices that are encoded.
+        self._before: DeviceVector | None = None
+        self._after: DeviceVector | None = None
+        if self.feeds_back:
+            self._before, self._after = (DeviceVector.allocate(device, slicing.total, self._run.stream) for _ in "ab")
+            self._run.wait()
+        self._ordinal = 0
+        self._push: EncodedSlices | None = None
+        #: Regions that something was encoded of in the push under way, and whose rest it forgot.
+        self._begun: set[int] = set()
+        self._forgotten = np.zeros(len(self._regions), np.uint32)
+        self.totals = Totals()
+
+    # --- a push -------------------------------------------------------------------------------------------------------
+
+    def begin_push(self) -> EncodedSlices:
+        """The push under way, or the next one."""
+        if self._push is None:
+            self._push = EncodedSlices(self.slicing)
+            self._begun = set()
+            self._forgotten[:] = 0
+        return self._push
+
+    def encode(self, push: EncodedSlices, flat: DeviceVector | Flat, slices: Iterable[int]) -> bool:
+        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in ``flat``, and finite.
+        Returns False where the push is over. Raises NonFiniteGradientError for what a codec cannot hold.
+
+        flat: copied to the device if it is the host's.
+        """
+        if push is not self._push:
+            return False
+        todo = [index for index in slices if index not in push.payloads]
+        segments = [self._segments_of(index) for index in todo]
+        new = sorted({segment.number for one in segments for segment in one} - self._begun)
+        if not todo:
+            return True
+        if isinstance(flat, np.ndarray):
+            there = DeviceVector.allocate(self.device, flat.size, self._run.stream)
+            there.write(flat, self._run.stream)
+            flat = there
+        numbers = PushNumbers(self._rank, self._ordinal)
+        state = DevicePush(flat, self._before, self._after, numbers, self._forgotten)
+        batch = self._encoder.encode(state, segments, new)
+        self._begun.update(new)
+        self.totals.overflows += len(batch.overflows)
+        push.payloads.update(zip(todo, batch.payloads, strict=True))
+        return True
+
+    def _regions_of(self, start: int, stop: int) -> range:
+        first = bisect_right(self._regions, start, key=_start) - 1
+        return range(first, bisect_left(self._regions, stop, key=_start))
+
+    def _segments_of(self, index: int) -> list[SegmentRange]:
+        start, stop = self.slicing.bounds(index)
+        found = []
+        for number in self._regions_of(start, stop):
+            region = self._regions[number]
+            low, high = max(start, region.start), min(stop, region.stop)
+            found.append(SegmentRange(number, region, low - region.start, high - region.start))
+        return found
+
+    def discard_push(self) -> None:
+        """Forgets the push under way: nothing of it was sent."""
+        self._push = None
+
+    def end_push(self) -> bool:
+        """The push under way is over: what was encoded of it counts as sent. Returns whether anything was."""
+        push, self._push = self._push, None
+        if push is None or not push.payloads:
+            return False
+        self.totals.add(push)
+        self._ordinal += 1
+        missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
+        self._keep_rest([segment for index in missing for segment in self._segments_of(index)])
+        self._before, self._after = self._after, self._before
+        return True
+
+    def _keep_rest(self, segments: list[SegmentRange]) -> None:
+        """Nothing of these was sent."""
+        if self._before is None or self._after is None or not segments:
+            return
+        found = table(segments, [segment.tiles for segment in segments])
+        rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
+        vectors = _U64(self._before.address), _U64(self._after.address)
+        self._run.launch("copy_ranges", found.tasks, 256, *vectors, *rows)
+        self._run.wait()
+
+    # --- the state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> SavedState:
+        """What the next push begins with. The arrays stay as they are until the push after it begins."""
+        state: SavedState = {"ordinal": np.array([self._ordinal], np.int64), "codec": self._name}
+        if (before := self._before) is not None:
+            state["residual"] = DeferredArray(before.size, lambda: before.read(self.device.stream()))
+        return state
+
+    def restore(self, state: State) -> None:
+        """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten."""
+        self._push = None
+        self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
+        if self._before is not None:
+            self._before.write(self._fitting(state), self._run.stream)
+
+    def _fitting(self, state: State) -> Flat:
+        """What a state left out, or zeros where it is of another size."""
+        values: NDArray[np.generic] = state.get("residual", _NOTHING)
+        fits = values.shape == (self.slicing.total,)
+        return values.astype(np.float32) if fits else np.zeros(self.slicing.total, np.float32)
+
+    # --- what there is to know ----------------------------------------------------------------------------------------
+
+    @property
+    def residual(self) -> Flat:
+        """What was left out of the pushes before the one under way, copied to the host."""
+        return np.empty(0, np.float32) if self._before is None else self._before.read(self.device.stream())
+
+    @property
+    def residual_norm(self) -> float:
+        """The L2 norm of the residual."""
+        return grad_norm(self.residual, self.slicing.slice_elements)
+
+
+def _start(region: Region) -> int:
+    return region.start

@@ -1,0 +1,183 @@
+"""How the segments of each codec are encoded on a device: their sizes, their headers and their kernels.
+
+A codec without a coder is encoded on the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.gpu.launcher import Launcher
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.tables import SegmentRange, table
+from psdist.compression.segments import random_numbers
+from psdist.compression.segments.format import Kind
+from psdist.compression.specifications import Cast, Codec, Compressor, Integers, OneBit
+from psdist.types import DType
+
+_U32, _U64, _F32 = np.uint32, np.uint64, np.float32
+
+
+class PushNumbers(NamedTuple):
+    """What random numbers of a push follow from, beside the codec's seed: the worker's rank, and the push's number."""
+
+    rank: int
+    ordinal: int
+
+
+class PushMemory(NamedTuple):
+    """What the kernels of one push read and write.
+
+    values: the gradient. before, after: what was left out of the pushes before, and what this one leaves out; None
+    without error feedback. flags, forgotten: addresses of a u32 for each region: whether it has a value that is not
+    finite, and whether what was left out of it is forgotten.
+    """
+
+    values: DeviceVector
+    before: DeviceVector | None
+    after: DeviceVector | None
+    flags: int
+    forgotten: int
+
+
+class PlacedSegments(NamedTuple):
+    """Segments of one codec, and the addresses of their bodies."""
+
+    segments: Sequence[SegmentRange]
+    outs: Sequence[int]
+
+
+class SegmentHeader(NamedTuple):
+    """What the header of a segment says beside its elements."""
+
+    kind: Kind
+    bits: int
+    phase: int
+    size: int
+    parameter: int
+
+
+class Coder(ABC):
+    """The encoder of one codec's segments, whose sizes are known before."""
+
+    def __init__(self, codec: Codec) -> None:
+        #: Whether what is left out of a region is added to the next push.
+        self.feeds_back = isinstance(codec, Compressor) and bool(codec.feedback)
+        self._decay = codec.residual_decay if isinstance(codec, Compressor) else 1.0
+
+    @abstractmethod
+    def header(self, segment: SegmentRange) -> SegmentHeader:
+        """The header of a segment."""
+
+    @abstractmethod
+    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+        """Writes the bodies of segments, whose memory is zeros before."""
+
+    def check(self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange]) -> None:
+        """Flags the regions of ``segments`` with a sum that is not finite."""
+        found = table(segments, [segment.tiles for segment in segments])
+        arguments = *self._source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
+        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self._decay))
+
+    def _rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
+        """The addresses of what was left out before, and of what is left out now; zeros without error feedback."""
+        if not self.feeds_back or memory.before is None or memory.after is None:
+            return _U64(0), _U64(0)
+        return _U64(memory.before.address), _U64(memory.after.address)
+
+    def _source(self, run: Launcher, memory: PushMemory, rows: np.ndarray) -> tuple[np.generic, ...]:
+        rest, _ = self._rest(memory)
+        return _U64(memory.values.address), rest, _U64(run.upload(rows)), _U64(len(rows))
+
+
+@dataclass(frozen=True)
+class _CastKind:
+    number: int
+    kind: Kind
+
+
+class CastCoder(Coder):
+    """RAW32, RAW16 and BRAIN16."""
+
+    _KINDS: Final[dict[DType, _CastKind]] = {
+        "float32": _CastKind(0, Kind.RAW32),
+        "float16": _CastKind(1, Kind.RAW16),
+        "bfloat16": _CastKind(2, Kind.BRAIN16),
+    }
+
+    def __init__(self, codec: Cast) -> None:
+        super().__init__(codec)
+        self._bytes = NUMPY_DTYPES[codec.dtype].itemsize
+        self._kind = self._KINDS[codec.dtype]
+
+    def header(self, segment: SegmentRange) -> SegmentHeader:
+        return SegmentHeader(self._kind.kind, 8 * self._bytes, 0, self._bytes * segment.size, 0)
+
+    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+        found = table(placed.segments, [segment.tiles for segment in placed.segments], placed.outs)
+        rows = _U64(run.upload(found.rows)), _U64(len(found.rows))
+        arguments = _U64(memory.values.address), *rows, _U64(memory.flags), _U32(self._kind.number)
+        run.launch("encode_casts", found.tasks, 256, *arguments)
+
+
+class IntegerCoder(Coder):
+    """INTEGER."""
+
+    def __init__(self, codec: Integers) -> None:
+        super().__init__(codec)
+        self._codec = codec
+
+    def header(self, segment: SegmentRange) -> SegmentHeader:
+        bits, block = self._codec.bits, self._codec.block
+        size = 4 * segment.blocks(block) + -(-segment.size * bits // 8)
+        return SegmentHeader(Kind.INTEGER, bits, segment.start % block, size, block)
+
+    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+        codec = self._codec
+        seeds = codec.seed, numbers.rank, numbers.ordinal
+        keys = [random_numbers.key(*seeds, segment.region.start) for segment in placed.segments]
+        found = table(placed.segments, [one.blocks(codec.block) for one in placed.segments], placed.outs, keys)
+        values, before, rows, count = self._source(run, memory, found.rows)
+        run.launch(
+            *("encode_integers", -(-found.tasks // 4), 128, values, before, self._rest(memory)[1], rows, count),
+            *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten)),
+            *(_F32(self._decay), _U32(codec.bits), _U32(codec.block), _U32(codec.stochastic)),
+        )
+
+
+class SignCoder(Coder):
+    """ONE_BIT."""
+
+    def __init__(self, codec: OneBit) -> None:
+        super().__init__(codec)
+        self._block = codec.block
+
+    def header(self, segment: SegmentRange) -> SegmentHeader:
+        size = 4 * segment.blocks(self._block) + -(-segment.size // 8)
+        return SegmentHeader(Kind.ONE_BIT, 1, segment.start % self._block, size, self._block)
+
+    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+        found = table(placed.segments, [one.blocks(self._block) for one in placed.segments], placed.outs)
+        values, before, rows, count = self._source(run, memory, found.rows)
+        run.launch(
+            *("encode_signs", -(-found.tasks // 8), 128, values, before, self._rest(memory)[1], rows, count),
+            *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten), _F32(self._decay), _U32(self._block)),
+        )
+
+
+def coder_of(codec: Codec) -> Coder | None:
+    """The coder of a codec; None where it is encoded on the host."""
+    match codec:
+        case Cast():
+            return CastCoder(codec)
+        case Integers():
+            return IntegerCoder(codec)
+        case OneBit():
+            return SignCoder(codec)
+    return None

@@ -1,0 +1,73 @@
+"""Launches of the encoders' kernels on one stream of one device."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.compression.gpu.memory import DeviceVector, GrowingBuffer
+from psdist.gpu.compile import common_source
+from psdist.gpu.device import Device
+
+_FOLDER: Final = Path(__file__).parent
+_FILES: Final = ("segments.cu", "dense.cu")
+
+
+@cache
+def codec_source() -> str:
+    """The CUDA C of all encoders."""
+    return "\n".join([common_source(), *((_FOLDER / name).read_text(encoding="utf-8") for name in _FILES)])
+
+
+class Launcher:
+    """One stream of ``device``, and the kernels. One thread at a time uses it.
+
+    What is given to ``upload`` lies on the device until ``wait``.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.stream = device.stream()
+        self._find = device.kernels(codec_source())
+        self._tables: list[GrowingBuffer] = []
+        self._used = 0
+        self._held: list[NDArray[Any]] = []
+
+    def upload(self, values: NDArray[Any]) -> int:
+        """The address of a copy of contiguous ``values``."""
+        if self._used == len(self._tables):
+            self._tables.append(GrowingBuffer(self.device))
+        address = self._tables[self._used].address(values.nbytes)
+        self._used += 1
+        self._held.append(values)
+        self.device.copy_in(address, values, self.stream)
+        return address
+
+    def launch(self, name: str, grid: int, threads: int, *arguments: np.generic) -> None:
+        """Runs a kernel. Nothing where there are no blocks."""
+        if grid:
+            self.device.launch(self._find(name), grid, threads, arguments, self.stream)
+
+    def clear(self, address: int, size: int) -> None:
+        """Writes zeros."""
+        if size:
+            self.device.clear(address, size, self.stream)
+
+    def copy_out(self, values: NDArray[Any], address: int) -> None:
+        """Copies to the host."""
+        if values.size:
+            self.device.copy_out(values, address, self.stream)
+
+    def wait(self) -> None:
+        """Returns when all that was launched is done."""
+        self.device.wait(self.stream)
+        self._used = 0
+        self._held.clear()
+
+    def clear_vector(self, vector: DeviceVector, start: int, stop: int) -> None:
+        """Writes zeros to elements [start, stop)."""
+        self.clear(vector.at(start), 4 * (stop - start))

@@ -1,0 +1,56 @@
+// What encoders of segments share (psdist/compression/gpu). A segment is a range of one tensor, the region; a table has
+// a row for each. A task is a piece of a segment: a quantization block, a chunk or a tile. Kernels are launched with one
+// warp or one block of threads for each task of the whole table.
+
+#define MAGNITUDE_BITS 0x7FFFFFFFu
+#define INFINITY_BITS 0x7F800000u
+#define ROUND_TO_WHOLE 12582912.0f  // 1.5 * 2 ** 23: adding it rounds to a whole number, ties to even.
+
+// A row of the table, as psdist/compression/gpu/tables.py writes it.
+struct Row {
+    u64 base;    // elements of the flat vector before the region
+    u64 size;    // elements of the region
+    u64 start;   // the segment's elements of the region: [start, stop)
+    u64 stop;
+    u64 out;     // the address of the segment's body
+    u64 region;  // the region's number
+    u64 first;   // the number of the segment's first task
+    u64 key;     // of the region's random numbers, or the number of elements that are kept of it
+};
+
+// The row of a task: the last one that begins at it or before.
+static __device__ __forceinline__ const Row* row_of(const Row* rows, u64 count, u64 task) {
+    u64 low = 0, high = count;
+    while (high - low > 1) {
+        u64 middle = (low + high) / 2;
+        if (rows[middle].first <= task) low = middle; else high = middle;
+    }
+    return rows + low;
+}
+
+// The values of a region: the gradient, plus what earlier pushes left out times the decay. Each is rounded by itself.
+// rest is null without error feedback, and where the sum was not finite: then that is forgotten.
+struct Source {
+    const float* values;
+    const float* rest;
+    float decay;
+    __device__ __forceinline__ float at(u64 i) const { return rest ? values[i] + rest[i] * decay : values[i]; }
+    __device__ __forceinline__ u32 magnitude(u64 i) const { return __float_as_uint(at(i)) & MAGNITUDE_BITS; }
+};
+
+static __device__ __forceinline__ Source source_of(
+    const Row* row, const float* values, const float* rest, const u32* forgotten, float decay) {
+    bool is_used = rest && !forgotten[row->region];
+    return Source{values + row->base, is_used ? rest + row->base : nullptr, decay};
+}
+
+static __device__ __forceinline__ u32 warp_max(u32 value) {
+    for (int by = 16; by; by /= 2) {
+        u32 other = __shfl_xor_sync(0xFFFFFFFFu, value, by);
+        value = other > value ? other : value;
+    }
+    return value;
+}
+
+static __device__ __forceinline__ u64 less(u64 one, u64 other) { return one < other ? one : other; }
+static __device__ __forceinline__ u64 more(u64 one, u64 other) { return one > other ? one : other; }

@@ -1,0 +1,54 @@
+"""The same pushes by the encoder of the host and by that of a device, which is the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from host_device import HostDevice
+from numpy.typing import NDArray
+
+from psdist.client.core.encoder import GradientEncoder
+from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+from psdist.compression import Codec
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.types import Layout, Slicing
+
+Floats = NDArray[np.float32]
+
+
+def on_device(device: HostDevice, values: Floats) -> DeviceVector:
+    """A copy of ``values`` in the device's memory."""
+    stream = device.stream()
+    vector = DeviceVector.allocate(device, values.size, stream)
+    vector.write(values, stream)
+    return vector
+
+
+class BothEncoders:
+    """Encodes every push twice, and compares payloads and what is left."""
+
+    def __init__(self, codec: Codec, layout: Layout, slice_elements: int, *, descending: bool = False) -> None:
+        slicing = Slicing(layout.total, slice_elements)
+        self.slicing = slicing
+        self.device = HostDevice(descending=descending)
+        self.host = GradientEncoder(codec, layout, slicing, rank=3)
+        self.other = DeviceGradientEncoder(codec, layout, slicing, 3, self.device)
+
+    def push(self, values: Floats, parts: Iterable[Iterable[int]] | None = None) -> dict[int, bytes]:
+        """One push, whose slices are encoded in ``parts``, one after another."""
+        vector, host, other = on_device(self.device, values), self.host.begin_push(), self.other.begin_push()
+        for part in parts if parts is not None else [range(self.slicing.count)]:
+            assert self.host.encode(host, values, list(part)) and self.other.encode(other, vector, list(part))
+        assert sorted(host.payloads) == sorted(other.payloads)
+        for index, payload in host.payloads.items():
+            assert bytes(other.payloads[index]) == payload, f"slice {index}"
+        assert self.host.end_push() == self.other.end_push()
+        self.check()
+        return {index: bytes(payload) for index, payload in other.payloads.items()}
+
+    def check(self) -> None:
+        """Both left out the same."""
+        if self.host.feeds_back:
+            np.testing.assert_array_equal(self.other.residual.view(np.uint32), self.host.residual.view(np.uint32))
+        assert self.other.totals == self.host.totals

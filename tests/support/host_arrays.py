@@ -1,0 +1,76 @@
+"""Device arrays of scripts on the processor: ``psdist.client.device.arrays.DeviceArrays`` over a ``HostDevice``."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+from host_device import HostDevice
+from numpy.typing import NDArray
+
+from psdist.client.device.arrays import TakenArray
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.types import DType
+
+
+class HostArray:
+    """An array that says it lies on a device. values: what it has. number: the device's."""
+
+    def __init__(self, values: NDArray[Any], owner: object = None, number: int = 0) -> None:
+        self.values = values
+        self.owner = owner
+        self.number = number
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.number
+
+    def __array__(self, *_: object, **__: object) -> NDArray[Any]:
+        raise TypeError("an array of a device is not copied to the host by itself")
+
+
+class CountingDevice(HostDevice):
+    """Counts what is copied to the host, in bytes and in copies, and what is registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied: list[int] = []
+        self.registered: list[int] = []
+
+    def copy_out(self, values: NDArray[Any], address: int, stream: object) -> None:
+        self.copied.append(values.nbytes)
+        super().copy_out(values, address, stream)
+
+    def register(self, array: NDArray[Any]) -> bool:
+        self.registered.append(array.ctypes.data)
+        return True
+
+    def unregister(self, array: NDArray[Any]) -> None:
+        self.registered.remove(array.ctypes.data)
+
+
+class HostArrays:
+    """The arrays of one device."""
+
+    def __init__(self) -> None:
+        self.device = CountingDevice()
+        self.synchronized = 0
+
+    def take(self, name: str, value: HostArray) -> TakenArray:
+        array = np.ascontiguousarray(value.values, np.float32).reshape(value.shape)
+        return TakenArray(array.ctypes.data, array.shape, array)
+
+    def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> HostArray:
+        size = int(np.prod(shape))
+        memory = (ctypes.c_float * size).from_address(vector.at(start))
+        values = np.frombuffer(memory, np.float32, size).reshape(shape)
+        owner = vector.owner
+        return HostArray(values if dtype == "float32" else values.astype(NUMPY_DTYPES[dtype]), owner)
+
+    def synchronize(self) -> None:
+        self.synchronized += 1

@@ -1,0 +1,264 @@
+"""Gradients and weights in the memory of a device: what is sent, what is copied, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+from client_fakes import Break, Setup
+from host_arrays import HostArray, HostArrays
+from host_device import needs_compiler
+
+from psdist import errors
+from psdist.client.device import arrays as device_arrays
+from psdist.client.session.worker_state import DeferredArray
+from psdist.compression import Int8, PerTensor, RandomK
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
+
+INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
+CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
+RANDOM = PerTensor({"*": RandomK(0.25)}, min_elements=64)
+BYTES = 4 * 168
+
+Start = Callable[..., Awaitable[Setup]]
+
+
+def gradient(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(array.shape).astype(np.float32) for name, array in INIT.items()}
+
+
+def there(values: dict[str, np.ndarray]) -> dict[str, HostArray]:
+    return {name: HostArray(array.copy()) for name, array in values.items()}
+
+
+def joined(values: dict[str, Any]) -> np.ndarray:
+    return np.concatenate([np.asarray(getattr(values[name], "values", values[name])).reshape(-1) for name in INIT])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> HostArrays:
+    """The arrays of device 0."""
+    found = HostArrays()
+    monkeypatch.setattr(device_arrays, "open_arrays", {0: found}.__getitem__)
+    return found
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def start() -> AsyncIterator[Start]:
+    setups: list[Setup] = []
+
+    async def start(init: dict[str, np.ndarray] = INIT, **settings: Any) -> Setup:
+        setups.append(Setup())
+        return await setups[-1].start(init, **{"compression": CODEC} | settings)
+
+    yield start
+    for setup in setups:
+        await setup.client.close("failed")
+        await setup.stop()
+
+
+def sent(setup: Setup) -> dict[tuple[int, int], bytes]:
+    return {(step, index): payload for server in setup.servers for step, index, payload in server.payloads}
+
+
+def residual(setup: Setup) -> np.ndarray:
+    return setup.weights._steps.encoding._encoder.residual
+
+
+async def test_what_is_sent_and_left_out_is_that_of_gradients_on_the_host(start: Start, made: HostArrays) -> None:
+    host, device = await start(), await start()
+    for seed in range(3):
+        await host.weights.push_pull(gradient(seed))
+        await device.weights.push_pull(there(gradient(seed)))
+    assert sent(device) == sent(host) and len(sent(host)) > 3
+    np.testing.assert_array_equal(residual(device), residual(host))
+    assert residual(host).any() and made.device.launches
+    assert device.weights.statistics().compression == host.weights.statistics().compression
+
+
+async def test_only_payloads_are_copied_to_the_host(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    await setup.weights.push(there(gradient(0)))
+    small = [size for size in made.device.copied if size > 4]  # All but the flag of the search for NaN.
+    payloads = sum(len(payload) for payload in sent(setup).values())
+    assert len(small) == 1 and payloads <= small[0] < payloads + 256 + 4
+
+
+async def test_buffers_are_pushed_where_they_are(start: Start, made: HostArrays) -> None:
+    host, device = await start(), await start()
+    buffers = await device.weights.gradient_buffers(device="cuda")
+    assert {name: array.shape for name, array in buffers.items()} == {name: one.shape for name, one in INIT.items()}
+    again = await device.weights.gradient_buffers(device="cuda:0")
+    assert all(again[name] is array for name, array in buffers.items())
+    launches = []
+    for seed in range(3):
+        for name, values in gradient(seed).items():
+            buffers[name].values[...] = values
+        before = made.device.launches
+        await device.weights.push(buffers)
+        launches.append(made.device.launches - before)
+        await host.weights.push(gradient(seed))
+    assert sent(device) == sent(host)
+    assert launches[1:] == [3, 3]  # The search for NaN, whole numbers and casts: nothing was gathered.
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+async def test_steps_in_buckets(start: Start, made: HostArrays, by_name: bool) -> None:
+    host, device = await start(), await start()
+    buffers = await device.weights.gradient_buffers(device="cuda") if by_name else {}
+    for seed in range(3):
+        for name, values in gradient(seed).items():
+            bucket = await host.weights.push_pull_async({name: values})
+            if by_name:
+                buffers[name].values[...] = values
+            other = await device.weights.push_pull_async([name] if by_name else there({name: values}))
+        np.testing.assert_array_equal(joined(await bucket | INIT), joined(await other | INIT))
+    assert sent(device) == sent(host)
+    np.testing.assert_array_equal(residual(device), residual(host))
+
+
+async def test_a_step_may_have_arrays_of_both_memories(start: Start, made: HostArrays) -> None:
+    host, device = await start(), await start()
+    for first in (True, False):
+        values = gradient(first)
+        await host.weights.push(values)
+        await device.weights.push({**values, "v": HostArray(values["v"])})
+        for name in INIT:
+            mixed = there({name: values[name]}) if (name == "v") == first else {name: values[name]}
+            bucket = await host.weights.push_pull_async({name: values[name]})
+            other = await device.weights.push_pull_async(mixed)
+        await bucket, await other
+    assert sent(device) == sent(host)
+
+
+@pytest.mark.parametrize("codec", [None, RANDOM], ids=["raw", "randomk"])
+async def test_a_codec_without_kernels_has_the_gradient_copied(start: Start, made: HostArrays, codec: Any) -> None:
+    host, device = await start(compression=codec), await start(compression=codec)
+    for seed in range(2):
+        await host.weights.push(gradient(seed)), await device.weights.push(there(gradient(seed)))
+    assert sent(device) == sent(host)
+    if codec is None:
+        vector = np.concatenate([array.reshape(-1) for array in gradient(2).values()])
+        parts = np.split(vector, [80, 87])
+        whole = {name: HostArray(part.reshape(INIT[name].shape)) for name, part in zip(INIT, parts, strict=True)}
+        made.device.copied.clear()
+        launches = made.device.launches
+        await device.weights.push(whole)
+        assert made.device.copied == [BYTES] and made.device.launches == launches
+        await host.weights.push(gradient(2))
+        assert sent(device) == sent(host)
+    assert len(made.device.registered) == 1
+    await device.weights.release_memory()
+    assert not made.device.registered
+
+
+async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    for server in setup.servers:
+        server.breaks = [Break(2), Break(1, lose_answer=True)]
+    await setup.weights.push_pull(there(gradient(0)))
+    payloads = {(index, payload) for server in setup.servers for _, index, payload in server.payloads}
+    assert setup.weights.statistics().resent and len(payloads) == len({index for index, _ in payloads})
+
+
+async def test_gradients_may_move_between_memories(start: Start, made: HostArrays) -> None:
+    host, device = await start(), await start()
+    for seed in range(4):
+        await host.weights.push(gradient(seed))
+        await device.weights.push(there(gradient(seed)) if seed % 2 else gradient(seed))
+    assert sent(device) == sent(host)
+    assert device.weights.statistics().compression == host.weights.statistics().compression
+
+
+async def test_what_is_left_out_is_read_where_a_snapshot_wants_it(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    await setup.weights.push(there(gradient(0)))
+    kept, before = residual(setup), len(made.device.copied)
+    state = setup.weights._steps.encoding.save()
+    assert isinstance(state["residual"], DeferredArray) and state["residual"].nbytes == BYTES
+    assert len(made.device.copied) == before
+    np.testing.assert_array_equal(state["residual"].copy(), kept)
+    setup.weights._steps.encoding.restore({name: array.copy() for name, array in state.items()})
+    np.testing.assert_array_equal(residual(setup), kept)
+
+
+@pytest.mark.parametrize("codec", [None, CODEC], ids=["raw", "int8"])
+@pytest.mark.parametrize("bucketed", [False, True])
+async def test_a_value_that_is_not_finite_is_refused(
+    start: Start, made: HostArrays, codec: Any, bucketed: bool
+) -> None:
+    setup = await start(compression=codec)
+    bad = gradient(0)
+    bad["w"][3, 3] = np.nan
+    with pytest.raises(errors.NonFiniteGradientError, match=r"gradient 'w' holds 1 NaN or Inf of 81 elements"):
+        if bucketed:
+            await setup.weights.push_pull_async(there({"w": bad["w"]}))
+        else:
+            await setup.weights.push(there(bad))
+    assert not sent(setup)
+
+
+@pytest.mark.parametrize("codec", [None, CODEC], ids=["raw", "int8"])
+async def test_a_value_that_is_not_finite_may_abstain(start: Start, made: HostArrays, codec: Any) -> None:
+    setup = await start(compression=codec, non_finite="skip")
+    bad = gradient(0)
+    bad["w"][3, 3] = np.inf
+    await setup.weights.push(there(bad))
+    assert set(sent(setup).values()) == {b""} and setup.weights.statistics().abstained == 1
+
+
+async def test_weights_in_the_memory_of_a_device(start: Start, made: HostArrays) -> None:
+    init = INIT | {"h": np.full(5, 1.5, np.float16)}
+    setup = await start(init=init)
+    await setup.weights.push({**gradient(0), "h": np.ones(5, np.float32)})
+    expected, found = await setup.weights.pull(), await setup.weights.pull(device="cuda")
+    for name, array in expected.items():
+        assert found[name].values.dtype == array.dtype and found[name].shape == array.shape
+        np.testing.assert_array_equal(found[name].values, array)
+    first = await setup.weights.pull(copy=False, device="cuda:0")
+    second = await setup.weights.pull(copy=False, device="cuda:0")
+    other = await setup.weights.pull(device="cuda:0")
+    addresses = [one["v"].values.ctypes.data for one in (first, second, other)]
+    assert addresses[0] == addresses[1] != addresses[2]
+
+
+async def test_bad_arguments(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    with pytest.raises(errors.InvalidArgumentError, match="out and device exclude each other"):
+        await setup.weights.pull(out={name: array.copy() for name, array in INIT.items()}, device="cuda")
+    for call in (setup.weights.pull, setup.weights.gradient_buffers):
+        with pytest.raises(errors.InvalidArgumentError, match="'tpu' is neither"):
+            await call(device="tpu")
+    with pytest.raises(errors.ShapeMismatchError, match=r"'b' has shape \(8,\), expected \(7,\)"):
+        await setup.weights.push(there({**gradient(0), "b": np.zeros(8, np.float32)}))
+    with pytest.raises(errors.MissingTensorError, match="'v' is missing"):
+        await setup.weights.push(there({"b": np.zeros(7)}))
+    with pytest.raises(errors.InvalidArgumentError, match="cuda:1: this parameter set has its arrays on cuda:0"):
+        await setup.weights.push({name: HostArray(array, number=1) for name, array in INIT.items()})
+
+
+async def test_a_device_that_fails_is_a_typed_error(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    await setup.weights.push(there(gradient(0)))
+    made.device.failure = "it fell off the bus"
+    with pytest.raises(errors.DeviceLostError, match="fell off the bus"):
+        await setup.weights.push(there(gradient(1)))
+    assert {step for step, _ in sent(setup)} == {0}
+
+
+@pytest.mark.skipif(find_spec("cupy") is not None, reason="CuPy is installed")
+async def test_without_cupy_a_device_is_refused(start: Start) -> None:
+    setup = await start()
+    for call in (setup.weights.pull, setup.weights.gradient_buffers):
+        with pytest.raises(errors.DeviceUnavailableError, match=r"CuPy is not installed.*psdist\[gpu\]") as caught:
+            await call(device="cuda")
+        assert caught.value.details["missing"] == "cupy"
+    with pytest.raises(errors.DeviceUnavailableError, match="CuPy is not installed"):
+        await setup.weights.push(there(gradient(0)))
+    await setup.weights.push(gradient(0))

@@ -1,0 +1,136 @@
+"""Gradients that lie on a device are encoded as those of the host, byte for byte; what is left out of them, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from device_encoders import BothEncoders
+from host_device import needs_compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from psdist.compression import BFloat16, Codec, Float16, Float32, Int2, Int4, Int8, OneBit, PerTensor
+from psdist.errors import NonFiniteGradientError
+from psdist.types import Layout, TensorSpec
+
+pytestmark = needs_compiler
+Floats = NDArray[np.float32]
+
+#: Tensors that begin and end anywhere in slices, some too small to be compressed.
+SIZES = (1230, 41, 0, 697, 1, 3000, 64)
+CODECS = [
+    Int8(block=64), Int8(block=17), Int8(), Int8(error_feedback=False), Int8(stochastic=True, seed=5),
+    Int8(stochastic=True, error_feedback=True), Int8(residual_decay=0.5), Int4(block=33), Int4(), Int4(stochastic=True),
+    Int2(block=16), Int2(block=19, residual_decay=0.9), Int2(stochastic=True, error_feedback=True), OneBit(block=16),
+    OneBit(block=33), OneBit(), OneBit(error_feedback=False),
+]  # fmt: skip
+SHORT = repr
+
+
+def layout_of(sizes: tuple[int, ...]) -> Layout:
+    return Layout(tuple(TensorSpec(f"t{i}", (size,)) for i, size in enumerate(sizes)))
+
+
+LAYOUT = layout_of(SIZES)
+
+
+def each_tensor(codec: Codec) -> PerTensor:
+    return PerTensor({"*": codec}, min_elements=64, min_vector=64)
+
+
+def worst_cases(size: int, seed: int) -> Floats:
+    """Ordinary values, with stretches of zeros of both signs, constants, denormal numbers and a huge one."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(size).astype(np.float32)
+    for fill in (0.0, -0.0, 1.0, -1e-41, 1e-45, 3e38, -3e38, 5e-39):
+        start, length = int(rng.integers(0, size)), int(rng.integers(1, 150))
+        values[start : start + length] = fill
+    values[rng.integers(0, size, 3)] = np.float32(2.5e38)
+    values[:: int(rng.integers(40, 90))] *= np.float32(1e-38)
+    return values
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=SHORT)
+@pytest.mark.parametrize("slice_elements", [500, 1 << 12])
+def test_pushes_are_those_of_the_host(codec: Codec, slice_elements: int) -> None:
+    both = BothEncoders(each_tensor(codec), LAYOUT, slice_elements)
+    for seed in range(3):
+        both.push(np.random.default_rng(seed).standard_normal(LAYOUT.total).astype(np.float32))
+    for seed in range(3):
+        both.push(worst_cases(LAYOUT.total, seed))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=SHORT)
+def test_the_order_of_threads_changes_nothing(codec: Codec) -> None:
+    both = BothEncoders(each_tensor(codec), LAYOUT, 500, descending=True)
+    both.push(worst_cases(LAYOUT.total, 7))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    codec=st.sampled_from(CODECS),
+    sizes=st.lists(st.sampled_from([0, 1, 2, 15, 16, 63, 64, 65, 255, 256, 257, 1000]), min_size=1, max_size=5),
+    slice_elements=st.integers(60, 700),
+    bits=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
+    seed=st.integers(0, 2**16),
+)
+def test_any_values_in_any_slices(
+    codec: Codec, sizes: list[int], slice_elements: int, bits: list[int], seed: int
+) -> None:
+    layout = layout_of((*sizes, 64))
+    drawn = np.array(bits, np.uint32).view(np.float32)
+    drawn = np.where(np.isfinite(drawn), drawn, np.float32(0))
+    values = np.random.default_rng(seed).choice(drawn, layout.total).astype(np.float32)
+    both = BothEncoders(each_tensor(codec), layout, slice_elements)
+    both.push(values)
+    both.push(np.roll(values, 1))
+
+
+@pytest.mark.parametrize("codec", [Float32(), Float16(), BFloat16()], ids=SHORT)
+def test_tensors_that_are_cast(codec: Codec) -> None:
+    mixed = PerTensor({"t0": codec, "t5": Int8(block=32), "*": codec}, min_elements=64, min_vector=64)
+    both = BothEncoders(mixed, LAYOUT, 333)
+    values = np.random.default_rng(0).standard_normal(LAYOUT.total).astype(np.float32)
+    values[:40] = np.array([0.0, -0.0, 1e-45, 6e-8, 65504.0, 5.9e-8, 1e-41, 2048.5], np.float32).repeat(5)
+    both.push(values)
+    both.push(-values)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 65520.0])
+def test_a_value_that_cannot_be_sent_is_refused(bad: float) -> None:
+    codec = Float16() if np.isfinite(bad) else Int8(error_feedback=False)
+    both = BothEncoders(each_tensor(codec), LAYOUT, 500)
+    values = np.ones(LAYOUT.total, np.float32)
+    values[2000] = bad
+    with pytest.raises(NonFiniteGradientError):
+        both.push(values)
+    from device_encoders import on_device
+
+    push = both.other.begin_push()
+    with pytest.raises(NonFiniteGradientError, match="NaN or Inf"):
+        both.other.encode(push, on_device(both.device, values), range(both.slicing.count))
+    assert not push.payloads
+
+
+def test_a_rest_that_makes_a_sum_infinite_is_forgotten_in_its_region() -> None:
+    both = BothEncoders(each_tensor(Int2(block=64)), LAYOUT, 500)
+    values = np.zeros(LAYOUT.total, np.float32)
+    values[2100:2164] = np.linspace(1e38, 3.4e38, 64, dtype=np.float32)
+    both.push(values)
+    both.push(values)
+    both.push(values)
+    assert both.host.totals.overflows
+
+
+def test_slices_that_are_encoded_in_several_calls() -> None:
+    both = BothEncoders(each_tensor(Int8(block=64)), LAYOUT, 500)
+    for seed in range(3):
+        both.push(worst_cases(LAYOUT.total, seed), [[2, 5], [0], [1, 3, 4], range(6, both.slicing.count)])
+
+
+def test_slices_that_abstain_keep_their_rest() -> None:
+    both = BothEncoders(each_tensor(Int4(block=64)), LAYOUT, 500)
+    both.push(worst_cases(LAYOUT.total, 0))
+    both.push(worst_cases(LAYOUT.total, 1), [[1, 2]])
+    both.push(worst_cases(LAYOUT.total, 2))

@@ -1,0 +1,14 @@
+"""The encoders' kernels are compiled for devices."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist.compression.gpu.launcher import codec_source
+from psdist.gpu.compile import ARCHITECTURES, compile_source, nvrtc
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_source_is_compiled_for_devices(architecture: str) -> None:
+    nvrtc()
+    assert compile_source(codec_source(), architecture)[:4] == b"\x7fELF"
