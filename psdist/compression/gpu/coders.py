@@ -1,6 +1,6 @@
-"""How the segments of each codec are encoded on a device: their sizes, their headers and their kernels.
+"""How the segments of a codec are encoded on a device: their sizes, their headers and their kernels.
 
-A codec without a coder is encoded on the host.
+Here are the codecs whose segments have sizes that are known before; ``sparse_coders`` has the others.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.launcher import Launcher
@@ -63,36 +64,61 @@ class SegmentHeader(NamedTuple):
     parameter: int
 
 
+class Selected(NamedTuple):
+    """What a codec has chosen to send. bitmaps, kept, totals: addresses of what ``sparse.cu`` says."""
+
+    bitmaps: int
+    kept: int
+    totals: int
+
+
+#: Values of each segment, and the bytes of their gaps: uint32[segments, 2].
+Totals = NDArray[np.uint32]
+
+
 class Coder(ABC):
-    """The encoder of one codec's segments, whose sizes are known before."""
+    """The encoder of one codec's segments."""
 
     def __init__(self, codec: Codec) -> None:
         #: Whether what is left out of a region is added to the next push.
         self.feeds_back = isinstance(codec, Compressor) and bool(codec.feedback)
-        self._decay = codec.residual_decay if isinstance(codec, Compressor) else 1.0
+        self.decay = codec.residual_decay if isinstance(codec, Compressor) else 1.0
+
+    def select(
+        self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange], numbers: PushNumbers
+    ) -> Selected | None:
+        """Chooses what is sent of ``segments``, where their sizes follow from that; else None."""
+        return None
 
     @abstractmethod
-    def header(self, segment: SegmentRange) -> SegmentHeader:
-        """The header of a segment."""
+    def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
+        """The header of a segment. totals: its row of ``Totals``."""
 
     @abstractmethod
-    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
-        """Writes the bodies of segments, whose memory is zeros before."""
+    def launch(
+        self,
+        run: Launcher,
+        memory: PushMemory,
+        placed: PlacedSegments,
+        numbers: PushNumbers,
+        selected: Selected | None,
+    ) -> None:
+        """Writes the bodies of segments, whose memory is zeros before. selected: by ``select``, of the same ones."""
 
     def check(self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange]) -> None:
         """Flags the regions of ``segments`` with a sum that is not finite."""
         found = table(segments, [segment.tiles for segment in segments])
-        arguments = *self._source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
-        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self._decay))
+        arguments = *self.source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
+        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self.decay))
 
-    def _rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
+    def rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
         """The addresses of what was left out before, and of what is left out now; zeros without error feedback."""
         if not self.feeds_back or memory.before is None or memory.after is None:
             return _U64(0), _U64(0)
         return _U64(memory.before.address), _U64(memory.after.address)
 
-    def _source(self, run: Launcher, memory: PushMemory, rows: np.ndarray) -> tuple[np.generic, ...]:
-        rest, _ = self._rest(memory)
+    def source(self, run: Launcher, memory: PushMemory, rows: np.ndarray) -> tuple[np.generic, ...]:
+        rest, _ = self.rest(memory)
         return _U64(memory.values.address), rest, _U64(run.upload(rows)), _U64(len(rows))
 
 
@@ -116,10 +142,17 @@ class CastCoder(Coder):
         self._bytes = NUMPY_DTYPES[codec.dtype].itemsize
         self._kind = self._KINDS[codec.dtype]
 
-    def header(self, segment: SegmentRange) -> SegmentHeader:
+    def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
         return SegmentHeader(self._kind.kind, 8 * self._bytes, 0, self._bytes * segment.size, 0)
 
-    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+    def launch(
+        self,
+        run: Launcher,
+        memory: PushMemory,
+        placed: PlacedSegments,
+        numbers: PushNumbers,
+        selected: Selected | None,
+    ) -> None:
         found = table(placed.segments, [segment.tiles for segment in placed.segments], placed.outs)
         rows = _U64(run.upload(found.rows)), _U64(len(found.rows))
         arguments = _U64(memory.values.address), *rows, _U64(memory.flags), _U32(self._kind.number)
@@ -133,21 +166,28 @@ class IntegerCoder(Coder):
         super().__init__(codec)
         self._codec = codec
 
-    def header(self, segment: SegmentRange) -> SegmentHeader:
+    def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
         bits, block = self._codec.bits, self._codec.block
         size = 4 * segment.blocks(block) + -(-segment.size * bits // 8)
         return SegmentHeader(Kind.INTEGER, bits, segment.start % block, size, block)
 
-    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+    def launch(
+        self,
+        run: Launcher,
+        memory: PushMemory,
+        placed: PlacedSegments,
+        numbers: PushNumbers,
+        selected: Selected | None,
+    ) -> None:
         codec = self._codec
         seeds = codec.seed, numbers.rank, numbers.ordinal
         keys = [random_numbers.key(*seeds, segment.region.start) for segment in placed.segments]
         found = table(placed.segments, [one.blocks(codec.block) for one in placed.segments], placed.outs, keys)
-        values, before, rows, count = self._source(run, memory, found.rows)
+        values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("encode_integers", -(-found.tasks // 4), 128, values, before, self._rest(memory)[1], rows, count),
+            *("encode_integers", -(-found.tasks // 4), 128, values, before, self.rest(memory)[1], rows, count),
             *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten)),
-            *(_F32(self._decay), _U32(codec.bits), _U32(codec.block), _U32(codec.stochastic)),
+            *(_F32(self.decay), _U32(codec.bits), _U32(codec.block), _U32(codec.stochastic)),
         )
 
 
@@ -158,26 +198,21 @@ class SignCoder(Coder):
         super().__init__(codec)
         self._block = codec.block
 
-    def header(self, segment: SegmentRange) -> SegmentHeader:
+    def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
         size = 4 * segment.blocks(self._block) + -(-segment.size // 8)
         return SegmentHeader(Kind.ONE_BIT, 1, segment.start % self._block, size, self._block)
 
-    def launch(self, run: Launcher, memory: PushMemory, placed: PlacedSegments, numbers: PushNumbers) -> None:
+    def launch(
+        self,
+        run: Launcher,
+        memory: PushMemory,
+        placed: PlacedSegments,
+        numbers: PushNumbers,
+        selected: Selected | None,
+    ) -> None:
         found = table(placed.segments, [one.blocks(self._block) for one in placed.segments], placed.outs)
-        values, before, rows, count = self._source(run, memory, found.rows)
+        values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("encode_signs", -(-found.tasks // 8), 128, values, before, self._rest(memory)[1], rows, count),
-            *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten), _F32(self._decay), _U32(self._block)),
+            *("encode_signs", -(-found.tasks // 8), 128, values, before, self.rest(memory)[1], rows, count),
+            *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten), _F32(self.decay), _U32(self._block)),
         )
-
-
-def coder_of(codec: Codec) -> Coder | None:
-    """The coder of a codec; None where it is encoded on the host."""
-    match codec:
-        case Cast():
-            return CastCoder(codec)
-        case Integers():
-            return IntegerCoder(codec)
-        case OneBit():
-            return SignCoder(codec)
-    return None

@@ -1,9 +1,9 @@
 """Encoding a gradient on a device: the payloads of ``psdist.compression.segments``, of which only the bytes are copied
 to the host.
 
-All segments of one codec are encoded by one launch. A sum of a gradient and what was left out of earlier ones may be
-too large for float32: then the flag of its region is set, and everything is encoded once more without that region's
-rest, as on the host.
+All segments of one codec are encoded by one launch, or by some that first select what is sent. A sum of a gradient and
+what was left out of earlier ones may be too large for float32: then the flag of its region is set, and everything is
+encoded once more without that region's rest, as on the host.
 
 Not here: pushes, and what is kept from one to the next (``psdist.client.device``).
 """
@@ -11,20 +11,23 @@ Not here: pushes, and what is kept from one to the next (``psdist.client.device`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from psdist.compression.gpu.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, coder_of
+from psdist.compression.gpu.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, Selected
 from psdist.compression.gpu.launcher import Launcher
 from psdist.compression.gpu.memory import DeviceVector, GrowingBuffer, PinnedPool
+from psdist.compression.gpu.sparse_coders import coder_of
 from psdist.compression.gpu.tables import SegmentRange, rest_of_regions
 from psdist.compression.regions import Region
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, padded
 from psdist.compression.segments.prepared import non_finite
 from psdist.gpu.device import Device
 
-_ALIGNMENT: Final = 256
+#: A number for each region.
+Words = NDArray[np.uint32]
 
 
 class EncodedBatch(NamedTuple):
@@ -42,12 +45,21 @@ class DevicePush(NamedTuple):
     before: DeviceVector | None
     after: DeviceVector | None
     numbers: PushNumbers
-    forgotten: np.ndarray
+    forgotten: Words
 
 
 def can_encode(regions: Iterable[Region]) -> bool:
     """Whether all codecs of ``regions`` have kernels."""
     return all(coder_of(region.codec) is not None for region in regions)
+
+
+class CodecBatch(NamedTuple):
+    """The segments of one coder, by their numbers. selected: what it has chosen of them, where their sizes follow from
+    that."""
+
+    coder: Coder
+    numbers: list[int]
+    selected: Selected | None
 
 
 class DeviceEncoder:
@@ -94,41 +106,60 @@ class DeviceEncoder:
 
     def _attempt(
         self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]], new: Sequence[int]
-    ) -> tuple[list[memoryview], np.ndarray]:
+    ) -> tuple[list[memoryview], Words]:
         segments = [segment for one in slices for segment in one]
-        headers = [self.coder(segment.region).header(segment) for segment in segments]
-        ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)])
-        flags_bytes = -(-4 * len(self._regions) // _ALIGNMENT) * _ALIGNMENT
-        size = flags_bytes + int(ends[-1])
+        flags = self._run.scratch(4 * len(self._regions))
+        self._run.clear(flags, 4 * len(self._regions))
+        forgotten = self._run.upload(push.forgotten)
+        memory = PushMemory(push.values, push.before, push.after, flags, forgotten)
+        batches = [batch for coder in self._coders.values() if (batch := self._select(push, memory, coder, segments))]
+        headers = self._headers(segments, batches)
+        ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)]).tolist()
+        size = ends[-1]
         out = self._out.address(size)
         self._run.clear(out, size)
-        forgotten = self._run.upload(push.forgotten)
-        memory = PushMemory(push.values, push.before, push.after, out, forgotten)
-        outs = [out + flags_bytes + int(end) + HEADER_BYTES for end in ends[:-1]]
-        self._launch(push, memory, PlacedSegments(segments, outs))
+        for batch in batches:
+            outs = [out + ends[i] + HEADER_BYTES for i in batch.numbers]
+            placed = PlacedSegments([segments[i] for i in batch.numbers], outs)
+            batch.coder.launch(self._run, memory, placed, push.numbers, batch.selected)
         self._check_rest(memory, segments, new)
-        taken = self._pinned.take(size)
+        found, taken = np.empty(len(self._regions), np.uint32), self._pinned.take(size)
+        self._run.copy_out(found, flags)
         self._run.copy_out(taken, out)
         self._run.wait()
-        _write_headers(taken[flags_bytes:], segments, headers, ends)
+        _write_headers(taken, segments, headers, ends)
         payloads, number = [], 0
         for one in slices:
             begin, number = number, number + len(one)
-            payloads.append(taken[flags_bytes + ends[begin] : flags_bytes + ends[number]].data)
-        return payloads, taken[: 4 * len(self._regions)].view(np.uint32)
+            payloads.append(taken[ends[begin] : ends[number]].data)
+        return payloads, found
 
-    def _launch(self, push: DevicePush, memory: PushMemory, placed: PlacedSegments) -> None:
-        segments, outs = placed
-        for codec, coder in self._coders.items():
-            mine = [i for i, segment in enumerate(segments) if segment.region.codec == codec]
-            if not mine:
-                continue
-            those = PlacedSegments([segments[i] for i in mine], [outs[i] for i in mine])
-            coder.launch(self._run, memory, those, push.numbers)
-            if push.after is not None and not coder.feeds_back:
-                for i in mine:
-                    start = segments[i].region.start
-                    self._run.clear_vector(push.after, start + segments[i].start, start + segments[i].stop)
+    def _select(
+        self, push: DevicePush, memory: PushMemory, coder: Coder, segments: Sequence[SegmentRange]
+    ) -> CodecBatch | None:
+        """The segments of one coder, with what it selects of them."""
+        numbers = [i for i, segment in enumerate(segments) if self.coder(segment.region) is coder]
+        if not numbers:
+            return None
+        mine = [segments[i] for i in numbers]
+        if push.after is not None and not coder.feeds_back:
+            for segment in mine:
+                start = segment.region.start
+                self._run.clear_vector(push.after, start + segment.start, start + segment.stop)
+        return CodecBatch(coder, numbers, coder.select(self._run, memory, mine, push.numbers))
+
+    def _headers(self, segments: Sequence[SegmentRange], batches: Sequence[CodecBatch]) -> list[SegmentHeader]:
+        """The headers of all segments. Waits for the sizes of those that were selected."""
+        totals = np.zeros((len(segments), 2), np.uint32)
+        found = [(batch, np.empty((len(batch.numbers), 2), np.uint32)) for batch in batches if batch.selected]
+        for batch, mine in found:
+            assert batch.selected is not None
+            self._run.copy_out(mine, batch.selected.totals)
+        if found:
+            self._run.synchronize()
+        for batch, mine in found:
+            totals[batch.numbers] = mine
+        return [self.coder(one.region).header(one, row) for one, row in zip(segments, totals.tolist(), strict=True)]
 
     def _check_rest(self, memory: PushMemory, segments: Sequence[SegmentRange], new: Sequence[int]) -> None:
         """Looks at what ``segments`` leave out of new regions: whether a rest is forgotten holds for a whole region."""
@@ -140,8 +171,8 @@ class DeviceEncoder:
 
 
 def _write_headers(
-    out: np.ndarray, segments: Sequence[SegmentRange], headers: Sequence[SegmentHeader], ends: np.ndarray
+    out: NDArray[np.uint8], segments: Sequence[SegmentRange], headers: Sequence[SegmentHeader], ends: Sequence[int]
 ) -> None:
-    for segment, header, end in zip(segments, headers, ends.tolist(), strict=False):
+    for segment, header, end in zip(segments, headers, ends, strict=False):
         kind, bits, phase, size, parameter = header
         HEADER.pack_into(out.data, end, kind, bits, phase, segment.size, size, parameter)

@@ -14,7 +14,7 @@ from psdist.gpu.compile import common_source
 from psdist.gpu.device import Device
 
 _FOLDER: Final = Path(__file__).parent
-_FILES: Final = ("segments.cu", "dense.cu")
+_FILES: Final = ("segments.cu", "dense.cu", "sparse.cu")
 
 
 @cache
@@ -26,26 +26,30 @@ def codec_source() -> str:
 class Launcher:
     """One stream of ``device``, and the kernels. One thread at a time uses it.
 
-    What is given to ``upload`` lies on the device until ``wait``.
+    What is given to ``upload``, and memory of ``scratch``, lies on the device until ``wait``.
     """
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self.stream = device.stream()
         self._find = device.kernels(codec_source())
-        self._tables: list[GrowingBuffer] = []
+        self._pieces: list[GrowingBuffer] = []
         self._used = 0
         self._held: list[NDArray[Any]] = []
 
     def upload(self, values: NDArray[Any]) -> int:
         """The address of a copy of contiguous ``values``."""
-        if self._used == len(self._tables):
-            self._tables.append(GrowingBuffer(self.device))
-        address = self._tables[self._used].address(values.nbytes)
-        self._used += 1
+        address = self.scratch(values.nbytes)
         self._held.append(values)
         self.device.copy_in(address, values, self.stream)
         return address
+
+    def scratch(self, size: int) -> int:
+        """The address of ``size`` bytes, whose content is anything."""
+        if self._used == len(self._pieces):
+            self._pieces.append(GrowingBuffer(self.device))
+        self._used += 1
+        return self._pieces[self._used - 1].address(size)
 
     def launch(self, name: str, grid: int, threads: int, *arguments: np.generic) -> None:
         """Runs a kernel. Nothing where there are no blocks."""
@@ -62,9 +66,13 @@ class Launcher:
         if values.size:
             self.device.copy_out(values, address, self.stream)
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Returns when all that was launched is done."""
         self.device.wait(self.stream)
+
+    def wait(self) -> None:
+        """The same, after which uploads and scratch memory are used again."""
+        self.synchronize()
         self._used = 0
         self._held.clear()
 

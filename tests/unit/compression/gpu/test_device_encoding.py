@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from psdist.compression import BFloat16, Codec, Float16, Float32, Int2, Int4, Int8, OneBit, PerTensor
+from psdist.compression import BFloat16, ChunkedTopK, Codec, Float16, Float32, Int2, Int4, Int8, OneBit, PerTensor, TopK
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, TensorSpec
 
@@ -24,6 +24,10 @@ CODECS = [
     Int8(stochastic=True, error_feedback=True), Int8(residual_decay=0.5), Int4(block=33), Int4(), Int4(stochastic=True),
     Int2(block=16), Int2(block=19, residual_decay=0.9), Int2(stochastic=True, error_feedback=True), OneBit(block=16),
     OneBit(block=33), OneBit(), OneBit(error_feedback=False),
+    ChunkedTopK(4, 64), ChunkedTopK(3, 100, bits=16), ChunkedTopK(5, 64, bits=8), ChunkedTopK(7, 50, bits=2),
+    ChunkedTopK(16, 4096), ChunkedTopK(9, 700, bits=8), ChunkedTopK(1, 16, bits=8, residual_decay=0.5),
+    ChunkedTopK(60, 64), ChunkedTopK(64, 64), ChunkedTopK(2, 5000, bits=2, error_feedback=False), TopK(0.01),
+    TopK(0.3), TopK(1.0), TopK(0.05, warm_up=3), TopK(1e-9, residual_decay=0.5), TopK(0.1, error_feedback=False),
 ]  # fmt: skip
 SHORT = repr
 
@@ -85,6 +89,19 @@ def test_any_values_in_any_slices(
     both = BothEncoders(each_tensor(codec), layout, slice_elements)
     both.push(values)
     both.push(np.roll(values, 1))
+
+
+@pytest.mark.parametrize("codec", [TopK(0.5), TopK(0.001), ChunkedTopK(3, 65536), ChunkedTopK(900, 40000)], ids=SHORT)
+@pytest.mark.parametrize("kind", ["random", "equal", "few"])
+def test_large_tensors(codec: Codec, kind: str) -> None:
+    layout = layout_of((64, 70_001))
+    values = np.random.default_rng(1).standard_normal(layout.total).astype(np.float32)
+    if kind == "equal":
+        values = np.copysign(np.float32(0.25), values)
+    elif kind == "few":
+        values[np.random.default_rng(2).random(layout.total) < 0.9999] = 0.0
+    both = BothEncoders(each_tensor(codec), layout, 1 << 15)
+    both.push(values)
 
 
 @pytest.mark.parametrize("codec", [Float32(), Float16(), BFloat16()], ids=SHORT)
