@@ -1,4 +1,4 @@
-"""The same pushes by the encoder of the host and by that of a device, which is the processor."""
+"""The same pushes by the encoder of the host and by that of a device: the processor, unless another is given."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from psdist.client.core.encoder import GradientEncoder
 from psdist.client.device.gradient_encoder import DeviceGradientEncoder
 from psdist.compression import Codec
 from psdist.compression.gpu.memory import DeviceVector
+from psdist.gpu.device import Device
 from psdist.types import Layout, Slicing
 
 Floats = NDArray[np.float32]
 
 
-def on_device(device: HostDevice, values: Floats) -> DeviceVector:
+def on_device(device: Device, values: Floats) -> DeviceVector:
     """A copy of ``values`` in the device's memory."""
     stream = device.stream()
     vector = DeviceVector.allocate(device, values.size, stream)
@@ -28,10 +29,18 @@ def on_device(device: HostDevice, values: Floats) -> DeviceVector:
 class BothEncoders:
     """Encodes every push twice, and compares payloads and what is left."""
 
-    def __init__(self, codec: Codec, layout: Layout, slice_elements: int, *, descending: bool = False) -> None:
+    def __init__(
+        self,
+        codec: Codec,
+        layout: Layout,
+        slice_elements: int,
+        *,
+        descending: bool = False,
+        device: Device | None = None,
+    ) -> None:
         slicing = Slicing(layout.total, slice_elements)
         self.slicing = slicing
-        self.device = HostDevice(descending=descending)
+        self.device = HostDevice(descending=descending) if device is None else device
         self.host = GradientEncoder(codec, layout, slicing, rank=3)
         self.other = DeviceGradientEncoder(codec, layout, slicing, 3, self.device)
 

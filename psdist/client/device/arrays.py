@@ -6,6 +6,8 @@ for.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +16,7 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
 from psdist.gpu.device import Device, device_number, open_device
 from psdist.types import DType
 
@@ -49,47 +51,67 @@ class DeviceArrays(Protocol):
 
 
 class CupyArrays:
-    """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError."""
+    """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError.
+
+    Errors of CUDA are DeviceLostError.
+    """
 
     def __init__(self, name: str) -> None:
         self.device: Device = open_device(name)
         self._cupy = import_module("cupy")
         self._number = device_number(name)
 
+    @contextmanager
+    def _used(self, what: str) -> Iterator[None]:
+        """The device is the thread's current one; its errors are ours."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            before = runtime.getDevice()
+            runtime.setDevice(self._number)
+            try:
+                yield
+            finally:
+                runtime.setDevice(before)
+        except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
+            raise DeviceLostError(f"{self.device.name}: {what} failed: {error}", device=self.device.name) from error
+
     def take(self, name: str, value: Any) -> TakenArray:
         """As ``DeviceArrays``."""
-        if hasattr(value, "detach"):  # A torch tensor, without its graph. CuPy takes no bfloat16 of torch.
+        if hasattr(value, "detach"):  # A torch tensor, without its graph. torch gives its bfloat16 to nobody.
             value = value.detach()
             value = value.float() if str(value.dtype) == "torch.bfloat16" else value
-        with self._cupy.cuda.Device(self._number):
+        with self._used(f"reading tensor {name!r}"):
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
-            if array.device.id != self._number:
-                raise InvalidArgumentError(
-                    f"tensor {name!r} lies on cuda:{array.device.id}, others on cuda:{self._number}: give all "
-                    "gradients of a parameter set on one device"
-                )
-            if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
-                raise DTypeMismatchError(
-                    f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
-                    tensor=name,
-                    given=array.dtype,
-                )
-            array = self._cupy.ascontiguousarray(array, dtype=np.float32).reshape(array.shape)
-        return TakenArray(array.data.ptr, array.shape, array)
+            self._check(name, array)
+            taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
+            return TakenArray(taken.data.ptr, tuple(array.shape), taken)
+
+    def _check(self, name: str, array: Any) -> None:
+        if array.device.id != self._number:
+            raise InvalidArgumentError(
+                f"tensor {name!r} lies on cuda:{array.device.id}, others on cuda:{self._number}: give all gradients of "
+                "a parameter set on one device"
+            )
+        if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
+            raise DTypeMismatchError(
+                f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
+                tensor=name,
+                given=array.dtype,
+            )
 
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
         """As ``DeviceArrays``."""
         cuda = self._cupy.cuda
-        with cuda.Device(self._number):
+        with self._used("making an array"):
             memory = cuda.UnownedMemory(vector.address, 4 * vector.size, vector.owner, self._number)
             array = self._cupy.ndarray(shape, np.float32, cuda.MemoryPointer(memory, 4 * start))
             return array if dtype == "float32" else array.astype(NUMPY_DTYPES[dtype])
 
     def synchronize(self) -> None:
         """As ``DeviceArrays``."""
-        with self._cupy.cuda.Device(self._number) as device:
-            device.synchronize()
+        with self._used("what was given to it before"):
+            self._cupy.cuda.runtime.deviceSynchronize()
 
 
 @cache

@@ -140,6 +140,25 @@ def test_a_rest_that_makes_a_sum_infinite_is_forgotten_in_its_region() -> None:
     assert both.host.totals.overflows
 
 
+def test_a_rest_is_forgotten_in_the_slices_that_come_first_too() -> None:
+    both = BothEncoders(each_tensor(Int2(block=64)), layout_of((2000,)), 500)
+    values = np.linspace(0.1, 1.0, 2000, dtype=np.float32)
+    values[1900:1964] = np.linspace(1e38, 3.4e38, 64, dtype=np.float32)
+    both.push(values)
+    values[:1900] *= np.float32(0.7)
+    both.push(values, [[0], [1, 2], [3]])
+    assert both.host.totals.overflows == 1
+
+
+@pytest.mark.parametrize("gap", [1, 253, 254, 255, 256, 509, 510, 511, 4095, 4096])
+@pytest.mark.parametrize("codec", [TopK(0.001), ChunkedTopK(2, 5000)], ids=SHORT)
+def test_gaps_of_any_length(codec: Codec, gap: int) -> None:
+    both = BothEncoders(each_tensor(codec), layout_of((10_000,)), 10_000)
+    values = np.zeros(10_000, np.float32)
+    values[:: gap + 1] = 1.0
+    both.push(values)
+
+
 def test_slices_that_are_encoded_in_several_calls() -> None:
     both = BothEncoders(each_tensor(Int8(block=64)), LAYOUT, 500)
     for seed in range(3):

@@ -1,0 +1,73 @@
+"""On a CUDA device, where there is one: gradients are encoded with the bytes of the host, and arrays of CuPy and torch
+are taken and given. Skipped and counted elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from device_encoders import BothEncoders
+
+from psdist.client.device.arrays import CupyArrays, is_on_device
+from psdist.client.device.vectors import DeviceVectors
+from psdist.compression import Codec
+from psdist.errors import DeviceUnavailableError
+from psdist.gpu.device import CudaDevice, open_device
+from tests.unit.compression.gpu.test_device_encoding import CODECS, LAYOUT, each_tensor, layout_of, worst_cases
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> CudaDevice:
+    try:
+        return open_device("cuda")
+    except DeviceUnavailableError as error:
+        pytest.skip(error.message)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_pushes_are_those_of_the_host(device: CudaDevice, codec: Codec) -> None:
+    both = BothEncoders(each_tensor(codec), LAYOUT, 500, device=device)
+    for seed in range(20):
+        both.push(worst_cases(LAYOUT.total, seed))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_large_pushes_are_those_of_the_host(device: CudaDevice, codec: Codec) -> None:
+    layout = layout_of((3_000_017, 64, 1_234_567))
+    both = BothEncoders(each_tensor(codec), layout, 1 << 19, device=device)
+    for seed in range(2):
+        both.push(worst_cases(layout.total, seed))
+
+
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_arrays_are_taken_and_given_where_they_lie(device: CudaDevice, library: str) -> None:
+    module: Any = pytest.importorskip(library)
+    if library == "torch" and not module.cuda.is_available():
+        pytest.skip("torch has no CUDA")
+    vectors = DeviceVectors(LAYOUT, CupyArrays("cuda"))
+    buffers = vectors.buffers()
+    values = np.random.default_rng(0).standard_normal(LAYOUT.total).astype(np.float32)
+    for tensor, start in zip(LAYOUT.tensors, LAYOUT.offsets, strict=False):
+        part = values[start : start + tensor.size]
+        if library == "torch":
+            buffers[tensor.name] = module.from_dlpack(buffers[tensor.name])
+            buffers[tensor.name].copy_(module.from_numpy(part))
+        else:
+            buffers[tensor.name][...] = module.asarray(part)
+    assert all(is_on_device(array) for array in buffers.values())
+    found = vectors.gather(buffers)
+    assert found.address == vectors.gradients.address and vectors.is_finite(found)
+    out = np.empty(LAYOUT.total, np.float32)
+    vectors.register(out)
+    vectors.copy_out(found, out)
+    np.testing.assert_array_equal(out, values)
+    elsewhere = {name: 2 * array for name, array in buffers.items()}
+    vectors.copy_out(vectors.gather(elsewhere), out)
+    np.testing.assert_array_equal(out, 2 * values)
+    weights = vectors.arrays(values, copy=True)
+    for tensor, start in zip(LAYOUT.tensors, LAYOUT.offsets, strict=False):
+        np.testing.assert_array_equal(weights[tensor.name].get(), values[start : start + tensor.size])
+    vectors.release_memory()

@@ -1,0 +1,179 @@
+"""Arrays of scripts by CuPy, which is a module of the test: what is asked of it, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from psdist.client.device import arrays as device_arrays
+from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
+from psdist.compression.gpu.memory import DeviceVector
+from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
+
+
+class FakeError(RuntimeError):
+    """An error of CUDA."""
+
+
+class FakeArray:
+    """An array of CuPy: its memory is numpy's."""
+
+    def __init__(self, values: NDArray[Any], number: int = 0) -> None:
+        self.values = values
+        self.shape, self.dtype, self.data = values.shape, values.dtype, SimpleNamespace(ptr=values.ctypes.data)
+        self.device = SimpleNamespace(id=number)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        return self.values.__array_interface__
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, self.device.id
+
+    def astype(self, dtype: Any) -> FakeArray:
+        return FakeArray(self.values.astype(dtype))
+
+
+class FakeTorchTensor:
+    """A tensor of torch that has a graph: only without it can others have its memory, and bfloat16 never."""
+
+    def __init__(self, values: NDArray[Any], dtype: str, *, has_graph: bool = True) -> None:
+        self.values, self.dtype, self.has_graph = values, dtype, has_graph
+
+    def detach(self) -> FakeTorchTensor:
+        return FakeTorchTensor(self.values, self.dtype, has_graph=False)
+
+    def float(self) -> FakeTorchTensor:
+        return FakeTorchTensor(self.values.astype(np.float32), "torch.float32", has_graph=self.has_graph)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return 2, 0
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.has_graph or self.dtype == "torch.bfloat16":
+            raise RuntimeError("no array interface for this tensor")
+        return self.values.__array_interface__
+
+
+class FakeCupy(ModuleType):
+    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises."""
+
+    def __init__(self) -> None:
+        super().__init__("cupy")
+        self.current, self.failure, self.synchronized, self.imported = 5, "", 0, 0
+        runtime = SimpleNamespace(
+            CUDARuntimeError=FakeError,
+            getDevice=lambda: self.current,
+            setDevice=lambda number: setattr(self, "current", number),
+            deviceSynchronize=self._synchronize,
+        )
+        self.cuda = SimpleNamespace(
+            runtime=runtime,
+            driver=SimpleNamespace(CUDADriverError=FakeError),
+            UnownedMemory=lambda *given: given,
+            MemoryPointer=lambda *given: given,
+        )
+
+    def _synchronize(self) -> None:
+        assert self.current == 0
+        if self.failure:
+            raise FakeError(self.failure)
+        self.synchronized += 1
+
+    def asarray(self, value: Any) -> FakeArray:
+        assert self.current == 0
+        if isinstance(value, FakeArray):
+            return value
+        return FakeArray(np.asarray(SimpleNamespace(__array_interface__=value.__cuda_array_interface__)))
+
+    def from_dlpack(self, value: Any) -> FakeArray:
+        assert self.current == 0
+        self.imported += 1
+        return FakeArray(value.values)
+
+    def ascontiguousarray(self, array: FakeArray, dtype: Any) -> FakeArray:
+        values = np.ascontiguousarray(array.values, dtype)
+        return array if values is array.values else FakeArray(values)
+
+    def ndarray(self, shape: tuple[int, ...], dtype: Any, pointer: Any) -> FakeArray:
+        assert self.current == 0
+        (address, size, owner, number), offset = pointer
+        assert (address, number) == (owner.values.ctypes.data, 0) and size == owner.values.nbytes
+        count = int(np.prod(shape))
+        return FakeArray(owner.values[offset // 4 : offset // 4 + count].reshape(shape).astype(dtype, copy=False))
+
+
+@pytest.fixture
+def cupy(monkeypatch: pytest.MonkeyPatch) -> FakeCupy:
+    made = FakeCupy()
+    monkeypatch.setitem(sys.modules, "cupy", made)
+    monkeypatch.setattr(device_arrays, "open_device", lambda name: SimpleNamespace(name=name))
+    return made
+
+
+def test_an_array_of_float32_is_taken_where_it_lies(cupy: FakeCupy) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    taken = CupyArrays("cuda").take("w", FakeArray(values))
+    assert (taken.address, taken.shape) == (values.ctypes.data, (2, 3)) and cupy.current == 5
+
+
+@pytest.mark.parametrize("values", [np.arange(6.0), np.arange(6, dtype=np.float16), np.arange(12, dtype="f4")[::2]])
+def test_other_floats_are_converted(cupy: FakeCupy, values: NDArray[Any]) -> None:
+    taken = CupyArrays("cuda").take("w", FakeArray(values))
+    assert isinstance(taken.owner, FakeArray) and taken.owner.values.dtype == np.float32
+    np.testing.assert_array_equal(taken.owner.values, values)
+    assert taken.address == taken.owner.values.ctypes.data != values.ctypes.data
+
+
+def test_a_tensor_of_torch_is_taken_without_its_graph(cupy: FakeCupy) -> None:
+    values = np.arange(6, dtype=np.float32)
+    assert CupyArrays("cuda").take("w", FakeTorchTensor(values, "torch.float32")).address == values.ctypes.data
+    brains = values.astype(ml_dtypes.bfloat16)
+    taken = CupyArrays("cuda").take("w", FakeTorchTensor(brains, "torch.bfloat16"))
+    np.testing.assert_array_equal(taken.owner.values, values)
+
+
+def test_what_has_only_dlpack_is_taken_by_that(cupy: FakeCupy) -> None:
+    value = SimpleNamespace(values=np.arange(6, dtype=np.float32))
+    assert CupyArrays("cuda").take("w", value).address == value.values.ctypes.data and cupy.imported == 1
+
+
+def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
+    with pytest.raises(DTypeMismatchError, match="'w' has dtype int32: use float32"):
+        CupyArrays("cuda").take("w", FakeArray(np.arange(6, dtype=np.int32)))
+    with pytest.raises(InvalidArgumentError, match="'w' lies on cuda:1, others on cuda:0"):
+        CupyArrays("cuda").take("w", FakeArray(np.zeros(3, np.float32), number=1))
+    assert cupy.current == 5
+
+
+def test_arrays_are_views_of_a_vector_or_copies_of_another_dtype(cupy: FakeCupy) -> None:
+    owner = FakeArray(np.arange(10, dtype=np.float32))
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 10, owner)  # type: ignore[arg-type]
+    made = CupyArrays("cuda").make(vector, 2, (2, 3), "float32")
+    assert made.data.ptr == owner.data.ptr + 8 and made.shape == (2, 3)
+    brain = CupyArrays("cuda").make(vector, 2, (2, 3), "bfloat16")
+    assert brain.dtype == np.dtype(ml_dtypes.bfloat16) and brain.data.ptr != made.data.ptr
+
+
+def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
+    arrays = CupyArrays("cuda")
+    arrays.synchronize()
+    assert cupy.synchronized == 1
+    cupy.failure = "an illegal address"
+    with pytest.raises(DeviceLostError, match="an illegal address"):
+        arrays.synchronize()
+    assert cupy.current == 5
+
+
+def test_arrays_of_the_host_are_not_on_a_device() -> None:
+    for value in (np.zeros(3), 1.0, [1.0], SimpleNamespace(__dlpack_device__=lambda: (1, 0))):
+        assert not is_on_device(value)
+    array = FakeArray(np.zeros(3, np.float32), number=3)
+    assert is_on_device(array) and number_of(array) == 3
