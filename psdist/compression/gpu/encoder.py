@@ -62,6 +62,15 @@ class CodecBatch(NamedTuple):
     selected: Selected | None
 
 
+class LaunchedBatch(NamedTuple):
+    """Segments that a device encodes. ends: where each begins in the output, at the address ``out``, and its end."""
+
+    memory: PushMemory
+    headers: list[SegmentHeader]
+    ends: list[int]
+    out: int
+
+
 class DeviceEncoder:
     """The encoder of the regions of one flat vector. One thread at a time uses it.
 
@@ -104,10 +113,30 @@ class DeviceEncoder:
                 push.forgotten[number] = 1
                 overflows.append(number)
 
+    def encode_there(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]]) -> None:
+        """Encodes without copying anything but sizes to the host: for measurements."""
+        self._launch(push, [segment for one in slices for segment in one])
+        self._run.wait()
+
     def _attempt(
         self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]], new: Sequence[int]
     ) -> tuple[list[memoryview], Words]:
         segments = [segment for one in slices for segment in one]
+        batch = self._launch(push, segments)
+        self._check_rest(batch.memory, segments, new)
+        flags, taken = np.empty(len(self._regions), np.uint32), self._pinned.take(batch.ends[-1])
+        self._run.copy_out(flags, batch.memory.flags)
+        self._run.copy_out(taken, batch.out)
+        self._run.wait()
+        _write_headers(taken, segments, batch.headers, batch.ends)
+        payloads, number = [], 0
+        for one in slices:
+            begin, number = number, number + len(one)
+            payloads.append(taken[batch.ends[begin] : batch.ends[number]].data)
+        return payloads, flags
+
+    def _launch(self, push: DevicePush, segments: Sequence[SegmentRange]) -> LaunchedBatch:
+        """Gives all work on ``segments`` to the device."""
         flags = self._run.scratch(4 * len(self._regions))
         self._run.clear(flags, 4 * len(self._regions))
         forgotten = self._run.upload(push.forgotten)
@@ -115,24 +144,13 @@ class DeviceEncoder:
         batches = [batch for coder in self._coders.values() if (batch := self._select(push, memory, coder, segments))]
         headers = self._headers(segments, batches)
         ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)]).tolist()
-        size = ends[-1]
-        out = self._out.address(size)
-        self._run.clear(out, size)
+        out = self._out.address(ends[-1])
+        self._run.clear(out, ends[-1])
         for batch in batches:
             outs = [out + ends[i] + HEADER_BYTES for i in batch.numbers]
             placed = PlacedSegments([segments[i] for i in batch.numbers], outs)
             batch.coder.launch(self._run, memory, placed, push.numbers, batch.selected)
-        self._check_rest(memory, segments, new)
-        found, taken = np.empty(len(self._regions), np.uint32), self._pinned.take(size)
-        self._run.copy_out(found, flags)
-        self._run.copy_out(taken, out)
-        self._run.wait()
-        _write_headers(taken, segments, headers, ends)
-        payloads, number = [], 0
-        for one in slices:
-            begin, number = number, number + len(one)
-            payloads.append(taken[ends[begin] : ends[number]].data)
-        return payloads, found
+        return LaunchedBatch(memory, headers, ends, out)
 
     def _select(
         self, push: DevicePush, memory: PushMemory, coder: Coder, segments: Sequence[SegmentRange]
