@@ -53,6 +53,9 @@ class EncodedPush:
     flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
     """
 
+    #: Its payloads are segments.
+    is_raw = False
+
     def __init__(
         self, encoder: AnyEncoder, flat: Flat | DeviceVector | None, slices: EncodedSlices, lock: Lock
     ) -> None:

@@ -32,7 +32,8 @@ class GradientVector:
     dtype: in which they are sent. NaN and Inf are looked for in that dtype, and ``non_finite`` says what they are.
     shared: the vector in memory that is shared with servers, if there is any when it is first needed.
     stale: looks for buffers that nobody writes to.
-    encodes_on_device: whether gradients that lie on a device are encoded there.
+    encodes_on_device: whether gradients that lie on a device are encoded there. casts_on_device: whether those that are
+        given as a whole are cast there.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class GradientVector:
         shared: Callable[[], NDArray[Any] | None],
         stale: StaleBufferCheck,
         encodes_on_device: Callable[[], bool] = lambda: False,
+        casts_on_device: bool = False,
     ) -> None:
         self._layout = layout
         self._dtype = dtype
@@ -51,6 +53,7 @@ class GradientVector:
         self._stale = stale
         self._buffers: dict[str, NDArray[np.float32]] = {}
         self._encodes_on_device = encodes_on_device
+        self._casts_on_device = casts_on_device
         self._device: DeviceVectors | None = None
         #: Whether names in a bucket mean the device's buffers.
         self._buffers_on_device = False
@@ -113,7 +116,7 @@ class GradientVector:
         flat = self.vector
         if (device := self._device_of(gradients)) is not None:
             there = device.gather(gradients)
-            if self._encodes_on_device():
+            if self._casts_on_device or self._encodes_on_device():
                 return there if self._is_finite_there(device, there) else None
             device.register(flat)
             device.copy_out(there, flat)
@@ -131,7 +134,7 @@ class GradientVector:
         self, device: DeviceVectors, vector: DeviceVector, numbers: tuple[int, ...] | None = None
     ) -> bool:
         """Whether all is finite. False to abstain. Raises NonFiniteGradientError."""
-        if device.is_finite(vector, numbers):
+        if device.is_finite(vector, self._dtype, numbers):
             return True
         if self._non_finite == "reject":
             flat = np.empty(self._layout.total, np.float32)
@@ -160,6 +163,11 @@ class GradientVector:
         device = self._device_of(gradients)
         self._step = device.gradients if device is not None and self._encodes_on_device() else self.vector
         return self._step
+
+    def cast(self, vector: DeviceVector) -> NDArray[Any]:
+        """A gradient on a device as it is sent, in 16 bits, on the host."""
+        assert self._device is not None
+        return self._device.cast(vector, self._dtype)
 
     def gather_bucket(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
         """Gathers the gradients of these tensors; names mean that they are in the vector. Returns False to abstain.

@@ -59,7 +59,7 @@ def test_arrays_are_taken_and_given_where_they_lie(device: CudaDevice, library: 
             buffers[tensor.name][...] = module.asarray(part)
     assert all(is_on_device(array) for array in buffers.values())
     found = vectors.gather(buffers)
-    assert found.address == vectors.gradients.address and vectors.is_finite(found)
+    assert found.address == vectors.gradients.address and vectors.is_finite(found, "float32")
     out = np.empty(LAYOUT.total, np.float32)
     vectors.register(out)
     vectors.copy_out(found, out)

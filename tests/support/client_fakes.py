@@ -16,8 +16,9 @@ import numpy as np
 
 import psdist
 from psdist import errors
+from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.v1 import common_pb2, scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
-from psdist.wire import channels, status
+from psdist.wire import channels, convert, status
 
 RUN, SLICE = "fake-run", 4
 ELEMENTS = 22
@@ -128,7 +129,8 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
 
                     accumulate(request.payload, self.weights[request.slice])
                 elif request.payload:
-                    self.weights[request.slice] += np.frombuffer(request.payload, np.float32)
+                    dtype = NUMPY_DTYPES[convert.dtype_from_proto(self.headers[-1].dtype)]
+                    self.weights[request.slice] += np.frombuffer(request.payload, dtype).astype(np.float32)
                 self.versions[request.slice] += 1
             if plan is not None and answers >= plan.answers:
                 await self._break(plan, context, requests)

@@ -42,7 +42,7 @@ _DTYPE_NAMES: Final[dict[Any, DType]] = {
     NUMPY_DTYPES["bfloat16"]: "bfloat16",
 }
 #: Magnitudes from which a float32 becomes Inf in the wire's dtype (half way beyond its largest number, ties to even).
-_OVERFLOW: Final[dict[str, float]] = {
+OVERFLOW: Final[dict[str, float]] = {
     "float32": float("inf"),
     "float16": 65520.0,
     "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
@@ -321,7 +321,7 @@ def _is_surely_finite(chunk: Flat, dtype: str) -> bool:
 
 
 def _is_finite_chunk(chunk: Flat, dtype: str) -> bool:
-    limit = _OVERFLOW[dtype]
+    limit = OVERFLOW[dtype]
     return bool(chunk.min() > -limit and chunk.max() < limit)  # NaN fails both
 
 
@@ -348,7 +348,7 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
     infinite = False
     for number in range(len(layout.tensors)) if numbers is None else numbers:
         part = flat[layout.offsets[number] : layout.offsets[number + 1]]
-        if count := int(np.count_nonzero(~(np.abs(part) < _OVERFLOW[dtype]))):
+        if count := int(np.count_nonzero(~(np.abs(part) < OVERFLOW[dtype]))):
             counts[layout.tensors[number]] = count
             infinite = infinite or not bool(np.isfinite(part).all())
     tensor, count = next(iter(counts.items()))

@@ -15,14 +15,16 @@ from psdist.client.core import partition
 from psdist.client.core.partition import Flat
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import DeviceArrays, TakenArray, is_on_device
+from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.gpu.coders import CastCoder
 from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.memory import DeviceVector, PinnedPool
 from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.regions import Region
 from psdist.compression.specifications import Float32
-from psdist.types import Layout, TensorSpec
+from psdist.types import DType, Layout, TensorSpec
 
-_U64, _F32 = np.uint64, np.float32
+_U32, _U64, _F32 = np.uint32, np.uint64, np.float32
 
 
 class DeviceVectors:
@@ -38,6 +40,7 @@ class DeviceVectors:
         self._arrays = arrays
         self._device = arrays.device
         self._run = Launcher(arrays.device)
+        self._pinned = PinnedPool(arrays.device)
         self._gradients: DeviceVector | None = None
         self._buffers: dict[str, Any] = {}
         self._weights: DeviceVector | None = None
@@ -125,8 +128,9 @@ class DeviceVectors:
         self._run.launch("gather", found.tasks, 256, _U64(vector.address), *rows)
         self._run.wait()
 
-    def is_finite(self, vector: DeviceVector, numbers: Iterable[int] | None = None) -> bool:
-        """Whether all elements are finite. numbers: of the tensors that are looked at; None for all."""
+    def is_finite(self, vector: DeviceVector, dtype: DType, numbers: Iterable[int] | None = None) -> bool:
+        """Whether all elements are finite, also after the cast to ``dtype`` for the wire. numbers: of the tensors that
+        are looked at; None for all."""
         offsets = self._layout.offsets
         bounds = [(0, vector.size)] if numbers is None else [(offsets[one], offsets[one + 1]) for one in numbers]
         segments = [_range(start, stop) for start, stop in bounds if start < stop]
@@ -134,8 +138,11 @@ class DeviceVectors:
         flags = np.zeros(2, np.uint32)  # The flag, and that nothing is forgotten.
         at = self._run.upload(flags)
         rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
-        last = _U64(at), _U64(at + 4), _F32(1.0)
-        self._run.launch("check_finite", found.tasks, 256, _U64(vector.address), _U64(0), *rows, *last)
+        limit = np.float32(partition.OVERFLOW[dtype]).view(np.uint32)
+        self._run.launch(
+            *("check_finite", found.tasks, 256, _U64(vector.address), _U64(0), *rows, _U64(at), _U64(at + 4)),
+            *(_F32(1.0), limit),
+        )
         out = np.empty(1, np.uint32)
         self._run.copy_out(out, at)
         self._run.wait()
@@ -150,6 +157,20 @@ class DeviceVectors:
         for start, stop in bounds:
             self._run.copy_out(out[start:stop], vector.at(start))
         self._run.wait()
+
+    def cast(self, vector: DeviceVector, dtype: DType) -> NDArray[Any]:
+        """The vector in a dtype of 16 bits, in pinned memory of the host that is used again when nobody has it."""
+        size = NUMPY_DTYPES[dtype].itemsize * vector.size
+        out, flags = self._run.scratch(size), self._run.scratch(4)
+        segment = _range(0, vector.size)
+        found = table([segment], [segment.tiles], [out])
+        rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
+        kind = _U32(CastCoder.KINDS[dtype].number)
+        self._run.launch("encode_casts", found.tasks, 256, _U64(vector.address), *rows, _U64(flags), kind)
+        taken = self._pinned.take(size)
+        self._run.copy_out(taken, out)
+        self._run.wait()
+        return taken.view(NUMPY_DTYPES[dtype])
 
     def copy_in(self, numbers: Iterable[int], values: Flat) -> None:
         """Writes tensors of these ``numbers`` of the gradient vector ``values`` on the host to that of the device."""

@@ -65,7 +65,12 @@ class Request:
 
 
 class EncodedGradient(Protocol):
-    """A gradient that is encoded already, slice by slice. It stays the same until its push is over."""
+    """A gradient that is encoded already, slice by slice. It stays the same until its push is over.
+
+    is_raw: whether its payloads are elements in the wire's dtype, and no segments.
+    """
+
+    is_raw: bool
 
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""
@@ -128,7 +133,7 @@ class PushRequest(Request):
 
     def write_decoded(self, index: int, out: NDArray[Any]) -> None:
         """Writes the gradient of a slice as servers take it into memory that is shared with them: float32 where it was
-        encoded, else in the dtype of ``codec``."""
+        encoded in segments, else in the dtype of ``codec``."""
         if self.encoded is not None:
             self.encoded.decode_into(index, out)
             return

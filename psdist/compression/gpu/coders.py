@@ -23,6 +23,8 @@ from psdist.compression.specifications import Cast, Codec, Compressor, Integers,
 from psdist.types import DType
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
+#: From these on a magnitude is not finite.
+INFINITY_BITS: Final = 0x7F800000
 
 
 class PushNumbers(NamedTuple):
@@ -109,7 +111,7 @@ class Coder(ABC):
         """Flags the regions of ``segments`` with a sum that is not finite."""
         found = table(segments, [segment.tiles for segment in segments])
         arguments = *self.source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
-        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self.decay))
+        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self.decay), _U32(INFINITY_BITS))
 
     def rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
         """The addresses of what was left out before, and of what is left out now; zeros without error feedback."""
@@ -131,7 +133,7 @@ class _CastKind:
 class CastCoder(Coder):
     """RAW32, RAW16 and BRAIN16."""
 
-    _KINDS: Final[dict[DType, _CastKind]] = {
+    KINDS: Final[dict[DType, _CastKind]] = {
         "float32": _CastKind(0, Kind.RAW32),
         "float16": _CastKind(1, Kind.RAW16),
         "bfloat16": _CastKind(2, Kind.BRAIN16),
@@ -140,7 +142,7 @@ class CastCoder(Coder):
     def __init__(self, codec: Cast) -> None:
         super().__init__(codec)
         self._bytes = NUMPY_DTYPES[codec.dtype].itemsize
-        self._kind = self._KINDS[codec.dtype]
+        self._kind = self.KINDS[codec.dtype]
 
     def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
         return SegmentHeader(self._kind.kind, 8 * self._bytes, 0, self._bytes * segment.size, 0)

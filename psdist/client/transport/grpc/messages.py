@@ -22,7 +22,7 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
     header = pb.PushHeader(
         pull_dtype=convert.dtype_to_proto(push.target.dtype) if push.target is not None else None,
         identity=push.sender.identity(route.epoch),
-        codec=common_pb2.CODEC_RAW if push.encoded is None else common_pb2.CODEC_SEGMENTS,
+        codec=common_pb2.CODEC_RAW if push.encoded is None or push.encoded.is_raw else common_pb2.CODEC_SEGMENTS,
         dtype=convert.dtype_to_proto(push.codec.dtype),
     )
     number_push(header, push)

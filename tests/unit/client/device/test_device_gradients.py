@@ -16,7 +16,7 @@ from host_device import needs_compiler
 from psdist import errors
 from psdist.client.device import arrays as device_arrays
 from psdist.client.session.worker_state import DeferredArray
-from psdist.compression import ChunkedTopK, Int8, PerTensor, RandomK, TopK
+from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
 
@@ -138,6 +138,28 @@ async def test_a_step_may_have_arrays_of_both_memories(start: Start, made: HostA
             other = await device.weights.push_pull_async(mixed)
         await bucket, await other
     assert sent(device) == sent(host)
+
+
+@pytest.mark.parametrize("codec", [BFloat16(), Float16()], ids=["bfloat16", "float16"])
+async def test_casts_are_made_on_the_device(start: Start, made: HostArrays, codec: Cast) -> None:
+    host, device = await start(compression=codec), await start(compression=codec)
+    for seed in range(3):
+        await host.weights.push(gradient(seed)), await device.weights.push(there(gradient(seed)))
+        if seed:
+            for name, values in gradient(seed).items():
+                one = await host.weights.push_pull_async({name: values})
+                other = await device.weights.push_pull_async(there({name: values}))
+            await one, await other
+    assert sent(device) == sent(host)
+    made.device.copied.clear()
+    await device.weights.push(there(gradient(5)))
+    assert made.device.copied == [4, BYTES // 2]
+    large = gradient(0)
+    large["b"][2] = 3.4e38
+    with pytest.raises(
+        errors.NonFiniteGradientError, match=f"'b' holds 1 NaN or Inf .* after the cast to {codec.dtype}"
+    ):
+        await device.weights.push(there(large))
 
 
 @pytest.mark.parametrize("codec", [None, RANDOM], ids=["raw", "randomk"])
