@@ -19,9 +19,10 @@ from psdist.client.core import partition
 from psdist.client.core.partition import Flat
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
-from psdist.types import DType, Layout, NonFinite
+from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:
+    from psdist.client.device.cast_gradient import CastGradient
     from psdist.client.device.vectors import DeviceVectors
     from psdist.compression.gpu.memory import DeviceVector
 
@@ -164,10 +165,12 @@ class GradientVector:
         self._step = device.gradients if device is not None and self._encodes_on_device() else self.vector
         return self._step
 
-    def cast(self, vector: DeviceVector) -> NDArray[Any]:
+    def cast(self, vector: DeviceVector, slicing: Slicing) -> CastGradient:
         """A gradient on a device as it is sent, in 16 bits, on the host."""
+        from psdist.client.device.cast_gradient import CastGradient
+
         assert self._device is not None
-        return self._device.cast(vector, self._dtype)
+        return CastGradient(self._device.cast(vector, self._dtype), slicing)
 
     def gather_bucket(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
         """Gathers the gradients of these tensors; names mean that they are in the vector. Returns False to abstain.

@@ -281,7 +281,8 @@ class Steps:
             if self.encoding is not None:
                 gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
             elif flat is not None and not isinstance(flat, np.ndarray):
-                gradient = await self._cast(flat)
+                cast = partial(self._gradients.cast, flat, self._exchange.slicing)
+                gradient = await off_loop(self._elements, cast)
             progress = self._sequence.begin_push()
             with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
                 await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
@@ -290,12 +291,6 @@ class Steps:
                 self.encoding.discard_unsent()
             raise
         self._on_pushed(progress, gradient is None, seen=target is not None)
-
-    async def _cast(self, vector: DeviceVector) -> EncodedGradient:
-        from psdist.client.device.cast_gradient import CastGradient
-
-        values = await off_loop(self._elements, lambda: self._gradients.cast(vector))
-        return CastGradient(values, self._exchange.slicing)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
