@@ -179,11 +179,14 @@ def test_means_and_their_squares_are_the_same(seed: int, data: st.DataObject) ->
 
 
 def test_the_squares_of_a_large_slice_are_added_in_one_order() -> None:
-    both = Both(entry_of(optim.SGD(lr=0.1), slice_elements=1 << 20, total=(1 << 20) - 77))
+    device = HostDevice()
+    both = Both(entry_of(optim.SGD(lr=0.1), slice_elements=1 << 20, total=(1 << 20) - 77), device)
     parts = gradients(np.random.default_rng(1), (1 << 20) - 77, ["float32"] * 3)
+    launches = device.launches
     ours, theirs = (dense.combine(0, parts) for dense in both.each)
     assert ours[0] is not None and theirs[0] is not None
     assert ours[0].tobytes() == theirs[0].tobytes() and ours[1] == theirs[1]
+    assert device.launches == launches + 4, "two pieces, a mean and squares of each"
     both.close()
 
 

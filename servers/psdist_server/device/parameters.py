@@ -25,8 +25,9 @@ from psdist.gpu.device import Allocation, DeviceKernel
 from psdist.types import ParametersEntry
 from psdist_server.device.source import ARRAYS, SCALARS, THREADS
 from psdist_server.device.staging import Lane, Lanes, StagingArea, piece_elements
-from psdist_server.kernels.arrays import Array, DenseParameters, GroupSegment, SegmentJob, division_of
-from psdist_server.kernels.interpreted import CODES, DTYPES
+from psdist_server.kernels import kernels
+from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, GroupSegment, SegmentJob, division_of
+from psdist_server.kernels.interpreted import CODES, DTYPES, SUM_LANES
 
 #: Elements to whose multiple the arrays of a slice are placed: 256 bytes.
 _ALIGNMENT: Final = 64
@@ -150,6 +151,39 @@ class DeviceParameters(DenseParameters):
                 area.launch(self._narrow, count, *arguments, threads=THREADS)
                 area.result(out[at : at + count], area.out)
         return out.view(np.uint8).data
+
+    def combine(
+        self, index: int, parts: Sequence[Gradient], is_encoded: bool = False, weights: tuple[float, ...] = ()
+    ) -> tuple[Array | None, float, Bad]:
+        if parts and not is_encoded and not weights:
+            mean = np.empty(self.slicing.size(index), np.float32)
+            with self._lanes.lane() as lane:
+                square, is_finite = self._combine_on_device(lane.next(), mean, parts)
+            if is_finite:
+                return mean, square, ()
+        # Decoded by the processor; or rare.
+        return super().combine(index, parts, is_encoded, weights)
+
+    def _combine_on_device(self, area: StagingArea, mean: Array, parts: Sequence[Gradient]) -> tuple[float, bool]:
+        """The mean of the parts into ``mean``; its sum of squares, and whether all of it is finite."""
+        bad: list[bool] = []
+        sums, most = np.empty(SUM_LANES, np.float64), piece_elements(parts)
+        self._device.clear(area.sums, sums.nbytes, area.stream)
+        for at in range(0, mean.size, most):
+            size, out = min(most, mean.size - at), np.uint64(area.out)
+            area.finish()
+            area.stage(parts, at, size)
+            given: tuple[np.generic, ...] = (np.int64(size), *_staged(area), *kernels.division_by(len(parts)))
+            area.launch(self._combine, size, *given, out, threads=THREADS)
+            area.launch(self._sum_squares, 1, out, np.int64(size), np.uint64(area.sums), threads=THREADS)
+            area.result(mean[at : at + size], area.out)
+            area.flags(lambda flags: bad.append(bool(flags[0])))
+        area.finish()
+        area.result(sums, area.sums)
+        area.finish()
+        while sums.size > 1:
+            sums = sums[: sums.size // 2] + sums[sums.size // 2 :]
+        return float(sums[0]), not any(bad)
 
     def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
         bad: list[set[int]] = [set() for _ in jobs]
