@@ -233,8 +233,8 @@ class CudaDevice:
                     raise
                 free, total = self._runtime.memGetInfo()
         raise LimitExceededError(
-            f"{self.name} has no room for {size:,} bytes more: {free:,} of its {total:,} are free; use more servers, "
-            "on other devices"
+            f"{self.name} has no room for {size:,} bytes more: {free:,} of its {total:,} are free. End what else uses "
+            "it, or name another device; parameters can be divided among more servers, each with a device of its own"
         )
 
     def _count(self, size: int) -> None:
