@@ -12,7 +12,8 @@ Servers accept if no slice has closed that step without it. Then it continues in
 Proposals go to the primaries of the map's epoch. If a shard gets another primary while a proposal is open, the new one
 does not know of it and may pass T. So the proposal is withdrawn, and T or a later step is proposed to the new
 primaries. Once all have accepted, the map shows the member no later than the next change of a primary, so no primary
-can miss it.
+can miss it. A member that ends at once may be in no map that a server sees, because servers follow the newest one. So
+servers are told of the end of each worker that joined by a proposal; else they would wait for its pushes for ever.
 
 Not here: who asks to take part (``creation``).
 """
@@ -102,6 +103,8 @@ class Joins:
     _members: Membership
     _next_id: int
     _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
+    #: Those that all servers have accepted, while their workers are members.
+    _admitted: dict[tuple[str, str], Join] = field(default_factory=dict)
 
     def validate(self) -> None:
         for join in self._by_worker.values():
@@ -117,6 +120,7 @@ class Joins:
     def clear(self) -> None:
         """Ends all joins without a word to the servers: the parameter sets are not placed any more."""
         self._by_worker.clear()
+        self._admitted.clear()
 
     def begin(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
         """Has a worker join that called, unless it takes part or joins already."""
@@ -156,13 +160,18 @@ class Joins:
         join.accepted[server] = None
         if join.missing:
             return []
-        del self._by_worker[join.parameters, join.worker.member_id]
+        key = join.parameters, join.worker.member_id
+        self._admitted[key] = self._by_worker.pop(key)
         return [_admit(self._get(join), join.member, join.worker)]
 
     def check(self) -> list[Effect]:
         """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
         anew: what the old primary accepted, the new one does not know."""
         effects: list[Effect] = []
+        for key, join in list(self._admitted.items()):
+            if not self._members.is_live(*join.worker.identity):
+                del self._admitted[key]
+                effects += join.withdraw(self._members)
         for join in list(self._by_worker.values()):
             p = self._get(join)
             if not self._members.is_live(*join.worker.identity) or join.worker not in p.creators.values():

@@ -58,6 +58,22 @@ def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
     assert d.map.parameters[0].members[1] == member and not d.map.parameters[0].departed
 
 
+@pytest.mark.parametrize("consistency", [BSP(), SSP(2)])
+def test_servers_are_told_where_one_that_joined_ends(consistency: Consistency) -> None:
+    """Of several maps servers follow the newest, in which it may be no member any more: their proposal would stay."""
+    d, workers, sessions, servers = started(consistency)
+    again = expel(d, workers[1], sessions[1])
+    d.create(again, consistency=consistency, resume=we.ResumePush(1, 7))
+    answer(d, servers, True, True)
+    assert not any(isinstance(one, ev.WithdrawJoin) for session in servers for one in d.told[session])
+    d.on(ev.Leave(d.number(), caller(again), "stopped"))
+    for session in servers:
+        (withdrawn,) = [one for one in d.told[session] if isinstance(one, ev.WithdrawJoin)]
+        assert (withdrawn.parameters, withdrawn.worker_id) == ("mlp", "worker-1")
+    d.on(ev.Leave(d.number(), caller(workers[0]), "stopped"))
+    assert sum(isinstance(one, ev.WithdrawJoin) for one in d.told[servers[0]]) == 1, "it had joined by no proposal"
+
+
 def test_bsp_begins_later_where_a_slice_went_on_without_it() -> None:
     d, workers, sessions, servers = started(BSP())
     again = expel(d, workers[1], sessions[1])
