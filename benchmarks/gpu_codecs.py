@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,11 @@ def measure(device: Device, elements: int, rounds: int, times: int) -> list[dict
     stream, rows = device.stream(), []
     values = DeviceVector.allocate(device, elements, stream)
     values.write(np.random.default_rng(0).standard_normal(elements, np.float32), stream)
+    wait = partial(device.wait, stream)
     for kind, (arguments, target) in TARGETS.items():
         for feedback in (False, True):
             encoding = Encoding(device, kind(error_feedback=feedback, **arguments), values)
             size = encoding.whole()
-            wait = lambda: device.wait(stream)  # noqa: E731
             kernels = 4 * elements / median_seconds(encoding.kernels, wait, rounds, times)
             whole = 4 * elements / median_seconds(encoding.whole, wait, rounds, times)
             row = {"codec": kind.__name__, "feedback": feedback, "payload": size, "kernels": kernels, "whole": whole}

@@ -11,10 +11,12 @@ device is not to be used.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -329,7 +331,9 @@ def _compiled(source: str, architecture: str) -> Path:
     try:
         return _written(folder, file, cubin)
     except OSError:
-        return _written(Path(tempfile.mkdtemp(prefix="psdist-")), file, cubin)
+        folder = Path(tempfile.mkdtemp(prefix="psdist-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # CuPy reads the file when a kernel is looked for.
+        return _written(folder, file, cubin)
 
 
 def _written(folder: Path, file: str, content: bytes) -> Path:

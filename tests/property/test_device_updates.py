@@ -21,28 +21,13 @@ from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
+from tests.property.test_dense import SLICE, SPECS
 from tests.support.host_device import HostDevice, needs_compiler
 from tests.support.segments import integers
 
 pytestmark = needs_compiler
 
-SPECS: list[optim.Optimizer] = [
-    optim.SGD(lr=0.1, weight_decay=0.1),
-    optim.SGD(lr=0.1, momentum=0.9, dampening=0.3, overrides=(optim.override("*", lr=0.5),)),
-    optim.SGD(lr=0.1, momentum=0.9, nesterov=True),
-    optim.Adam(lr=0.1, schedule=optim.Linear(5, warmup_steps=2), overrides=(optim.override("*", eps=0.1),)),
-    optim.AdamW(lr=0.1),
-    optim.Adagrad(lr=0.1, lr_decay=0.1),
-    optim.RMSprop(),
-    optim.RMSprop(momentum=0.9),
-    optim.RMSprop(centered=True),
-    optim.RMSprop(centered=True, momentum=0.5),
-    optim.Lion(lr=0.1, weight_decay=0.1),
-    optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
-    optim.Mean(),
-]
 every_optimizer = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{len(spec.values())}")
-SLICE = 5000  # more than a block, and no multiple of one
 TOTAL = 3 * SLICE - 700
 
 

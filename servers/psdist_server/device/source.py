@@ -52,7 +52,7 @@ def optimizers() -> dict[str, Kernel]:
 
 def element_of(kernel: Kernel) -> Callable[..., Any]:
     """The arithmetic of a fused kernel: a function of an element, or of whole arrays."""
-    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]
+    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]  # a partial, made by ``_fused``
     return element
 
 

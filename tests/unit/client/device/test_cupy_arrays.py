@@ -155,7 +155,7 @@ def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
 
 def test_arrays_are_views_of_a_vector_or_copies_of_another_dtype(cupy: FakeCupy) -> None:
     owner = FakeArray(np.arange(10, dtype=np.float32))
-    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 10, owner)  # type: ignore[arg-type]
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 10, owner)  # type: ignore[arg-type]  # no device is used
     made = CupyArrays("cuda").make(vector, 2, (2, 3), "float32")
     assert made.data.ptr == owner.data.ptr + 8 and made.shape == (2, 3)
     brain = CupyArrays("cuda").make(vector, 2, (2, 3), "bfloat16")
