@@ -22,7 +22,7 @@ from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
-from psdist.client.results import Results
+from psdist.client.results import Results, Wanted
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.errors import (
     ClosedError,
@@ -117,7 +117,7 @@ class BucketStep:
         self._exchange = exchange
         self._results = results
         self._gradient = gradient
-        self._target = results.target(None, copy=False) if reads else None
+        self._target = results.target(Wanted(None, copy=False)) if reads else None
         self._on_finished = on_finished
         self._progress = exchange.participation.sequence.begin_push()
         self._plan = StepPlan(index, whole=whole)

@@ -19,6 +19,7 @@ from psdist.client.core import partition
 from psdist.client.core.partition import Flat
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
+from psdist.gpu.device import device_number
 from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class GradientVector:
         """Views of the vector of device ``number``. Raises DeviceUnavailableError, DeviceLostError."""
         self._buffers_on_device = True
         return self.on_device(number).buffers()
+
+    def on_named(self, device: str | None) -> DeviceVectors | None:
+        """The vectors on the device of this name; None for none. Raises as ``on_device``."""
+        return None if device is None else self.on_device(device_number(device))
 
     def on_device(self, number: int) -> DeviceVectors:
         """The vectors on a device. Raises InvalidArgumentError where this handle already has some on another one."""

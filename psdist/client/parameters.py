@@ -183,12 +183,13 @@ class AsyncParameters(ProcessBound):
         out: Mapping[str, NDArray[Any]] | None = None,
         copy: bool = True,
         weight: float = 1.0,
+        device: str | None = None,
     ) -> Arrays:
         """One step: sends the gradient and returns the weights with it in them, or those of its new first step where
         the push was dropped. Arguments and errors as in ``push`` and ``pull``. The gradients may be overwritten once it
         returns."""
         async with self._steps.call(Phase.PUSH):
-            return await self._steps.push_pull(gradients, out, copy, weight)
+            return await self._steps.push_pull(gradients, out, copy, weight, device)
 
     async def push_pull_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0

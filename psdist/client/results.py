@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -15,9 +16,30 @@ from psdist.client.transport.held_weights import HeldWeights
 from psdist.errors import InvalidArgumentError
 from psdist.types import Layout
 
+if TYPE_CHECKING:
+    from psdist.client.device.vectors import DeviceVectors
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a call has its weights in: see ``AsyncParameters.pull``. there: what has them on the device that it names.
+
+    Raises InvalidArgumentError for arguments that exclude each other.
+    """
+
+    out: Mapping[str, NDArray[Any]] | None
+    copy: bool
+    there: DeviceVectors | None = None
+
+    def __post_init__(self) -> None:
+        if self.out is not None and self.there is not None:
+            raise InvalidArgumentError("out and device exclude each other: pass one of them")
+        if self.out is not None and not self.copy:
+            raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+
 
 class Results:
-    """The results of one handle's calls. Arguments ``out`` and ``copy`` are those of ``AsyncParameters.pull``."""
+    """The results of one handle's calls."""
 
     def __init__(self, layout: Layout, exchange: Exchange) -> None:
         self._layout = layout
@@ -30,25 +52,29 @@ class Results:
         #: What the last result without a copy was made of, and that result: mostly the next one too.
         self._viewed: tuple[Flat, Arrays] | None = None
 
-    def target(self, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> PullTarget:
-        """Where the weights of a call arrive. Raises InvalidArgumentError, and as ``partition.check_out``."""
-        slicing, dtype = self._exchange.slicing, self._exchange.options.pull_dtype
-        if out is not None and not copy:
-            raise InvalidArgumentError("out and copy=False exclude each other: pass one of them")
+    def target(self, wanted: Wanted) -> PullTarget:
+        """Where the weights of a call arrive. Raises as ``partition.check_out``."""
+        slicing, dtype, out = self._exchange.slicing, self._exchange.options.pull_dtype, wanted.out
         mine = partition.check_out(self._layout, out) if out is not None else None
         if self._held is not None:
             return PullTarget(slicing, self._pool.kept, self._exchange.shared_memory.weights, held=self._held)
         if out is not None:
             if mine is not None:
                 return PullTarget(slicing, mine, dtype=dtype)
-        elif copy:
+        elif wanted.copy and wanted.there is None:
             return PullTarget(slicing, self._pool.fresh(), dtype=dtype)
         # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
         shared = self._exchange.shared_memory.weights if dtype == "float32" else None
         return PullTarget(slicing, self._pool.kept, shared, dtype)
 
-    def arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
+    def arrays(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
         """The arrays for the user, once all weights have arrived."""
+        if wanted.there is not None:
+            vector = target.vector(range(self._exchange.slicing.count))
+            return wanted.there.arrays(vector, copy=wanted.copy)
+        return self._host_arrays(target, wanted.out, wanted.copy)
+
+    def _host_arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy and target.held is None:
             return partition.unflatten(self._layout, target.target)
         vector = target.vector(range(self._exchange.slicing.count))

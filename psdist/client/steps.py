@@ -24,14 +24,14 @@ from numpy.typing import ArrayLike, NDArray
 from psdist.client.bucket_step import AsyncBucket, BucketStep, StepState, WeightedGradient
 from psdist.client.core import partition
 from psdist.client.core.buckets import SliceIndex
-from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
 from psdist.client.process.off_loop import off_loop
-from psdist.client.results import Results
+from psdist.client.results import Results, Wanted
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
@@ -147,21 +147,15 @@ class Steps:
         self, out: Mapping[str, NDArray[Any]] | None, copy: bool, device: str | None = None
     ) -> dict[str, Any]:
         """See ``AsyncParameters.pull``."""
-        if out is not None and device is not None:
-            raise InvalidArgumentError("out and device exclude each other: pass one of them")
-        there = None if device is None else self._gradients.on_device(device_number(device))
+        wanted = Wanted(out, copy, self._gradients.on_named(device))
 
         async def pull_once() -> PullTarget:
             await self._begin()
-            target = self._results.target(out, copy and there is None)
+            target = self._results.target(wanted)
             await self._pull_into(target)
             return target
 
-        target = await self._retry(pull_once)
-        if there is None:
-            return await self._result(target, out, copy)
-        weights = target.vector(range(self._exchange.slicing.count))
-        return await off_loop(self._elements, lambda: there.arrays(weights, copy=copy))
+        return await self._result(await self._retry(pull_once), wanted)
 
     async def push(
         self,
@@ -195,12 +189,18 @@ class Steps:
                     return None
 
     async def push_pull(
-        self, gradients: Mapping[str, ArrayLike], out: Mapping[str, NDArray[Any]] | None, copy: bool, weight: float
-    ) -> Arrays:
+        self,
+        gradients: Mapping[str, ArrayLike],
+        out: Mapping[str, NDArray[Any]] | None,
+        copy: bool,
+        weight: float,
+        device: str | None = None,
+    ) -> dict[str, Any]:
         """See ``AsyncParameters.push_pull``."""
-        if (target := await self.push(gradients, weight, lambda: self._results.target(out, copy))) is None:
-            return await self.pull(out, copy)
-        return await self._result(target, out, copy)
+        wanted = Wanted(out, copy, self._gradients.on_named(device))
+        if (target := await self.push(gradients, weight, lambda: self._results.target(wanted))) is None:
+            return await self.pull(out, copy, device)
+        return await self._result(target, wanted)
 
     async def give_bucket(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
@@ -317,10 +317,10 @@ class Steps:
     async def _reach_first_step(self) -> None:
         """A worker that joined and pushes without a pull: waits until the others are at its first step."""
         if self._sequence.before_first_step:
-            await self._pull_into(self._results.target(None, copy=False))
+            await self._pull_into(self._results.target(Wanted(None, copy=False)))
 
-    async def _result(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
-        return await off_loop(self._elements, lambda: self._results.arrays(target, out, copy))
+    async def _result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
+        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted))
 
     def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | DeviceVector | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""

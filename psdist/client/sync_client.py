@@ -372,6 +372,7 @@ class Parameters(ProcessBound):
         out: Mapping[str, NDArray[Any]] | None = None,
         copy: bool = True,
         weight: float = 1.0,
+        device: str | None = None,
     ) -> Arrays:
         """One step: sends the gradient, and returns the weights with it in them by name.
 
@@ -380,6 +381,7 @@ class Parameters(ProcessBound):
         out: arrays to write the weights into; else the arrays are the caller's own.
         copy: False gives read-only arrays instead, which are valid until the next call on this parameter set.
         weight: what it counts for in the mean of its step, as in ``push``.
+        device: "cuda" or "cuda:N" gives the weights as CuPy's arrays in the memory of that device, as in ``pull``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
         bound. ASP: waits for no other worker. Where the push was dropped, the weights are those of this worker's new
@@ -388,11 +390,12 @@ class Parameters(ProcessBound):
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
         SharingUnavailableError with transport "shm", TcpUnavailableError with "tcp"; MutualWaitError where the others
         wait for this worker elsewhere; PushDroppedError as ``on_drop`` of ``Client.parameters`` says;
-        InvalidArgumentError for ``out`` together with ``copy=False`` and while a step is given in buckets. Calling
-        again with the same gradients goes on with the same step.
+        InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than before and
+        while a step is given in buckets; DeviceUnavailableError and DeviceLostError. Calling again with the same
+        gradients goes on with the same step.
         """
         with self._phases.call(Phase.PUSH):
-            return loop.shared().call(self._handle.push_pull(gradients, out, copy, weight))
+            return loop.shared().call(self._handle.push_pull(gradients, out, copy, weight, device))
 
     def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
         """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;

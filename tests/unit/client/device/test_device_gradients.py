@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -253,11 +254,26 @@ async def test_weights_in_the_memory_of_a_device(start: Start, made: HostArrays)
     assert addresses[0] == addresses[1] != addresses[2]
 
 
+async def test_one_step_ends_with_weights_in_the_memory_of_a_device(start: Start, made: HostArrays) -> None:
+    setup = await start()
+    first = await setup.weights.push_pull(there(gradient(0)), device="cuda")
+    second = await setup.weights.push_pull(there(gradient(1)), copy=False, device="cuda")
+    expected = await setup.weights.pull()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(second[name].values, array)
+    assert not np.array_equal(first["w"].values, second["w"].values)
+
+
 async def test_bad_arguments(start: Start, made: HostArrays) -> None:
     setup = await start()
     with pytest.raises(errors.InvalidArgumentError, match="out and device exclude each other"):
         await setup.weights.pull(out={name: array.copy() for name, array in INIT.items()}, device="cuda")
-    for call in (setup.weights.pull, setup.weights.gradient_buffers):
+    with pytest.raises(errors.InvalidArgumentError, match="out and device exclude each other"):
+        out = {name: array.copy() for name, array in INIT.items()}
+        await setup.weights.push_pull(there(gradient(0)), out, device="cuda")
+    assert not sent(setup)
+    push_pull = partial(setup.weights.push_pull, gradient(0))
+    for call in (setup.weights.pull, setup.weights.gradient_buffers, push_pull):
         with pytest.raises(errors.InvalidArgumentError, match="'tpu' is neither"):
             await call(device="tpu")
     with pytest.raises(errors.ShapeMismatchError, match=r"'b' has shape \(8,\), expected \(7,\)"):
