@@ -392,18 +392,21 @@ class World:
             self._joined(life, client, handle)
         self._saw(life, handle, weights["w"], others, acked)
 
-    def _saw(self, life: Life, handle: AsyncParameters, weights: Any, others: list[Life], acked: list[Push]) -> None:
-        still = [other for other in others if other in self.members_beside(life)]
+    def _saw(
+        self, life: Life, handle: AsyncParameters, weights: Any, others: list[tuple[Life, int]], acked: list[Push]
+    ) -> None:
+        # A script that was held may look at its weights long after they came, when others have joined again.
+        still = [other for other, incarnation in others if (other, incarnation) in self.members_beside(life)]
         self.oracle.saw(life, handle.exchange.participation.sequence.versions, weights, still, acked)
 
-    def members_beside(self, life: Life) -> list[Life]:
-        """Other lives that take part, by the scheduler's map."""
+    def members_beside(self, life: Life) -> list[tuple[Life, int]]:
+        """Other lives that take part, by the scheduler's map, and as which incarnations."""
         if self.scheduler is None:
             return []
         entry = self.scheduler.cluster.map.entry(NAME)
         now = {member.worker_id: member.incarnation for member in entry.members} if entry is not None else {}
         return [
-            other
+            (other, other.incarnation)
             for other in self.lives
             if other is not life and other.joined and not other.over and now.get(other.worker_id) == other.incarnation
         ]
