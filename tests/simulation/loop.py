@@ -33,6 +33,8 @@ T = TypeVar("T")
 _CURRENT: ContextVar[Node | None] = ContextVar("node", default=None)
 #: Virtual seconds that a handle takes are drawn once, for so many handles in turn.
 _COSTS = 256
+#: Handles that run at most once the run is over.
+_SETTLING = 10_000
 #: Messages of at most so many bytes may hold maps.
 _SMALL_BYTES = 4096
 
@@ -220,6 +222,7 @@ class SimLoop(asyncio.AbstractEventLoop):
                 self._turn(deadline)
             if self.failures:
                 raise Failed(self.failures[0])
+            self._settle()
             return main.result()
         finally:
             self._running = False
@@ -235,10 +238,21 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._jump()
         while timers and timers[0][0] <= self._now:
             self._enqueue(heapq.heappop(timers)[2])
-        if not runnable:
-            return
         if self._now > deadline:
             raise TooLong(f"not done at {self._now:.3f}")
+        if runnable:
+            self._run_next()
+
+    def _settle(self) -> None:
+        """Runs what is ready, at most so many handles: an error may be on its way to the task that waits for it."""
+        for _ in range(_SETTLING):
+            if not self._runnable:
+                return
+            self._run_next()
+
+    def _run_next(self) -> None:
+        """Runs the next handle of any node that has one ready."""
+        runnable = self._runnable
         number = int(self._rng.random() * len(runnable)) if len(runnable) > 1 else 0
         node = runnable[number]
         handle = node.ready.popleft()
@@ -347,7 +361,8 @@ class SimLoop(asyncio.AbstractEventLoop):
     def close(self) -> None:
         """Drops everything. What dies now finds a loop that takes nothing. Errors that nobody asked for
         are failures."""
-        for task in [task for node in self._nodes if not node.dead for task in node.tasks]:
+        done = [node for node in self._nodes if not node.dead and not node.ready]
+        for task in [task for node in done for task in node.tasks]:
             if task._log_traceback and not task.cancelled():
                 error = task.exception()
                 self.failures.append(f"nobody asked {task.get_name()}: {error!r:.400}{where(error)}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -121,6 +122,29 @@ def test_an_error_that_nobody_catches_fails_the_run() -> None:
 
     with pytest.raises(Failed, match="ZeroDivisionError"):
         loop.run(main(), 10.0)
+
+
+@pytest.mark.parametrize("is_waited_for", [True, False])
+def test_an_error_at_the_very_end_fails_the_run_where_nobody_waits_for_it(is_waited_for: bool) -> None:
+    loop = make_loop()
+    tasks = []
+
+    async def fail() -> None:
+        raise ValueError
+
+    async def wait(task: asyncio.Task[None]) -> None:
+        await asyncio.wait([task])
+        with suppress(ValueError):
+            task.result()
+
+    async def main() -> None:
+        tasks.append(task := loop.create_task(fail()))
+        if is_waited_for:
+            tasks.append(loop.create_task(wait(task)))
+
+    loop.run(main(), 10.0)
+    loop.close()
+    assert len(loop.failures) == (not is_waited_for)
 
 
 def test_the_seed_decides_the_order_of_nodes_and_nothing_else() -> None:
