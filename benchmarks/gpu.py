@@ -10,6 +10,7 @@ marked ``gpu`` are; the cases that compare results say how far they are apart, a
 * ``server``: updates as a server makes them, from contributions on the host to weights on the host, on some threads.
 * ``memory``: what a server has of the device for these parameters with Adam.
 * ``exact``: 100 steps of each optimizer beside the processor's, on contributions of all types.
+* ``codecs``: bytes of float32 that each codec encodes each second, beside its target (``gpu_codecs``).
 * ``run``: BSP with two workers and two servers on one device, from end to end, beside servers without a device.
 
 Times are of several launches at once between two waits, medians of some rounds.
@@ -20,22 +21,23 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import gpu_runs, gpu_updates
+from benchmarks import gpu_codecs, gpu_runs, gpu_updates
 from psdist.errors import PsdistError
 from psdist.gpu.device import Device, open_device
 
 #: The cases, in their order, and what measures each.
-CASES: dict[str, Callable[[Device, argparse.Namespace], list[dict[str, Any]]]] = {
+CASES: dict[str, Callable[[Device, argparse.Namespace], Iterable[dict[str, Any]]]] = {
     "copy": gpu_updates.copy_bandwidth,
     "update": gpu_updates.update_bandwidth,
     "torch": gpu_updates.torch_adam,
     "server": gpu_updates.server_updates,
     "memory": gpu_updates.memory,
     "exact": gpu_updates.exactness,
+    "codecs": gpu_codecs.encoding_speed,
     "run": gpu_runs.whole_runs,
 }
 #: Of the copy's bandwidth, for Adam.
@@ -62,6 +64,10 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         lines.append(_line("fused Adam", "no slower than torch's", f"{ratio:.2f} of its time", ratio <= 1))
     elif torch:
         lines.append(_line("fused Adam", "no slower than torch's", torch["note"], None))
+    for row in by_case.get("codecs", ()):
+        if row["target"] is not None:
+            target, measured = (f"{row[name] / 1e9:,.0f} GB/s" for name in ("target", "kernels"))
+            lines.append(_line(f"{row['what']} encodes", target, measured, row["kernels"] >= row["target"]))
     for row in by_case.get("exact", ()):
         measured = "the same bytes" if row["identical"] else f"{row['relative']:.1e} apart"
         is_near = row["relative"] <= RELATIVE

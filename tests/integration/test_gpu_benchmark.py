@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_codecs
 from tests.support.host_device import HostDevice, needs_compiler
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SMALL = ("--elements", "60000", "--rounds", "1", "--times", "1", "--threads", "2", "--steps", "3")
+_SMALL = ("--elements", "9000", "--rounds", "1", "--times", "1", "--threads", "2", "--steps", "3")
 
 
 @needs_compiler
@@ -31,12 +31,16 @@ def test_every_case_has_rows_and_every_target_a_line(
     (run,) = (row for row in results["rows"] if row["case"] == "run" and row["what"] == "difference")
     assert run["identical"] and run["step_ratio"] > 0
     lines = {(line["case"], line["target"]): line["met"] for line in results["targets"]}
-    assert len(lines) == len(results["targets"]) == 2 + 13 + 1 + 1
+    assert len(lines) == len(results["targets"]) == 2 + 3 + 13 + 1 + 1
     assert lines["fused Adam", "no slower than torch's"] is None
     assert lines["BSP, 2 servers, 2 workers", "1e-06 relative"] is True
     # The bandwidth of a processor that plays a device means nothing: its line is there, whatever it says.
-    assert status == int(not lines["fused Adam", "at least 80% of a copy"])
-    assert "cuda:0 (on the processor), 60,000 parameters" in capsys.readouterr().out
+    assert status == 1 and lines["Int8 encodes", "1,000 GB/s"] is False
+    codecs = [row for row in results["rows"] if row["case"] == "codecs"]
+    assert [row["what"] for row in codecs] == [kind.__name__ for kind in gpu_codecs.TARGETS for _ in range(2)]
+    assert all(row["kernels"] > 0 and row["whole"] > 0 for row in codecs)
+    assert [row["payload"] for row in codecs[:2]] == [16 + 4 * 36 + 9000] * 2
+    assert "cuda:0 (on the processor), 9,000 parameters" in capsys.readouterr().out
 
 
 def test_a_target_that_is_missed_is_seen() -> None:
@@ -45,9 +49,10 @@ def test_a_target_that_is_missed_is_seen() -> None:
         {"case": "update", "what": "adam", "bytes_per_second": 79.0, "seconds": 2.0},
         {"case": "torch", "what": "adam", "seconds": 1.0},
         {"case": "memory", "what": "adam", "elements": 1000, "bytes": 200_012_001},
+        {"case": "codecs", "what": "Int8", "kernels": 999e9, "target": 1000e9},
         {"case": "exact", "what": "sgd", "identical": False, "relative": 2e-6},
     ]
-    assert [line["met"] for line in gpu.judged(rows)] == [False] * 4
+    assert [line["met"] for line in gpu.judged(rows)] == [False] * 5
 
 
 def test_cases_can_be_chosen_and_others_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
