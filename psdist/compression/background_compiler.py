@@ -64,6 +64,8 @@ class BackgroundCompiler:
         self._closed = False
         self._begun = False
         self._seconds = 0.0
+        #: All that were added: one that is being compiled, or is there, is not compiled again for somebody else.
+        self._known: set[Kernel] = set()
         #: Kernels for which it was not yet begun, and their purpose.
         self._added: list[tuple[Sequence[Kernel], str]] = []
         #: Done when kernels that are in the cache are loaded.
@@ -76,14 +78,20 @@ class BackgroundCompiler:
             await asyncio.shield(asyncio.wrap_future(loading))
 
     def add(self, kernels: Sequence[Kernel], purpose: str) -> None:
-        """Has ``kernels`` interpreted, and compiled, or loaded from the cache, once that is worth it.
+        """Has ``kernels`` interpreted, and compiled, or loaded from the cache, once that is worth it; those that were
+        added before are left out.
 
         purpose: what they are for, in a log line.
         """
-        for kernel in kernels:
+        with self._lock:
+            new = [kernel for kernel in kernels if kernel not in self._known]
+            self._known.update(new)
+        if not new:
+            return
+        for kernel in new:
             kernel.interpret(self._spend)
         with self._lock:
-            self._added.append((kernels, purpose))
+            self._added.append((new, purpose))
         if self._begun:
             self.begin()
 
@@ -118,6 +126,7 @@ class BackgroundCompiler:
                 if missing[0].file("progress") is not None:
                     with locked(missing[0].file("progress"), wait=False) as is_reporter:
                         if not self._fill_cache(missing, purpose, is_reporter):
+                            self._forget(kernels)
                             return
             compile_all(kernels, is_wanted=lambda: not self._is_over())
             release_compiler()
@@ -125,6 +134,11 @@ class BackgroundCompiler:
             self._log.warning("kernels for %s cannot be compiled, and are slower: %r", purpose, error)
         finally:
             self._end_loading(loading)
+
+    def _forget(self, kernels: Sequence[Kernel]) -> None:
+        """Has whoever adds these again try again: a signal that ended their compiler need not have ended this."""
+        with self._lock:
+            self._known.difference_update(kernels)
 
     def _end_loading(self, loading: Future[None]) -> None:
         """Nothing waits for these kernels any more."""

@@ -52,6 +52,9 @@ if "exit" in sys.argv:
 if "close" in sys.argv:
     compiler.close()
 settle()
+if "again" in sys.argv:
+    compiler.add([widen_brain], "payloads")
+    settle()
 step()
 print(widen_brain.is_cached, sum(widen_brain.compile().stats.cache_hits.values()))
 """
@@ -90,6 +93,15 @@ def test_a_process_that_is_asked_to_end_leaves_nothing_to_compile_here(tmp_path:
         compilers[0].terminate()
         out, problems = process.communicate("\n")
     assert (out, process.returncode) == ("False 0\n", 0) and "ended with" not in problems, problems
+
+
+def test_kernels_whose_compiler_was_asked_to_end_are_compiled_for_who_comes_next(tmp_path: Path) -> None:
+    with _script(tmp_path, "again") as process:
+        while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
+            pass
+        compilers[0].terminate()
+        out, problems = process.communicate("\n")
+    assert (out, process.returncode) == ("True 1\n", 0), problems
 
 
 @pytest.mark.long
@@ -184,6 +196,19 @@ def test_kernels_are_loaded_once_they_took_long_and_those_that_come_later_at_onc
     assert first.go.wait(60) and second.go.wait(60)
     compiler.add([cast(Kernel, later)], "what comes later")
     assert later.go.wait(60)
+
+
+def test_kernels_that_several_want_are_compiled_once() -> None:
+    kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
+    compiler.begin()
+    before = set(threading.enumerate())
+    try:
+        for purpose in ("one parameter set", "another one", "a third one"):
+            compiler.add([cast(Kernel, kernel)], purpose)
+        (compiling,) = (one for one in set(threading.enumerate()) - before if one.name == "psdist-compile")
+    finally:
+        kernel.go.set()
+    compiling.join()
 
 
 def test_where_numba_is_broken_numpy_goes_on(caplog: pytest.LogCaptureFixture) -> None:
