@@ -22,8 +22,8 @@ CODECS: Mapping[str, compression.Codec] = {
     "TopK(0.01)": compression.TopK(0.01),
     "ChunkedTopK(64, 4096)": compression.ChunkedTopK(64, 4096),
     "ChunkedTopK(64, 4096, bits=2)": compression.ChunkedTopK(64, 4096, bits=2),
-    "RandomK(0.05)": compression.RandomK(0.05),
-    "PowerSGD(4)": compression.PowerSGD(4),
+    "RandomK(0.25)": compression.RandomK(0.25),
+    "PowerSGD(8)": compression.PowerSGD(8),
 }
 #: Of the matrix that a gradient is.
 COLUMNS = 1000

@@ -40,7 +40,7 @@ WORKERS, BATCH, LOOKS = 2, 64, 30
 #: Part of the steps in which the learning rate rises.
 WARM_UP = 0.1
 OPTIMIZERS: Mapping[str, Callable[[float, psdist.optim.Schedule], psdist.optim.Optimizer]] = {
-    "sgd": lambda lr, schedule: psdist.optim.SGD(lr=lr, schedule=schedule),
+    "sgd": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.5, schedule=schedule),
     "momentum": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.9, schedule=schedule),
     "adam": lambda lr, schedule: psdist.optim.Adam(lr=lr, schedule=schedule),
 }
