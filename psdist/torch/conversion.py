@@ -53,6 +53,7 @@ def convert_optimizer(
     optimizer that has already made steps, for a scheduler that is not given, and for groups that 256 patterns cannot
     tell apart.
     """
+    schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
     kind = _kind_of(optimizer)
     groups = optimizer.param_groups
     title = f"torch.optim.{type(optimizer).__name__}"
@@ -69,7 +70,6 @@ def convert_optimizer(
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
     spec = kind(**hyperparameters[base])
     overrides = _overrides(spec, base, hyperparameters, _names_of_groups(groups, names))
-    schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
     return replace(spec, overrides=overrides, schedule=schedule)
 
 
@@ -162,7 +162,7 @@ def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     ExponentialLR and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these.
     Raises InvalidArgumentError for all others, and for one that has already made steps.
     """
-    if scheduler.last_epoch > 0:
+    if getattr(scheduler, "last_epoch", 0) > 0:
         raise InvalidArgumentError(
             f"this {type(scheduler).__name__} has already made {scheduler.last_epoch} steps: the servers count from "
             "0. Pass a new one; in a run that goes on from a snapshot it is brought to the run's step"
@@ -215,7 +215,10 @@ def _linear(scheduler: Any) -> Schedule:
 
 
 def _cosine(scheduler: Any) -> Schedule:
-    factors = {scheduler.eta_min / lr for lr in scheduler.base_lrs}
+    rates = [float(rate) for rate in scheduler.base_lrs]
+    if scheduler.eta_min and not all(rates):
+        raise _unknown(scheduler, f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
+    factors = {scheduler.eta_min / rate for rate in rates if rate} or {0.0}
     if len(factors) > 1:
         raise _unknown(scheduler, f"eta_min={scheduler.eta_min:g} is another part of the rate in each parameter group")
     return optim.Cosine(scheduler.T_max, factors.pop())

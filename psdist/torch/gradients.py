@@ -88,6 +88,8 @@ class GradientStream:
         self._overflows = overflows
         self._step = _Step()
         self._is_paused = False
+        #: Whether a backward pass has begun to give gradients, and has not ended, or never will.
+        self._is_in_pass = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _streams[id(handle)] = self
 
@@ -131,13 +133,24 @@ class GradientStream:
         if self._is_paused or self._step.is_dropped:
             return
         if number in self._step.taken:
-            raise InvalidArgumentError(
-                f"parameter {self._names[number]!r} got a second gradient before step(), and its first is under way "
-                "already: put all backward passes of a step but the last into no_sync()"
-            )
+            if self._step.given:
+                raise InvalidArgumentError(
+                    f"parameter {self._names[number]!r} got a second gradient before step(), and gradients of the "
+                    "first backward pass are under way already: put all passes of a step but the last into no_sync(). "
+                    "After a pass that failed, call optimizer.zero_grad(): it makes the step with what was pushed"
+                )
+            # A pass that failed, or one more of the same step: autograd adds up, and nothing was sent.
+            self._step.taken.clear()
+        if not self._step.taken:
+            self._is_in_pass = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         self._take(number)
         if ready := self._plan.on_ready(number):
             self._give(ready)
+
+    def _on_pass_end(self) -> None:
+        """A backward pass has ended without an error."""
+        self._is_in_pass = False
 
     def _take(self, number: int) -> None:
         """Copies a gradient to its place in the vector; zeros where there is none."""
@@ -161,6 +174,9 @@ class GradientStream:
         except FencedError:
             self._step.is_dropped = True  # The next call says whether this worker takes part again.
             return
+        except NonFiniteGradientError:
+            self._forget_unsent()
+            raise
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
 
@@ -237,8 +253,37 @@ class GradientStream:
     def push_pull(self, write: Write) -> None:
         """The whole step at once, for what cannot be pushed in buckets."""
         self._take_rest()
-        write(self._handle.push_pull(self.buffers, copy=False, weight=self._step.weight))
+        try:
+            weights = self._handle.push_pull(self.buffers, copy=False, weight=self._step.weight)
+        except NonFiniteGradientError:
+            self._forget_unsent()
+            raise
+        write(weights)
         self._end()
+
+    def forget(self) -> None:
+        """A step of which nothing was sent is not made."""
+        self._end()
+
+    def discard(self) -> bool:
+        """Forgets the gradients of a backward pass that failed, if the last one did. Where some were pushed, which
+        cannot be taken back, it pushes zeros for the others, and returns True: the step is still to be collected."""
+        if not self._step.given:
+            self._step.taken.clear()
+            return False
+        if not self._is_in_pass:
+            return False
+        rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
+        for number in rest:
+            self.buffers[self._names[number]].fill(0.0)
+        if rest and not self._step.is_dropped:
+            self._give(rest)
+        return True
+
+    def _forget_unsent(self) -> None:
+        """The gradients of a step of which nothing was sent are taken anew."""
+        if not self._step.given:
+            self._step.taken.clear()
 
     def check_idle(self) -> None:
         """Raises InvalidArgumentError where gradients of a step were taken."""
@@ -259,4 +304,4 @@ class GradientStream:
                 self._take(number)
 
     def _end(self) -> None:
-        self._step = _Step()
+        self._step, self._is_in_pass = _Step(), False

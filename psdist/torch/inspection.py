@@ -119,14 +119,25 @@ def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict
 
 class ModelWatch:
     """Notices that a model was changed after it was wrapped, where its weights would silently stay as the servers have
-    them.
+    them, or be trained by nobody. wanted: as for ``inspect``.
 
     Writing in place is seen by the version that autograd counts; writing to ``parameter.data`` is not.
     """
 
-    def __init__(self, model: nn.Module, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Mapping[str, nn.Parameter],
+        wanted: Iterable[nn.Parameter] | None = None,
+    ) -> None:
         self._model = model
         self._trained = dict(trained)
+        chosen = None if wanted is None else set(wanted)
+        self._frozen = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad and (chosen is None or parameter in chosen)
+        }
         self._all = {id(parameter) for parameter in model.parameters()}
         self._known: list[tuple[Any, ...]] = []
         self.accept()
@@ -136,8 +147,8 @@ class ModelWatch:
         self._known = [_state(parameter) for parameter in self._trained.values()]
 
     def check(self) -> None:
-        """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, moved, or written
-        to since ``accept``."""
+        """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, unfrozen, moved, or
+        written to since ``accept``."""
         if {id(parameter) for parameter in self._model.parameters()} != self._all:
             raise InvalidArgumentError(
                 "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
@@ -148,6 +159,12 @@ class ModelWatch:
                 raise InvalidArgumentError(
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
+                )
+        for name, parameter in self._frozen.items():
+            if parameter.requires_grad:
+                raise InvalidArgumentError(
+                    f"parameter {name!r} was unfrozen after the model was wrapped, and the servers do not train it: "
+                    "change the model first, then wrap it, in a new run or under another name="
                 )
 
 

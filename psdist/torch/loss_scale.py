@@ -46,7 +46,7 @@ class LossScale:
         if found is None:
             return True
         scale = optimizer.grad_scale
-        if self._overflows_anywhere(bool(found.item())):
+        if self.overflows_anywhere(bool(found.item())):
             return False
         if scale is not None:
             factor = scale.double().reciprocal().float()
@@ -56,7 +56,8 @@ class LossScale:
                         parameter.grad.mul_(factor.to(parameter.grad.device))
         return True
 
-    def _overflows_anywhere(self, mine: bool) -> bool:
+    def overflows_anywhere(self, mine: bool) -> bool:
+        """Whether the gradients of any worker overflow in this step, which then none makes. mine: of this one."""
         if not self._is_common:
             return mine
         flag = np.full(1, mine, np.float32)

@@ -37,7 +37,8 @@ from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
-from psdist.torch.optimizer import Rates, check_scheduler, groups_of, parameters_of, specification_of
+from psdist.torch.optimizer import groups_of, parameters_of, specification_of
+from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed
 from psdist.types import NonFinite
 from psdist.wire.malloc_options import give_back_buffers

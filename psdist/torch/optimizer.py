@@ -9,11 +9,10 @@ Not here: gradients on their way (``gradients``), what torch's settings mean for
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,18 +24,16 @@ from psdist.client.sync_client import Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Constant, Optimizer, group_of
+from psdist.optim import Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.loss_scale import LossScale
+from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
-
-#: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
-_RATE_TOLERANCE: Final = 1e-6
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -111,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         share_fixed(client, f"{name}/fixed", tensors.fixed)
         self._trained = tensors.trained
         self._writer = TensorWriter(tensors.trained)
-        self._watch = ModelWatch(model, tensors.trained)
+        self._watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
         self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
         self._wrapped = wrapped
@@ -152,19 +149,50 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if not self._loss_scale.unscale(self, self._trained.values()):
+        if not self._unscale():
             return result
         if not self._overlaps:
             self._stream.push_pull(self._writer.write)
         else:
             self._stream.complete()
-            if not self._stream.collect(self._writer.write):
-                self._pull()
+            self._collect()
         self._watch.accept()
         self._rates.on_step(self.param_groups)
         if self._join is not None:
             self._join.end_step()
         return result
+
+    def _collect(self) -> None:
+        if not self._stream.collect(self._writer.write):
+            self._pull()
+
+    def _unscale(self) -> bool:
+        """Takes the scale of a GradScaler out of the gradients. Returns False where all workers skip the step."""
+        if not hasattr(self, "found_inf"):
+            return True
+        if self._join is not None:
+            self._join.begin_step(is_scaled=True)
+        if self._loss_scale.unscale(self, self._trained.values()):
+            return True
+        self._stream.forget()
+        self._rates.on_irregular_step(self.param_groups)
+        if self._join is not None:
+            self._join.end_step()
+        return False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients, as torch's optimizers do.
+
+        After a backward pass that failed, training goes on with the next batch. What the pass had pushed cannot be
+        taken back: then the step is made here, with zeros for all other parameters. Raises as ``step`` in that case.
+        """
+        if self._stream.discard():
+            self._collect()
+            self._watch.accept()
+            self._rates.on_irregular_step(self.param_groups)
+            if self._join is not None:
+                self._join.end_step()
+        super().zero_grad(set_to_none)
 
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
@@ -228,13 +256,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             yield
             self._stream.check_idle()
-            join.finish(lambda _: self._make_empty_step(float(join.counts_joined)))
+            if join.is_begun:  # The others wait for the step of a backward pass that failed.
+                self._make_empty_step(join)
+                join.end_step()
+            join.finish(lambda _: self._make_empty_step(join))
             self._pull()
         finally:
             self._join = None
 
-    def _make_empty_step(self, weight: float) -> None:
-        self._stream.skip(weight)
+    def _make_empty_step(self, join: UnevenInputs) -> None:
+        if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
+            return
+        self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 
     def close(self) -> None:
@@ -263,13 +296,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Checks that this run goes on where ``state_dict`` was made. A run goes on from its own snapshots, with the
         same ``--run-id``; a state cannot be given to it.
 
-        Raises InvalidArgumentError for the state of another optimizer, and for another step.
+        Raises InvalidArgumentError for the state of another optimizer or model, and for another step.
         """
         saved = state_dict.get("psdist")
         if saved is None:
             raise InvalidArgumentError(
                 "this state is not of a DistributedOptimizer: the servers cannot take the state of a torch optimizer. "
                 "Load the model's weights before wrapping it, and begin with a new optimizer state"
+            )
+        if saved["name"] != self.handle.name:
+            raise InvalidArgumentError(
+                f"this state is of the parameter set {saved['name']!r}, but this optimizer has {self.handle.name!r}: "
+                "load it into the one that it was saved from"
             )
         if saved["step"] != self.handle.step:
             raise InvalidArgumentError(
@@ -279,98 +317,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer belongs to this process and cannot be copied or pickled")
-
-
-class Rates:
-    """The learning rates and other settings that torch's side shows, beside those that the servers have."""
-
-    def __init__(
-        self,
-        spec: Optimizer,
-        wrapped: torch.optim.Optimizer | None,
-        scheduler: lr_scheduler.LRScheduler | None,
-        handle: Parameters,
-    ) -> None:
-        self._spec = spec
-        self._wrapped = wrapped
-        self._scheduler = scheduler
-        self._handle = handle
-        self._base: list[float] = []
-        self._seen: list[dict[str, Any]] = []
-
-    def begin(self, groups: list[dict[str, Any]]) -> None:
-        """The optimizer is made. A scheduler is brought to the step that the run goes on from."""
-        self._base = [float(group["initial_lr"] if self._scheduler is not None else group["lr"]) for group in groups]
-        if self._scheduler is not None:
-            with warnings.catch_warnings():  # of a scheduler that is stepped before its optimizer
-                warnings.simplefilter("ignore")
-                for _ in range(self._handle.step):
-                    self._scheduler.step()
-        self._show(groups)
-
-    def check(self, groups: list[dict[str, Any]]) -> None:
-        """Raises InvalidArgumentError where a setting is not the servers'."""
-        factor = self._spec.schedule.factor(self._handle.step) if self._scheduler is not None else 1.0
-        for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
-            if self._scheduler is not None:
-                self._check_scheduled(number, float(group["lr"]), self._base[number] * factor)
-            for key, value in seen.items():
-                if group[key] != value and not (key == "lr" and self._scheduler is not None):
-                    raise InvalidArgumentError(
-                        f"{key} of parameter group {number} was changed from {value} to {group[key]}, but the servers "
-                        "have their settings for the whole run: give a scheduler to DistributedOptimizer as "
-                        "scheduler=, or a schedule to a specification of psdist.optim"
-                    )
-
-    def _check_scheduled(self, number: int, shown: float, expected: float) -> None:
-        if abs(shown - expected) > _RATE_TOLERANCE * self._base[number]:
-            raise InvalidArgumentError(
-                f"the scheduler gives parameter group {number} lr={shown:g} at step {self._handle.step}, but the "
-                f"servers follow it with {expected:g}: call scheduler.step() after each step of the optimizer, and "
-                "not once for each data epoch; or give a schedule to a specification of psdist.optim"
-            )
-
-    def on_step(self, groups: list[dict[str, Any]]) -> None:
-        """A step was made."""
-        if self._wrapped is not None:
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
-        if self._scheduler is None and not isinstance(self._spec.schedule, Constant):
-            self._show(groups)
-
-    def on_empty_step(self, groups: list[dict[str, Any]]) -> None:
-        """A step was made that the loop of the script did not make."""
-        self.on_step(groups)
-        if self._scheduler is not None:
-            self._scheduler.step()
-
-    def _show(self, groups: list[dict[str, Any]]) -> None:
-        """Writes the current rates where scripts read them, unless a scheduler does."""
-        if self._scheduler is None:
-            factor = self._spec.schedule.factor(self._handle.step)
-            for base, group in zip(self._base, groups, strict=True):
-                group["lr"] = base * factor
-        self._seen = [{key: group[key] for key in _settings(self._spec) if key in group} for group in groups]
-
-
-def _settings(spec: Optimizer) -> list[str]:
-    return [name for name in spec.__dataclass_fields__ if name not in ("schedule", "max_grad_norm", "overrides")]
-
-
-def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
-    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that the servers cannot
-    follow."""
-    if scheduler is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer) or getattr(scheduler, "optimizer", None) is not optimizer:
-        raise InvalidArgumentError(
-            f"scheduler is of type {type(scheduler).__name__}: give the torch scheduler of this torch optimizer, or "
-            "a schedule in a specification of psdist.optim"
-        )
-    if not isinstance(consistency, BSP):
-        raise InvalidArgumentError(
-            f"scheduler={type(scheduler).__name__} counts this worker's steps, but in {type(consistency).__name__} the "
-            "servers count the pushes of all workers: give a schedule in a specification of psdist.optim"
-        )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:

@@ -21,6 +21,8 @@ from psdist.errors import InvalidArgumentError, UnevenInputsError
 from psdist.optim import Mean
 
 _TENSOR: Final = "has_batch"
+#: Whether a worker has scaled its loss: then the step begins with another small one, see ``loss_scale``.
+_SCALED: Final = "is_scaled"
 #: Of float32 sums over workers.
 _ROUNDING: Final = 1e-4
 
@@ -38,8 +40,11 @@ class UnevenInputs:
         self._raises_early = raises_early
         self._rank = context.rank
         self._flags = np.zeros(slots, np.float32)
-        self._handle = context.client.parameters(name, {_TENSOR: self._flags}, Mean())
+        self._scaled = np.zeros(1, np.float32)
+        self._handle = context.client.parameters(name, {_TENSOR: self._flags, _SCALED: self._scaled}, Mean())
         self._is_begun = False
+        #: Whether workers scale the loss of this step of the model.
+        self.is_scaled = False
         #: Ranks that had a batch in the last step of the model.
         self.active: frozenset[int] = frozenset()
 
@@ -48,11 +53,12 @@ class UnevenInputs:
         """Whether this worker is in a step that it has a batch for."""
         return self._is_begun
 
-    def begin_step(self) -> frozenset[int]:
+    def begin_step(self, *, is_scaled: bool = False) -> frozenset[int]:
         """This worker has a batch. Returns the ranks that have one, of which it is the lowest that gives its buffers.
         Called again in the same step, it returns the same. Raises UnevenInputsError."""
         if not self._is_begun:
             self._is_begun = True
+            self._scaled[0] = is_scaled
             self.active, all_have = self._tell(has_batch=True)
             if self._raises_early and not all_have:
                 self._raise()
@@ -67,6 +73,7 @@ class UnevenInputs:
 
         make_step: makes one; it is given their ranks. Raises UnevenInputsError.
         """
+        self._scaled[0] = False
         while active := self._tell(has_batch=False)[0]:
             self.active = active
             if self._raises_early:
@@ -76,7 +83,8 @@ class UnevenInputs:
     def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
         """The ranks that have a batch, and whether these are all workers."""
         self._flags[self._rank % len(self._flags)] = has_batch
-        means = self._handle.push_pull({_TENSOR: self._flags}, copy=False)[_TENSOR]
+        answer = self._handle.push_pull({_TENSOR: self._flags, _SCALED: self._scaled}, copy=False)
+        means, self.is_scaled = answer[_TENSOR], bool(answer[_SCALED][0] > 0)
         # Each worker adds 1 divided by their number.
         return frozenset(np.flatnonzero(means).tolist()), float(means.sum()) > 1.0 - _ROUNDING
 

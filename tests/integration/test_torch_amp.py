@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
+from torch.optim.lr_scheduler import ExponentialLR
 
 import psdist
 from psdist.client.context import Context
@@ -134,6 +135,32 @@ def test_gradients_that_are_not_finite_are_so_everywhere(
     for mine, theirs, parameter in zip(one.parameters(), other.parameters(), expected.parameters(), strict=True):
         assert torch.equal(mine, theirs)
         torch.testing.assert_close(mine, parameter, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_is_that_of_the_step_that_was_skipped_and_a_scheduler_follows(
+    both: Callable[[Work], list[Any]], name: str
+) -> None:
+    def worker(context: Context) -> tuple[int, int]:
+        model = mlp()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = ExponentialLR(inner, 0.9)
+        optimizer = DistributedOptimizer(model, inner, scheduler, name=name, context=context, overlap=False)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            optimizer.set_weight(1.0 + step)
+            scaler.scale(loss_at(model, step, context.rank)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            optimizer.set_weight(1.0)
+        optimizer.zero_grad()
+        scaler.scale(loss_at(model, 0, context.rank)).backward()
+        scaler.step(optimizer)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (STEPS - 1))
+        return optimizer.handle.step, scheduler.last_epoch
+
+    assert both(worker) == [(STEPS, STEPS - 1)] * 2
 
 
 def test_without_a_barrier_a_worker_skips_alone(alone: Context, name: str) -> None:

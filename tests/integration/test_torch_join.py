@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import ExponentialLR
 
 import psdist
@@ -113,6 +114,38 @@ def test_with_an_optimizer_on_the_servers(
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     for _ in range(2):
         alone(expected, optimizer, divide)
+    assert_alike(everywhere(worker), expected)
+
+
+def test_a_worker_without_batches_skips_the_steps_that_overflow(
+    everywhere: Callable[[Work], list[Any]], name: str
+) -> None:
+    at_first, bad = mlp(), 2
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = DistributedOptimizer(model, inner, name=name, context=context, overlap=False)
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        with optimizer.join():
+            for step, batch in enumerate(batches_of(context.rank)):
+                optimizer.zero_grad()
+                factor = 1e38 * 1e3 if step == bad else 1.0
+                scaler.scale(loss_of(model, batch) * factor).backward()
+                scaler.step(optimizer)
+                scaler.update()
+        assert optimizer.handle.step == max(COUNTS) - 1
+        return model
+
+    expected = copy.deepcopy(at_first)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    for step in range(max(COUNTS)):
+        optimizer.zero_grad()
+        for rank in range(WORLD):
+            if step < COUNTS[rank] and step != bad:
+                (loss_of(expected, batches_of(rank)[step]) / WORLD).backward()
+        if step != bad:
+            optimizer.step()
     assert_alike(everywhere(worker), expected)
 
 

@@ -319,6 +319,112 @@ def test_non_finite_gradients_are_refused(wrapped: tuple[nn.Module, DistributedO
         (loss_of(model, BATCHES(0)) * torch.inf).backward()
 
 
+class Fragile(nn.Module):
+    """A model of two layers. The backward pass fails between them when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 16), nn.Linear(16, 4)
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        middle = self.first(x).tanh()
+        if middle.requires_grad:
+            middle.register_hook(self._on_gradient)
+        result: Tensor = self.second(middle)
+        return result
+
+    def _on_gradient(self, gradient: Tensor) -> None:
+        if self.fails:
+            raise MemoryError
+
+
+def fail(model: Fragile, batch: Any) -> None:
+    """A backward pass that ends in the middle."""
+    model.fails = True
+    with pytest.raises(MemoryError):
+        loss_of(model, batch).backward()
+    model.fails = False
+
+
+@pytest.mark.parametrize("clears", [lambda model, optimizer: optimizer.zero_grad(), lambda model, _: model.zero_grad()])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_backward_pass_that_failed_before_anything_was_pushed_leaves_nothing(
+    alone: Context, name: str, overlap: bool, clears: Callable[[nn.Module, DistributedOptimizer], None]
+) -> None:
+    model = Fragile()
+    other = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name.replace(".", "-"), overlap=overlap)
+    fail(model, BATCHES(0))
+    clears(model, optimizer)
+    train(model, optimizer)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert optimizer.handle.step == STEPS and distance(model, other) < 1e-5
+
+
+def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_it(alone: Context, name: str) -> None:
+    """The gradient of the second layer is pushed; that of the first never comes."""
+    model = Fragile()
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.ExponentialLR(torch_optimizer, 0.9)
+    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name, bucket_cap_mb=1e-4)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    fail(model, BATCHES(0))
+    with pytest.raises(InvalidArgumentError, match=r"After a pass that failed, call optimizer\.zero_grad\(\)"):
+        loss_of(model, BATCHES(1)).backward()
+    optimizer.zero_grad()
+    assert optimizer.handle.step == 1
+    changed = [key for key, value in model.state_dict().items() if not torch.equal(value, before[key])]
+    assert changed == ["second.weight", "second.bias"]
+    train(model, optimizer, scheduler)
+    assert optimizer.handle.step == STEPS + 1
+    optimizer.zero_grad()
+    loss_of(model, BATCHES(0)).backward()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9 ** (STEPS + 1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_training_goes_on_after_gradients_that_are_not_finite(alone: Context, name: str, overlap: bool) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=overlap)
+    with pytest.raises(NonFiniteGradientError):
+        (loss_of(model, BATCHES(0)) * torch.inf).backward()
+        optimizer.step()
+    train(model, optimizer)
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1))
+    assert optimizer.handle.step == STEPS and distance(model, other) < 1e-5
+
+
+def test_steps_that_were_made_elsewhere_take_the_scheduler_along(alone: Context, name: str) -> None:
+    """As after this worker had been expelled, and the others had gone on."""
+    model = mlp()
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.CosineAnnealingLR(torch_optimizer, T_max=100)
+    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name)
+    train(model, optimizer, scheduler)
+    for _ in range(3):
+        optimizer.handle.push({key: np.zeros(one.shape, np.float32) for key, one in model.named_parameters()})
+    train(model, optimizer, scheduler)
+    assert scheduler.last_epoch == optimizer.handle.step == 2 * STEPS + 3
+
+
+def test_a_parameter_that_is_unfrozen_later_is_told(alone: Context, name: str) -> None:
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    train(model, optimizer)
+    model[0].weight.requires_grad_(True)
+    with pytest.raises(InvalidArgumentError, match=r"'0\.weight' was unfrozen after the model was wrapped"):
+        train(model, optimizer)
+
+
+def test_a_state_is_of_one_parameter_set(alone: Context, name: str) -> None:
+    one, other = (DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=f"{name}-{end}") for end in "ab")
+    with pytest.raises(InvalidArgumentError, match=f"of the parameter set '{name}-a', but this optimizer has"):
+        other.load_state_dict(one.state_dict())
+
+
 def test_the_state_belongs_to_the_run(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
     model, optimizer = wrapped
     state = optimizer.state_dict()

@@ -157,6 +157,7 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
     [
         (lambda o: lr_scheduler.LambdaLR(o, lambda step: 1.0), "LambdaLR cannot be converted"),
         (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "OneCycleLR cannot be converted"),
+        (lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)]), "ChainedScheduler cannot be converted"),
         (lambda o: lr_scheduler.ConstantLR(o, factor=0.5), "factor=0.5 is not 1"),
         (lambda o: lr_scheduler.LinearLR(o, 0.5, 0.8), "start_factor=0.5 is not 1"),
         (
@@ -176,6 +177,22 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
 def test_other_schedulers_are_named(make: Callable[[Any], lr_scheduler.LRScheduler], said: str) -> None:
     with pytest.raises(InvalidArgumentError, match=re.escape(said)):
         convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
+
+
+def test_a_scheduler_is_named_before_the_settings_that_it_writes() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+    with pytest.raises(InvalidArgumentError, match="OneCycleLR cannot be converted"):
+        convert_optimizer(optimizer, {parameter: name for name, parameter in module.named_parameters()}, scheduler)
+
+
+def test_a_cosine_of_a_group_without_a_rate() -> None:
+    first, second = (nn.Parameter(torch.zeros(2)) for _ in "ab")
+    optimizer = torch.optim.SGD([{"params": [first], "lr": torch.tensor(0.1)}, {"params": [second], "lr": 0.0}], lr=0.1)
+    assert convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10)) == optim.Cosine(10)
+    with pytest.raises(InvalidArgumentError, match=r"eta_min=0\.01 with a parameter group of lr=0"):
+        convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01))
 
 
 def test_a_scheduler_must_be_given() -> None:

@@ -1,0 +1,162 @@
+"""Learning rates: what torch's side shows of them, and a torch scheduler, beside the schedule that the servers follow.
+
+The servers count their steps by themselves. A scheduler counts the calls of the script's loop. Both agree as long as
+the loop makes each step. After a step that was dropped, skipped or made elsewhere, the scheduler is brought to where
+the servers are.
+
+Not here: what a scheduler means for the servers (``conversion``).
+"""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any, Final
+
+import torch
+from torch.optim import lr_scheduler
+
+from psdist.client.sync_client import Parameters
+from psdist.consistency import BSP, Consistency
+from psdist.errors import InvalidArgumentError
+from psdist.optim import Constant, Optimizer
+
+#: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
+_RATE_TOLERANCE: Final = 1e-6
+
+
+class Rates:
+    """The learning rates and other settings that torch's side shows, beside those that the servers have."""
+
+    def __init__(
+        self,
+        spec: Optimizer,
+        wrapped: torch.optim.Optimizer | None,
+        scheduler: lr_scheduler.LRScheduler | None,
+        handle: Parameters,
+    ) -> None:
+        self._spec = spec
+        self._wrapped = wrapped
+        self._scheduler = scheduler
+        self._handle = handle
+        self._base: list[float] = []
+        self._seen: list[dict[str, Any]] = []
+        #: The scheduler's state before its first step, and the rates of the groups then.
+        self._fresh: tuple[dict[str, Any], list[float]] = {}, []
+        #: Where the servers are, if they made the steps of this loop and no others.
+        self._expected_step = 0
+        self._is_irregular = False
+
+    def begin(self, groups: list[dict[str, Any]]) -> None:
+        """The optimizer is made. A scheduler is brought to the step that the run goes on from."""
+        self._base = [float(group["initial_lr"] if self._scheduler is not None else group["lr"]) for group in groups]
+        if self._scheduler is not None:
+            self._fresh = deepcopy(self._scheduler.state_dict()), [float(group["lr"]) for group in groups]
+        self._follow(groups)
+        self._show(groups)
+
+    def _follow(self, groups: list[dict[str, Any]]) -> None:
+        """Brings the scheduler to the step that the servers are at."""
+        self._expected_step, self._is_irregular = self._handle.step, False
+        if self._scheduler is None:
+            return
+        with warnings.catch_warnings():  # of a scheduler that is stepped before its optimizer
+            warnings.simplefilter("ignore")
+            if self._scheduler.last_epoch > self._handle.step:  # The run went back to a snapshot.
+                state, rates = self._fresh
+                self._scheduler.load_state_dict(deepcopy(state))
+                for group, rate in zip(groups, rates, strict=True):
+                    _set_rate(group, rate)
+            for _ in range(self._handle.step - self._scheduler.last_epoch):
+                self._scheduler.step()
+
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        """Raises InvalidArgumentError where a setting is not the servers'. A scheduler follows them where they made
+        other steps than the script's loop."""
+        if self._is_irregular or self._handle.step != self._expected_step:
+            self._follow(groups)
+        factor = self._spec.schedule.factor(self._handle.step) if self._scheduler is not None else 1.0
+        for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            if self._scheduler is not None:
+                self._check_scheduled(number, float(group["lr"]), self._base[number] * factor)
+            for key, value in seen.items():
+                if _plain(group[key]) != value and not (key == "lr" and self._scheduler is not None):
+                    raise InvalidArgumentError(
+                        f"{key} of parameter group {number} was changed from {value} to {_plain(group[key])}, but the "
+                        "servers have their settings for the whole run: give a scheduler to DistributedOptimizer as "
+                        "scheduler=, or a schedule to a specification of psdist.optim"
+                    )
+
+    def _check_scheduled(self, number: int, shown: float, expected: float) -> None:
+        if abs(shown - expected) > _RATE_TOLERANCE * self._base[number]:
+            raise InvalidArgumentError(
+                f"the scheduler gives parameter group {number} lr={shown:g} at step {self._handle.step}, but the "
+                f"servers follow it with {expected:g}: call scheduler.step() after each step of the optimizer, and "
+                "not once for each data epoch; or give a schedule to a specification of psdist.optim"
+            )
+
+    def on_step(self, groups: list[dict[str, Any]]) -> None:
+        """A step was made."""
+        self._expected_step += 1
+        if self._wrapped is not None:
+            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+        self._show_next(groups)
+
+    def on_empty_step(self, groups: list[dict[str, Any]]) -> None:
+        """A step was made that the loop of the script did not make."""
+        self.on_step(groups)
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def on_irregular_step(self, groups: list[dict[str, Any]]) -> None:
+        """A step was made that the loop of the script does not count, or one that it counts was not made."""
+        self._is_irregular = True
+        self._show_next(groups)
+
+    def _show_next(self, groups: list[dict[str, Any]]) -> None:
+        if self._scheduler is None and not isinstance(self._spec.schedule, Constant):
+            self._show(groups)
+
+    def _show(self, groups: list[dict[str, Any]]) -> None:
+        """Writes the current rates where scripts read them, unless a scheduler does."""
+        if self._scheduler is None:
+            factor = self._spec.schedule.factor(self._handle.step)
+            for base, group in zip(self._base, groups, strict=True):
+                _set_rate(group, base * factor)
+        self._seen = [{key: _plain(group[key]) for key in _settings(self._spec) if key in group} for group in groups]
+
+
+def _set_rate(group: dict[str, Any], rate: float) -> None:
+    """Also into a tensor that the script has."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate
+
+
+def _plain(value: Any) -> Any:
+    """A setting as a number, which nobody changes in place."""
+    if isinstance(value, tuple | list):
+        return tuple(_plain(one) for one in value)
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _settings(spec: Optimizer) -> list[str]:
+    return [name for name in spec.__dataclass_fields__ if name not in ("schedule", "max_grad_norm", "overrides")]
+
+
+def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
+    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that the servers cannot
+    follow."""
+    if scheduler is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer) or getattr(scheduler, "optimizer", None) is not optimizer:
+        raise InvalidArgumentError(
+            f"scheduler is of type {type(scheduler).__name__}: give the torch scheduler of this torch optimizer, or "
+            "a schedule in a specification of psdist.optim"
+        )
+    if not isinstance(consistency, BSP):
+        raise InvalidArgumentError(
+            f"scheduler={type(scheduler).__name__} counts this worker's steps, but in {type(consistency).__name__} the "
+            "servers count the pushes of all workers: give a schedule in a specification of psdist.optim"
+        )
