@@ -28,7 +28,7 @@ from psdist.optim import Mean
 from psdist.torch.broadcast import TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream
-from psdist.torch.inspection import ModelTensors, inspect
+from psdist.torch.inspection import FrozenParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import share_fixed, write_into
 
@@ -36,6 +36,9 @@ from psdist.torch.values import share_fixed, write_into
 _USED: Final = "psdist/used"
 #: A tensor that has more than 0 where gradients of any worker are not finite.
 _OVERFLOWS: Final = "psdist/overflows"
+_AFTER_FAILURE: Final = (
+    "other workers go on with a step that this one did not make, so its model is not theirs any more: start it again"
+)
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
     "output_device": None,
@@ -108,12 +111,16 @@ class DistributedDataParallel(nn.Module):
         #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
         share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
-        buffers = dict(module.named_buffers()) if broadcast_buffers else {}
-        self._buffers_in_step = TensorBroadcast(client, f"{name}/buffers", buffers)
+        self._buffers_in_step = TensorBroadcast(
+            client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
+        )
+        self._frozen = FrozenParameters(module)
+        #: torch.compile leaves it out of its graphs, as it talks to servers.
+        self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
         self._join: UnevenInputs | None = None
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin,
-            as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS,
+            as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS, after_failure=_AFTER_FAILURE,
         )  # fmt: skip
         self._stream.listen()
 
@@ -123,7 +130,7 @@ class DistributedDataParallel(nn.Module):
             self._begin_step()
         return self.module(*arguments, **keywords)
 
-    def _begin_step(self) -> None:
+    def _begin(self) -> None:
         if self._join is None:
             self._buffers_in_step.send(is_source=self.context.rank == 0)
         elif not self._join.is_begun:
@@ -180,7 +187,7 @@ class DistributedDataParallel(nn.Module):
             join.finish(self._make_empty_step)
             if 0 < len(join.active) < slots:
                 tensors = {**self._trained, **dict(self.module.named_buffers())}
-                last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", tensors)
+                last = TensorBroadcast(self.context.client, f"{self.handle.name}/joined", lambda: tensors)
                 last.send(is_source=self.context.rank == min(join.active))
         finally:
             self._join = None
@@ -195,6 +202,12 @@ class DistributedDataParallel(nn.Module):
         """Refused: gradients are averaged on the servers. ``compression=`` says how they are sent."""
         raise InvalidArgumentError("register_comm_hook is not supported: pass compression=, such as 'bfloat16'")
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a DistributedDataParallel belongs to this process, and cannot be copied or pickled: copy or save its "
+            ".module, which is the model"
+        )
+
     # --- the end of a backward pass ---
 
     def _on_begin(self) -> None:
@@ -203,6 +216,7 @@ class DistributedDataParallel(nn.Module):
                 "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
                 "module itself, in training mode and outside no_sync()"
             )
+        self._frozen.check()
         self._stream.buffers[_OVERFLOWS].fill(0.0)
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
@@ -212,7 +226,8 @@ class DistributedDataParallel(nn.Module):
         if missing and not self._may_miss:
             raise InvalidArgumentError(
                 f"the backward pass reached no gradient of {', '.join(sorted(missing)[:8])}: pass "
-                "find_unused_parameters=True, or freeze them by requires_grad_(False)"
+                "find_unused_parameters=True, or freeze them by requires_grad_(False) before wrapping. Activation "
+                "checkpointing needs use_reentrant=False: else it makes several passes of one"
             )
         if self._may_miss:
             self._stream.buffers[_USED][:] = [name not in missing for name in self._trained]

@@ -38,12 +38,14 @@ _streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
 class _Step:
     """A step that is made.
 
-    taken: gradients that were taken over, and the version that they had then. given: tensors whose gradients were
-    pushed, in buckets. is_dropped: this worker had been expelled.
+    taken: gradients that were taken over, and the version that they had then. reached: those that passes without a push
+    gave gradients to. given: tensors whose gradients were pushed, in buckets. is_dropped: this worker had been
+    expelled.
     """
 
     weight: float = 1.0
     taken: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
+    reached: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
     buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
     is_dropped: bool = False
@@ -58,6 +60,7 @@ class GradientStream:
     overflows: one of ``others`` that becomes 1 in a step in which gradients of this worker are not finite; they are
         given as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
+    after_failure: what to do after a backward pass that failed when it had pushed something, for a message.
 
     Raises InvalidArgumentError where ``handle`` has a stream already.
     """
@@ -72,6 +75,7 @@ class GradientStream:
         as_views: bool = True,
         others: Iterable[str] = (),
         overflows: str | None = None,
+        after_failure: str = "call optimizer.zero_grad(): it makes the step with what was pushed",
     ) -> None:
         if id(handle) in _streams:
             raise InvalidArgumentError(
@@ -86,6 +90,7 @@ class GradientStream:
         self._on_begin = on_begin
         self._as_views = as_views
         self._overflows = overflows
+        self._after_failure = after_failure
         self._step = _Step()
         self._is_paused = False
         #: Whether a backward pass has begun to give gradients, and has not ended, or never will.
@@ -130,14 +135,17 @@ class GradientStream:
             self._is_paused = before
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
-        if self._is_paused or self._step.is_dropped:
+        if self._is_paused:
+            self._step.reached.add(number)
+            return
+        if self._step.is_dropped:
             return
         if number in self._step.taken:
             if self._step.given:
                 raise InvalidArgumentError(
                     f"parameter {self._names[number]!r} got a second gradient before step(), and gradients of the "
                     "first backward pass are under way already: put all passes of a step but the last into no_sync(). "
-                    "After a pass that failed, call optimizer.zero_grad(): it makes the step with what was pushed"
+                    f"After a pass that failed, {self._after_failure}"
                 )
             # A pass that failed, or one more of the same step: autograd adds up, and nothing was sent.
             self._step.taken.clear()
@@ -202,7 +210,8 @@ class GradientStream:
     @property
     def untaken(self) -> list[str]:
         """Parameters that got no gradient in this step so far."""
-        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in self._step.taken]
+        got = self._step.taken.keys() | self._step.reached
+        return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:
         """Gives what is missing: parameters without a gradient count with zeros.

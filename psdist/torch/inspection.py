@@ -117,6 +117,30 @@ def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict
     return frozen | buffers
 
 
+class FrozenParameters:
+    """The parameters of a model that are not trained, because they were frozen when it was wrapped.
+
+    wanted: as for ``inspect``; others may be unfrozen, as nobody expects them to be trained.
+    """
+
+    def __init__(self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> None:
+        chosen = None if wanted is None else set(wanted)
+        self._parameters = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad and (chosen is None or parameter in chosen)
+        }
+
+    def check(self) -> None:
+        """Raises InvalidArgumentError for one that was unfrozen since."""
+        for name, parameter in self._parameters.items():
+            if parameter.requires_grad:
+                raise InvalidArgumentError(
+                    f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients go nowhere: "
+                    "change the model first, then wrap it, in a new run or under another name="
+                )
+
+
 class ModelWatch:
     """Notices that a model was changed after it was wrapped, where its weights would silently stay as the servers have
     them, or be trained by nobody. wanted: as for ``inspect``.
@@ -132,12 +156,7 @@ class ModelWatch:
     ) -> None:
         self._model = model
         self._trained = dict(trained)
-        chosen = None if wanted is None else set(wanted)
-        self._frozen = {
-            name: parameter
-            for name, parameter in model.named_parameters()
-            if not parameter.requires_grad and (chosen is None or parameter in chosen)
-        }
+        self._frozen = FrozenParameters(model, wanted)
         self._all = {id(parameter) for parameter in model.parameters()}
         self._known: list[tuple[Any, ...]] = []
         self.accept()
@@ -160,12 +179,7 @@ class ModelWatch:
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
                 )
-        for name, parameter in self._frozen.items():
-            if parameter.requires_grad:
-                raise InvalidArgumentError(
-                    f"parameter {name!r} was unfrozen after the model was wrapped, and the servers do not train it: "
-                    "change the model first, then wrap it, in a new run or under another name="
-                )
+        self._frozen.check()
 
 
 def _state(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ has both of their batches.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -232,3 +233,118 @@ def test_hooks_on_the_communication_are_refused(contexts: list[Context], name: s
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(worker, contexts))
+
+
+class TwoWays(nn.Module):
+    """A forward pass takes one of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, branch: str) -> Tensor:
+        return torch.sum(self.get_submodule(branch)(x))
+
+
+def test_a_parameter_that_only_a_micro_batch_reaches_is_averaged(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[Tensor]:
+        wrapped = DistributedDataParallel(TwoWays(), name=name, context=context, find_unused_parameters=True)
+        x = torch.full((1, 3), context.rank + 1.0)
+        with wrapped.no_sync():
+            wrapped(x, "b").backward()
+        wrapped(x, "a").backward()
+        return [parameter.grad.clone() for parameter in wrapped.parameters() if parameter.grad is not None]
+
+    one, other = both(worker)
+    for mine, theirs in zip(one, other, strict=True):
+        assert torch.equal(mine, theirs)
+    assert [gradient.flatten()[0].item() for gradient in one] == [1.5, 1.0, 1.5, 1.0]
+
+
+class Centered(nn.Module):
+    """Its buffer becomes another tensor in each forward pass."""
+
+    center: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+        self.register_buffer("center", torch.zeros(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.center = self.center * 0.9 + x.mean(0) * 0.1
+        result: Tensor = self.layer(x - self.center)
+        return result
+
+
+def test_a_buffer_that_was_replaced_is_that_of_the_first_worker(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> Tensor:
+        module = Centered()
+        wrapped = DistributedDataParallel(module, name=name, context=context)
+        for step in range(4):
+            loss_of(wrapped, part(BATCHES(step), context.rank, 2)).backward()
+        wrapped._begin_step()
+        return module.center
+
+    one, other = both(worker)
+    assert torch.equal(one, other) and one.abs().sum() > 0
+
+
+def test_a_compiled_wrapper_of_a_model_with_buffers_trains(both: Callable[[Work], list[Any]], name: str) -> None:
+    at_first = nn.Sequential(nn.Linear(12, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        wrapped = DistributedDataParallel(model, name=name, context=context)
+        compiled = torch.compile(wrapped, backend="eager") if context.rank == 0 else wrapped
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(compiled, part(BATCHES(step), context.rank, 2)).backward()
+            optimizer.step()
+        return model
+
+    one, other = both(worker)
+    for mine, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_copy_is_one_of_the_module(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> None:
+        wrapped = DistributedDataParallel(mlp(), name=name, context=context)
+        for copy_it in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match=r"copy or save its \.module"):
+                copy_it(wrapped)
+
+    both(worker)
+
+
+def test_a_parameter_that_is_unfrozen_later_is_told(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> None:
+        model = mlp()
+        model[0].weight.requires_grad_(False)
+        wrapped = DistributedDataParallel(model, name=name, context=context)
+        model[0].weight.requires_grad_(True)
+        with pytest.raises(InvalidArgumentError, match=r"'0\.weight' was unfrozen after the model was wrapped"):
+            loss_of(wrapped, BATCHES(0)).backward()
+
+    both(worker)
+
+
+def test_a_pass_that_failed_after_a_bucket_was_pushed_cannot_be_made_good(
+    both: Callable[[Work], list[Any]], name: str
+) -> None:
+    def fail(gradient: Tensor) -> None:
+        raise MemoryError
+
+    def worker(context: Context) -> None:
+        model = mlp()
+        wrapped = DistributedDataParallel(model, name=name, context=context, bucket_cap_mb=1e-4)
+        hook = model[0].weight.register_hook(fail)
+        with pytest.raises(MemoryError):
+            loss_of(wrapped, BATCHES(0)).backward()
+        hook.remove()
+        with pytest.raises(InvalidArgumentError, match="other workers go on with a step that this one did not make"):
+            loss_of(wrapped, BATCHES(0)).backward()
+
+    both(worker)
