@@ -29,6 +29,7 @@ from psdist.errors import (
     FencedError,
     InternalError,
     InvalidArgumentError,
+    NonFiniteGradientError,
     PsdistError,
     WaitTimeoutError,
     again,
@@ -177,10 +178,10 @@ class BucketStep:
         self.tasks.pop(task, None)
 
     async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
-        parts = [(self._progress.part(slices), flat) for slices, flat in self._parts(ready)]
+        parts = self._parts(ready)
         try:
             if isinstance(self._gradient.values, EncodedPush):
-                await self._gradient.values.encode(ready.valued)
+                parts = self._parts(await self._encode(self._gradient.values, ready))
             if not await self._until_answered(parts):
                 self.state = StepState.LOST
             if self.state is not StepState.UNDER_WAY:
@@ -217,13 +218,26 @@ class BucketStep:
                     return False
         return True
 
-    def _parts(self, ready: ReadySlices) -> list[tuple[tuple[int, ...], Gradient | None]]:
-        """Slices, and what their gradient is in (None: they abstain)."""
+    async def _encode(self, push: EncodedPush, ready: ReadySlices) -> ReadySlices:
+        """Encodes the slices that have values. Returns what is sent: where the codec cannot hold them and
+        ``non_finite`` is "skip", all abstain."""
+        try:
+            await push.encode(ready.valued)
+        except NonFiniteGradientError:
+            if self._exchange.participation.entry.spec.non_finite == "reject":
+                raise
+            push.abstain(ready.valued)
+            self._abstained = True
+            return ReadySlices((), tuple(sorted((*ready.valued, *ready.abstaining))))
+        return ready
+
+    def _parts(self, ready: ReadySlices) -> list[tuple[PendingRequest, Gradient | None]]:
+        """Requests for slices, and what their gradient is in (None: they abstain)."""
         parts: list[tuple[tuple[int, ...], Gradient | None]] = [
             (ready.valued, self._gradient.values),
             (ready.abstaining, None),
         ]
-        return [part for part in parts if part[0]]
+        return [(self._progress.part(slices), gradient) for slices, gradient in parts if slices]
 
     def _update(self) -> None:
         """Completes buckets and the step after something was given, answered or failed, and wakes those who wait."""

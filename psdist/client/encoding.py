@@ -95,6 +95,10 @@ class EncodedPush:
                 "the latter is forgotten. Lower the learning rate, or scale the loss; it is not said again"
             )
 
+    def abstain(self, slices: Sequence[int]) -> None:
+        """Has ``slices`` sent without values. They were not encoded."""
+        self._slices.abstain(slices)
+
     async def norm(self) -> float:
         """The L2 norm of what the servers decode."""
         return await off_loop(self._encoder.slicing.total, self._slices.norm)
@@ -208,6 +212,7 @@ class Encoding:
         with self._lock:
             if not part.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
+                self._encoder.rank = part.origin.rank  # A worker that registers again may be given another one.
             self._begun = part.origin, part.sequence.step
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 

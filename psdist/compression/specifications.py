@@ -162,7 +162,8 @@ class Int2(Integers):
 class TopK(Compressor):
     """The ``ratio`` of a tensor's elements that are the largest in magnitude, as they are.
 
-    warm_up: over so many pushes the ratio falls from a quarter, by the same factor in each.
+    warm_up: over so many pushes of the worker the ratio falls from a quarter, by the same factor in each. In a run that
+        goes on from a snapshot those before it count, whichever codec they had.
     momentum: of deep gradient compression: the worker sums up its gradients with this momentum before it selects from
         them, and forgets it for elements that were sent. 0 is none.
     """

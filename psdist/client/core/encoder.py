@@ -57,6 +57,17 @@ class EncodedSlices:
         valued = {*ready.valued, *ready.abstaining} - abstaining
         return ReadySlices(tuple(sorted(valued)), tuple(sorted(abstaining)))
 
+    def abstain(self, slices: Iterable[int]) -> None:
+        """These slices are sent without values. They were not encoded."""
+        self.abstained.update(slices)
+
+    def forget(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
+        """Forgets regions and slices, of which nothing was sent."""
+        for number in numbers:
+            self.prepared.pop(number, None)
+        for index in slices:
+            self.payloads.pop(index, None)
+
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""
         return memoryview(self.payloads[index])
@@ -123,7 +134,7 @@ class DoubleBuffer:
 class GradientEncoder:
     """The encoder of one worker's pushes.
 
-    rank: of the worker; what is chosen by chance differs from rank to rank.
+    rank: of the worker; what is chosen by chance differs from rank to rank. It may change between pushes.
     """
 
     #: Where its gradients lie: in the host's memory.
@@ -133,7 +144,7 @@ class GradientEncoder:
         self.slicing = slicing
         self._regions = regions(layout.tensors, codec)
         self._starts = [region.start for region in self._regions]
-        self._rank = rank
+        self.rank = rank
         self._name = np.frombuffer(repr(codec).encode(), np.uint8)
         #: Whether anything is left out of one push and added to the next.
         self.feeds_back = any(_feedback(region) for region in self._regions)
@@ -170,10 +181,14 @@ class GradientEncoder:
             return False
         todo = [index for index in slices if index not in push.payloads]
         numbers = {number for index in todo for number in self._regions_of(index)}.difference(push.prepared)
-        for number, prepared in run(lambda number: (number, self._prepared(flat, number)), sorted(numbers)):
-            push.prepared[number] = prepared
-        for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
-            push.payloads[index] = payload
+        try:
+            for number, prepared in run(lambda number: (number, self._prepared(flat, number)), sorted(numbers)):
+                push.prepared[number] = prepared
+            for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
+                push.payloads[index] = payload
+        except BaseException:  # Nothing of it was sent, and the next call may come with another gradient.
+            push.forget(numbers, todo)
+            raise
         return True
 
     def _regions_of(self, index: int) -> range:
@@ -205,7 +220,7 @@ class GradientEncoder:
         values = flat[region.start : region.stop]
         if _feedback(region):
             values = self._with_residual(region, values)
-        about = segments.PushNumber(self._rank, self._ordinal)
+        about = segments.PushNumber(self.rank, self._ordinal)
         return segments.prepare(region, values, about, self._kept.get(region.start))
 
     def _with_residual(self, region: Region, values: Flat) -> Flat:

@@ -42,7 +42,7 @@ class DeviceGradientEncoder:
         self._regions = regions(layout.tensors, codec)
         self._encoder = DeviceEncoder(device, self._regions)
         self._run = self._encoder.launcher
-        self._rank = rank
+        self.rank = rank
         self._name = np.frombuffer(repr(codec).encode(), np.uint8)
         #: Whether anything is left out of one push and added to the next.
         self.feeds_back = any(self._encoder.coder(region).feeds_back for region in self._regions)
@@ -86,7 +86,7 @@ class DeviceGradientEncoder:
             there = DeviceVector.allocate(self.device, flat.size, self._run.stream)
             there.write(flat, self._run.stream)
             flat = there
-        numbers = PushNumbers(self._rank, self._ordinal)
+        numbers = PushNumbers(self.rank, self._ordinal)
         state = DevicePush(flat, self._before, self._after, numbers, self._forgotten)
         batch = self._encoder.encode(state, segments, new)
         self._begun.update(new)

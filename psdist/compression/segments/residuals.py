@@ -19,8 +19,7 @@ _FLOAT32: Final = np.dtype(np.float32)
 
 def _add_by_numpy(gradient: Floats, residual: Floats, decay: float, out: Floats) -> bool:
     with np.errstate(all="ignore"):
-        np.multiply(residual, np.float32(decay), out=out)
-        np.add(gradient, out, out=out)
+        np.add(gradient, residual * np.float32(decay), out=out)
     return bool(np.isfinite(out).all())
 
 

@@ -7,7 +7,8 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -17,9 +18,11 @@ from client_fakes import Break, Setup
 import psdist
 from psdist import errors
 from psdist.client import encoding
-from psdist.client.encoding import _run_in_threads
+from psdist.client.encoding import Encoding, _run_in_threads
+from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
-from psdist.compression import Float16, Int8, PerTensor
+from psdist.compression import Float16, Int8, PerTensor, RandomK
+from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -229,6 +232,53 @@ async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(star
     await setup.weights.push(gradient(2))
     weights = joined(await setup.weights.pull())
     np.testing.assert_allclose(weights + residual(setup), joined(gradient(0)) + joined(gradient(2)), atol=5e-3)
+
+
+@pytest.mark.parametrize("non_finite", ["skip", "reject"])
+async def test_a_bucket_that_a_codec_cannot_hold_abstains_or_is_given_again(start: Start, non_finite: str) -> None:
+    """Its tensors lie in slices together with others of the bucket, which had been encoded before."""
+    codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
+    setup = await start(compression=codec, non_finite=non_finite)
+    await setup.weights.push_pull(gradient(0))
+    too_large = gradient(1)
+    too_large["w"][:] = 1e6
+    bucket = await setup.weights.push_pull_async(too_large)
+    given = joined(gradient(0))
+    if non_finite == "reject":
+        with pytest.raises(errors.NonFiniteGradientError):
+            await bucket.wait()
+        bucket = await setup.weights.push_pull_async(gradient(2))
+        given += joined(gradient(2))
+    await bucket.wait()
+    assert setup.weights.statistics().abstained == (non_finite == "skip")
+    weights = joined(await setup.weights.pull())
+    np.testing.assert_allclose(weights + residual(setup), given, atol=5e-3)
+
+
+async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
+    """A worker that registers again may be given another rank."""
+    layout = Layout((TensorSpec("a", (64, 64)),))
+    flat, slicing = np.ones(4096, np.float32), Slicing(4096, 4096)
+
+    def encoding_of(rank: int) -> tuple[Encoding, SimpleNamespace]:
+        entry = SimpleNamespace(slicing=slicing, spec=SimpleNamespace(non_finite="reject"))
+        sequence = SimpleNamespace(step=0, unfinished=False)
+        part = SimpleNamespace(origin=SimpleNamespace(rank=rank), entry=entry, sequence=sequence)
+        return Encoding(RandomK(0.1), layout, cast(Participation, part)), part
+
+    async def payload(encoding: Encoding) -> bytes:
+        push, _ = await encoding.encode_push(flat, with_norm=False)
+        assert push is not None
+        encoded = bytes(push.payload(0))
+        encoding.end_push()
+        return encoded
+
+    (mine, part), (other, _) = encoding_of(1), encoding_of(2)
+    assert await payload(mine) != await payload(other)
+    part.origin = SimpleNamespace(rank=2)
+    mine.restore({})
+    other.restore({})
+    assert await payload(mine) == await payload(other)
 
 
 async def test_what_a_failed_push_carried_is_told_where_another_call_drops_it(

@@ -345,6 +345,7 @@ def test_low_rank_comes_nearer_with_each_push() -> None:
 def test_residuals_decay() -> None:
     gradient, residual, out = np.ones(9, np.float32), np.full(9, 2, np.float32), np.empty(9, np.float32)
     assert add_decayed(gradient, residual, 0.25, out) and out.tolist() == [1.5] * 9
+    assert add_decayed(out, residual, 0.25, out) and out.tolist() == [2.0] * 9
     residual[4] = np.inf
     assert not add_decayed(gradient, residual, 0.25, out)
 

@@ -210,6 +210,26 @@ def test_of_another_codecs_state_the_residual_is_used() -> None:
     assert not other.residual.any()
 
 
+def test_what_could_not_be_encoded_is_encoded_anew_with_what_is_given_then() -> None:
+    """Regions before the one that the codec cannot hold, and slices before it, had been encoded."""
+    codec = PerTensor({"w3": Float16(), "*": Int8(block=64)}, min_elements=64, min_vector=64)
+    encoder, other = encoder_of(codec), encoder_of(codec)
+    pushed(encoder, gradient(0))
+    pushed(other, gradient(0))
+    too_large = gradient(1)
+    too_large[-1] = 1e6
+    push = encoder.begin_push()
+    assert encoder.encode(push, gradient(2), (0,))  # It is on its way, so it stays as it is.
+    with pytest.raises(NonFiniteGradientError):
+        encoder.encode(push, too_large, EVERY)
+    assert set(push.payloads) == {0}
+    assert encoder.encode(push, gradient(2), EVERY)
+    expected = other.begin_push()
+    assert other.encode(expected, gradient(2), EVERY) and push.payloads == expected.payloads
+    assert encoder.end_push() and other.end_push()
+    assert encoder.residual.tobytes() == other.residual.tobytes()
+
+
 def test_what_overflows_is_refused_or_forgotten() -> None:
     encoder = encoder_of(PerTensor({"w3": Float16()}, min_vector=64))
     flat = gradient(0)
