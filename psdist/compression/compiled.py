@@ -22,6 +22,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Final
 
+from psdist.compression import kernel_cache
 from psdist.compression.deferred import PartOfKernel, evaluate, numba, resolve, types
 
 # Argument types. What is only read may be read-only memory at an odd address: a payload inside a received message.
@@ -113,20 +114,26 @@ class Kernel:
 
     @property
     def is_cached(self) -> bool:
-        """Whether numba's cache has a file of this function. It may be of an older version of it."""
-        directory, line = self._dispatcher().stats.cache_path, self.function.__code__.co_firstlineno
-        return directory is not None and any(Path(directory).glob(f"*.{self.__name__}-{line}.*.nbi"))
+        """Whether numba's cache has this function, as it is now: then loading it takes a moment."""
+        return kernel_cache.holds(self._dispatcher(), self.signature)
 
     def _dispatcher(self) -> Any:
         """What compiles the function."""
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+        function = resolve(self.function)
         try:
-            return numba.value.njit(cache=True, **options)(resolve(self.function))
+            dispatcher = numba.value.njit(cache=True, **options)(function)
         except RuntimeError:  # numba finds no directory that it may write its cache to
-            return numba.value.njit(**options)(resolve(self.function))
+            return numba.value.njit(**options)(function)
+        kernel_cache.bind_to_sources(dispatcher, function)
+        return dispatcher
 
     def _compile(self, dispatcher: Any) -> None:
-        dispatcher.compile(self.signature)
+        try:
+            dispatcher.compile(self.signature)
+        except OSError:  # It is compiled, and the cache has no room for it.
+            if not dispatcher.overloads:
+                raise
         dispatcher.disable_compile()
         self._compiled = self._current = dispatcher
 

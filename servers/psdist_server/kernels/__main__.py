@@ -8,6 +8,7 @@ longer than standard input is open: for ``background_compiler``, and for those p
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,6 +29,8 @@ def main() -> None:
     leave_out()  # Before numba is imported.
     names = sys.argv[1:]
     if names:
+        # An interrupt goes to the whole group of processes: this one has nothing to clean up, and ends at once.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
     from psdist.compression import segments

@@ -85,12 +85,16 @@ def test_what_is_closed_compiles_no_more(tmp_path: Path) -> None:
     assert out in ("False 0\n", "True 1\n") and process.returncode == 0 and "ended with" not in problems, problems
 
 
-def test_a_process_that_is_asked_to_end_leaves_nothing_to_compile_here(tmp_path: Path) -> None:
-    """A launcher asks all processes of a server at once: it would compile for seconds instead of ending."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_asked_to_end_leaves_nothing_to_compile_here(tmp_path: Path, number: signal.Signals) -> None:
+    """A launcher asks all processes of a server at once: it would compile for seconds instead of ending. It is asked
+    when it compiles, and not before it has started."""
     with _script(tmp_path) as process:
         while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
             pass
-        compilers[0].terminate()
+        while compilers[0].nice() == 0:
+            pass
+        compilers[0].send_signal(number)
         out, problems = process.communicate("\n")
     assert (out, process.returncode) == ("False 0\n", 0) and "ended with" not in problems, problems
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -104,6 +105,64 @@ def test_processes_share_the_work(module: Path) -> None:
     hits = [list(map(int, process.communicate(timeout=120)[0].split())) for process in processes]
     # Each kernel was compiled by one process, and loaded by the two others.
     assert [sum(column) for column in zip(*hits, strict=True)] == [2, 2]
+
+
+def test_what_was_compiled_of_other_files_is_not_used(module: Path) -> None:
+    """What a kernel calls lies in another file, at which numba does not look."""
+    helper, script = module / "some_helpers.py", module / "script.py"
+    (module / "some_kernels.py").write_text(
+        "from psdist.compression.compiled import IN, OUT, kernel\n"
+        "from some_helpers import changed\n"
+        "@kernel(IN, OUT)\n"
+        "def change(values, out):\n"
+        "    for i in range(values.size):\n"
+        "        out[i] = changed(values[i])\n"
+    )
+    script.write_text(
+        "import numpy as np, some_kernels\n"
+        "out = np.zeros(1, np.float32)\n"
+        "before = some_kernels.change.is_cached\n"
+        "some_kernels.change(np.ones(1, np.float32), out)\n"
+        "print(before, some_kernels.change.is_cached, out[0])\n"
+    )
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(module), *sys.path)), "PYTHONDONTWRITEBYTECODE": "1"}
+    said = []
+    for factor in (2, 2, 3):
+        helper.write_text(
+            "from psdist.compression.compiled import part_of_kernel\n"
+            f"@part_of_kernel\ndef changed(value):\n    return {factor} * value\n"
+        )
+        said.append(subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, check=True))
+    assert [one.stdout.split() for one in said] == [
+        ["False", "True", "2.0"],
+        ["True", "True", "2.0"],
+        ["False", "True", "3.0"],
+    ]
+
+
+def test_a_cache_that_lacks_its_data_holds_nothing(module: Path) -> None:
+    import some_kernels
+
+    some_kernels.double.compile()
+    assert some_kernels.double.is_cached and not some_kernels.triple.is_cached
+    for path in module.glob("__pycache__/*.double-*.nbc"):
+        path.unlink()
+    assert not some_kernels.double.is_cached
+
+
+def test_a_cache_without_room_does_without(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import some_kernels
+    from numba.core.caching import IndexDataCacheFile
+
+    def refuse(*arguments: object) -> None:
+        refused.append(arguments)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    refused: list[object] = []
+    monkeypatch.setattr(IndexDataCacheFile, "_save_data", refuse)
+    out = np.zeros(3, np.float32)
+    some_kernels.double(np.arange(3, dtype=np.float32), out)
+    assert out.tolist() == [0, 2, 4] and refused
 
 
 def test_without_a_cache_there_is_no_lock(module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
