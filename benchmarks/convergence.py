@@ -37,9 +37,8 @@ from psdist.errors import UnknownCodecError
 from psdist.launch.embedded import EmbeddedCluster
 
 WORKERS, BATCH, LOOKS = 2, 64, 30
-#: Part of the steps in which the learning rate rises.
-WARM_UP = 0.1
 OPTIMIZERS: Mapping[str, Callable[[float, psdist.optim.Schedule], psdist.optim.Optimizer]] = {
+    "plain": lambda lr, schedule: psdist.optim.SGD(lr=lr, schedule=schedule),
     "sgd": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.5, schedule=schedule),
     "momentum": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.9, schedule=schedule),
     "adam": lambda lr, schedule: psdist.optim.Adam(lr=lr, schedule=schedule),
@@ -82,9 +81,9 @@ def parameters_name(model: str, number: int, variant: str, seed: int) -> str:
     return f"{model}-{number}-{variant.replace(' ', '-')}-{seed}"
 
 
-def schedule(steps: int) -> psdist.optim.Schedule:
-    """Of the learning rate: it rises, and then falls to nothing along a cosine."""
-    rising = int(steps * WARM_UP)
+def schedule(steps: int, warm_up: float) -> psdist.optim.Schedule:
+    """Of the learning rate: it rises in this part of the steps, and then falls to nothing along a cosine."""
+    rising = int(steps * warm_up)
     return psdist.optim.Cosine(steps - rising, warmup_steps=rising, warmup_start=0.01)
 
 
@@ -136,7 +135,7 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
         for model_name in options.model:
             model = MODELS[model_name]()
             steps = options.steps or model.steps
-            optimizer = OPTIMIZERS[options.optimizer](model.lr[options.optimizer], schedule(steps))
+            optimizer = OPTIMIZERS[options.optimizer](model.lr[options.optimizer], schedule(steps, options.warm_up))
             of_model = results[model_name] = {}
             for codec_name in dict.fromkeys(["none", *options.codec]):
                 for variant, codecs in variants(CODECS[codec_name]).items():
@@ -243,6 +242,9 @@ def parser() -> argparse.ArgumentParser:
     line.add_argument("--variant", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     line.add_argument("--seeds", type=int, default=5, help="runs of each (default: %(default)s)")
     line.add_argument("--steps", type=int, help="default: 600 of digits, 3,000 of characters")
+    line.add_argument(
+        "--warm-up", type=float, default=0.1, metavar="PART", help="of the steps, in which the learning rate rises"
+    )
     line.add_argument(
         "--optimizer", choices=list(OPTIMIZERS), default="sgd", help="of the servers (default: %(default)s)"
     )

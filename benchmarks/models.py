@@ -25,7 +25,7 @@ Gradients = Callable[[Arrays, NDArray[np.int64]], tuple[float, Arrays]]
 @dataclass(frozen=True)
 class Model:
     """samples: how many there are to train on. gradients: of the samples of these numbers. loss: of what training does
-    not see. lr: of SGD with momentum 0.5 and 0.9, and of Adam. steps: of one run."""
+    not see. lr: of SGD without momentum, with 0.5 and with 0.9, and of Adam. steps: of one run."""
 
     name: str
     initial: Callable[[int], Arrays]
@@ -38,7 +38,7 @@ class Model:
 
 def _lr(sgd: float, adam: float) -> dict[str, float]:
     """A momentum of 0.5 doubles each step in the end, and one of 0.9 makes it ten times as long."""
-    return {"sgd": sgd, "momentum": sgd / 5, "adam": adam}
+    return {"plain": 2 * sgd, "sgd": sgd, "momentum": sgd / 5, "adam": adam}
 
 
 # --- digits -----------------------------------------------------------------------------------------------------------
