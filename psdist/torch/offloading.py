@@ -207,7 +207,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # --- what torch's optimizers have ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: no gradient stays here after it was computed."""
+        """Does nothing, except after a backward pass that failed: no gradient stays here after it was computed.
+
+        After a pass that failed, training goes on with the next batch. What the pass had sent cannot be taken back:
+        then the step is made here, with zeros for all other parameters. Raises as ``step`` in that case.
+        """
+        if self._passes.discard():
+            self._passes.complete()
+            self._align()
+            self._rates.on_irregular_step(self.param_groups)
+            self._passes.begin_step()
 
     def no_sync(self) -> NoReturn:
         """Refused: gradients of several backward passes would have to be kept, which takes as much memory as the model.

@@ -9,6 +9,7 @@ Not here: when memory comes and goes (``layer``).
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Any, Final, Self
 
 import torch
@@ -23,12 +24,11 @@ _ALLOWED: Final = frozenset(
         *(
             getattr(Tensor, name).__get__
             for name in (
-                *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad", "grad_fn"),
+                *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
                 *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized", "is_nested", "itemsize", "nbytes"),
                 *("_version", "_backward_hooks", "_post_accumulate_grad_hooks"),
             )
         ),
-        Tensor.grad.__set__,  # type: ignore[union-attr]  # a descriptor, which torch's stubs show as a tensor
         Tensor.size,
         Tensor.dim,
         Tensor.numel,
@@ -41,14 +41,23 @@ _ALLOWED: Final = frozenset(
         Tensor.register_post_accumulate_grad_hook,
     ]
 )
+#: What may be done before the gradient was taken over.
+_GRADIENT: Final = frozenset(
+    [
+        Tensor.grad.__get__,  # type: ignore[union-attr]  # a descriptor, which torch's stubs show as a tensor
+        Tensor.grad.__set__,  # type: ignore[union-attr]  # as above
+    ]
+)
 
 
 class FreedParameter(nn.Parameter):
     """A parameter whose layer is not in use: it has a shape and no values. Whatever needs values raises
-    InvalidArgumentError."""
+    InvalidArgumentError, and so does its gradient once that was taken over."""
 
     #: The parameter's name, for the message.
     psdist_name: str
+    #: Names of the layer's parameters whose gradients of this step were taken over.
+    psdist_taken: AbstractSet[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -56,11 +65,24 @@ class FreedParameter(nn.Parameter):
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _GRADIENT:
+            return args[0]._psdist_gradient(func, args)
         raise InvalidArgumentError(
             f"{getattr(func, '__name__', func)} was called with parameter {_name_in(args, kwargs)}, whose values are "
             "on the servers: they are here during the forward and backward pass of its layer only. Where another "
             "module uses it, give that module in layers= of offload(); weights() of the optimizer has all values"
         )
+
+    def _psdist_gradient(self, func: Any, args: Any) -> Any:
+        if self.psdist_name in self.psdist_taken:
+            raise InvalidArgumentError(
+                f"the gradient of parameter {self.psdist_name!r} went to the servers in the backward pass: it cannot "
+                "be read, clipped, unscaled or cleared before step(). Clipping and a GradScaler need the gradients of all "
+                "layers at once: use DistributedOptimizer, with max_grad_norm= to clip, or overlap=False for a scaler. "
+                "After a backward pass that failed call zero_grad() of the optimizer"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)
 
     def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
         return f"<offloaded parameter {self.psdist_name!r} of shape {tuple(self.shape)}>"
@@ -82,12 +104,19 @@ def _name_in(args: Any, kwargs: Any) -> str:
     return ", ".join(repr(one.psdist_name) for one in leaves if isinstance(one, FreedParameter)) or "of some layer"
 
 
-def mark_freed(parameter: nn.Parameter, name: str) -> None:
-    """The parameter has no values from now on."""
+def mark_freed(parameter: nn.Parameter, name: str, taken: AbstractSet[str]) -> None:
+    """The parameter has no values from now on. taken: names of those whose gradients cannot be read; it may change."""
     parameter.psdist_name = name  # type: ignore[attr-defined]  # the class that it gets now has it
+    parameter.psdist_taken = taken  # type: ignore[attr-defined]  # as above
     parameter.__class__ = FreedParameter
 
 
 def mark_present(parameter: nn.Parameter) -> None:
     """The parameter has its values again."""
     parameter.__class__ = nn.Parameter
+
+
+def drop_gradient(parameter: nn.Parameter) -> None:
+    """Clears the gradient, whether or not it was taken over."""
+    with torch._C.DisableTorchFunctionSubclass():
+        parameter.grad = None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from psdist.client.process.loop import StartedCall
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError
-from psdist.torch.offloaded.freed_parameters import mark_freed, mark_present
+from psdist.torch.offloaded.freed_parameters import drop_gradient, mark_freed, mark_present
 from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
 
 #: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
@@ -80,6 +80,8 @@ class OffloadedLayer:
         self.taken: set[str] = set()
         #: The push of this step, once it is under way.
         self.push: Bucket | None = None
+        #: Whether something of this step's push may have been sent.
+        self.is_begun = False
         self.is_pushed = False
         self._pulling: StartedCall[dict[str, NDArray[Any]]] | None = None
         #: Version of the weights that were here last, and this worker's incarnation then.
@@ -181,7 +183,7 @@ class OffloadedLayer:
 
     def _drop_memory(self) -> None:
         for name, parameter in self.parameters.items():
-            mark_freed(parameter, name)
+            mark_freed(parameter, name, self.taken)
         self._memory.release()
         self.state = Residence.AWAY
 
@@ -215,6 +217,7 @@ class OffloadedLayer:
         except FencedError:
             self._end_push()
             return False
+        self.is_begun = True
         return True
 
     @property
@@ -239,14 +242,23 @@ class OffloadedLayer:
         return True
 
     def _end_push(self) -> None:
-        self.is_pushed = True
+        self.is_begun = self.is_pushed = True
         self._buffers = {}
         self.handle.release_memory()
+
+    def forget(self) -> None:
+        """The gradients of this step that are not on their way are lost. What brings weights gives their memory back,
+        or the next gradient takes it."""
+        if self.push is None and not self.is_pushed:
+            self.taken.clear()
+            self._buffers = {}
+            for parameter in self.parameters.values():
+                drop_gradient(parameter)
 
     def begin_step(self) -> None:
         """The step is over: gradients are of the next one."""
         self.taken.clear()
-        self.is_pushed = False
+        self.is_begun = self.is_pushed = False
         self.users = 0
 
 

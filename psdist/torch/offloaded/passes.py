@@ -24,12 +24,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.torch.offloaded.division import Use
+from psdist.torch.offloaded.freed_parameters import drop_gradient
 from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
 
 #: Pushes that may be under way while the gradients of the next layer are put together.
 _PUSHES: Final = 1
+_BEFORE_SENDING: Final = "Of other layers nothing was either: go on with zero_grad() or the next batch"
+_AFTER_FAILURE: Final = "Call zero_grad() of the optimizer: it makes the step with that, and with zeros for all else"
 
 
 class Order:
@@ -78,6 +81,8 @@ class Passes:
         #: Pushes under way, the oldest first.
         self._pushes: deque[OffloadedLayer] = deque()
         self._is_in_backward = False
+        #: Whether a backward pass of this step was broken off, or a push of it refused.
+        self._is_broken = False
         #: Whether gradients of this step were taken over.
         self.has_gradients = False
         self.weight = 1.0
@@ -141,8 +146,11 @@ class Passes:
             self._use(layer, self._backward if _in_backward() else self._forward)
 
     def _check_forward(self, layer: OffloadedLayer) -> None:
-        if self._is_in_backward:  # one that was broken off
-            self._end_backward()
+        if self._has_failed() and self.discard():
+            raise InvalidArgumentError(
+                f"a forward pass reached the layer {layer.title!r} after a backward pass that failed when it had sent "
+                f"gradients. {_AFTER_FAILURE}"
+            )
         if self.has_gradients:
             raise InvalidArgumentError(
                 f"a forward pass reached the layer {layer.title!r} after backward() and before step(): gradients of "
@@ -190,6 +198,7 @@ class Passes:
 
     def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
         if name in layer.taken:
+            drop_gradient(layer.parameters[name])  # Else the next step would add to it.
             raise second_backward(layer)
         if not self.has_gradients:
             on_begin()
@@ -203,7 +212,11 @@ class Passes:
             self._push(layer)
 
     def _push(self, layer: OffloadedLayer) -> None:
-        if layer.send(0.0 if self.is_dropped else self.weight):
+        try:
+            is_sent = layer.send(0.0 if self.is_dropped else self.weight)
+        except NonFiniteGradientError as error:
+            raise self._refused(error) from None
+        if is_sent:
             self._pushes.append(layer)
         else:
             self.is_dropped = True
@@ -212,8 +225,42 @@ class Passes:
         """Waits until no more than ``left`` pushes are under way, and frees the gradients of all that have ended."""
         while self._pushes and (len(self._pushes) > left or self._pushes[0].is_answered):
             layer = self._pushes.popleft()
-            if not layer.finish_push():
+            try:
+                is_taken = layer.finish_push()
+            except NonFiniteGradientError as error:
+                raise self._refused(error) from None
+            if not is_taken:
                 self.is_dropped = True
+
+    def _refused(self, error: NonFiniteGradientError) -> NonFiniteGradientError:
+        self._is_broken = True
+        remedy = f"Of other layers some was. {_AFTER_FAILURE}" if self._is_begun() else _BEFORE_SENDING
+        return NonFiniteGradientError(f"{error.message}. {remedy}", **error.details)
+
+    def _is_begun(self) -> bool:
+        """Whether something of this step may have been sent."""
+        return any(layer.is_begun for layer in self._layers)
+
+    def _has_failed(self) -> bool:
+        """Whether the last backward pass of this step ended by an error."""
+        return self._is_broken or (self._is_in_backward and not _in_backward())
+
+    def discard(self) -> bool:
+        """Forgets the gradients of a backward pass that failed, if the last one did. Where some were sent, which cannot
+        be taken back, it forgets the others, and returns True: ``complete`` makes that step."""
+        if not self._has_failed():
+            return False
+        if self._is_in_backward:
+            self._end_backward()
+        if not self._is_broken and all(layer.is_begun for layer in self._layers):
+            return False  # A second pass failed: the step's gradients are complete.
+        self._is_broken = True
+        for layer in self._layers:
+            layer.forget()
+        if self._is_begun():
+            return True
+        self._is_broken = self.has_gradients = self.is_dropped = False
+        return False
 
     def _end_backward(self) -> None:
         self._is_in_backward = False
@@ -244,7 +291,7 @@ class Passes:
         for layer in self._layers:
             layer.begin_step()
             layer.free()
-        self.has_gradients = False
+        self.has_gradients = self._is_broken = False
         self.weight = 1.0
         self.is_dropped = False
         self._fetch_first()
