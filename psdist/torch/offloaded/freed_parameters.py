@@ -79,8 +79,7 @@ class FreedParameter(nn.Parameter):
                 f"the gradient of parameter {self.psdist_name!r} went to the servers in the backward pass: it cannot "
                 "be read, clipped, unscaled or cleared before step(). Clipping and a GradScaler need the gradients of "
                 "all layers at once: use DistributedOptimizer, with max_grad_norm= to clip, or overlap=False for a "
-                "scaler. "
-                "After a backward pass that failed call zero_grad() of the optimizer"
+                "scaler. After a backward pass that failed call zero_grad() of the optimizer"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
