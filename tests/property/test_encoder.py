@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
-from psdist.compression import ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor, PowerSGD, RandomK, TopK
+from psdist.compression import Chain, ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor, PowerSGD, RandomK, TopK
 from psdist.compression.segments import check
 from psdist.types import Layout, Slicing, TensorSpec
 
@@ -24,7 +24,7 @@ SHAPES = st.lists(
 )  # fmt: skip
 ONE: list[Codec] = [
     Int8(block=16), Int2(block=32, stochastic=True, error_feedback=True), OneBit(block=64), TopK(0.1),
-    ChunkedTopK(2, 64, bits=2), RandomK(0.2), PowerSGD(1),
+    ChunkedTopK(2, 64, bits=2), RandomK(0.2), PowerSGD(1), TopK(0.3, momentum=0.5), Chain(TopK(0.2), Int2(), chunk=128),
 ]  # fmt: skip
 CODECS = st.sampled_from(ONE).map(lambda codec: PerTensor({"t1": Int8(), "*": codec}, min_elements=64, min_vector=64))
 

@@ -108,7 +108,7 @@ class Totals:
 
 class DoubleBuffer:
     """A vector that each push changes, twice. before: as it was when the push under way began, until that is over.
-    after: as it is after it, in slices that are encoded. The end of the push swaps the two.
+    after: as it is after it, in slices that are encoded; others may have anything. The end of the push swaps the two.
     """
 
     def __init__(self, size: int) -> None:
@@ -152,7 +152,7 @@ class GradientEncoder:
         #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
         self._residual = DoubleBuffer(size)
         self._velocity = DoubleBuffer(size if any(_momentum(region) for region in self._regions) else 0)
-        #: What of a push is encoded.
+        #: What of a push is encoded, where that is not in the next residual already.
         self._sums = np.zeros(size, np.float32)
         #: Pushes of which something was encoded, and what codecs keep of the last one, by region.
         self._ordinal = 0
@@ -204,39 +204,46 @@ class GradientEncoder:
             out = np.empty(segments.payload_limit(self.slicing.slice_elements), np.uint8)
         rest = self._residual.after if self.feeds_back else None
         size = segments.encode(prepared, start, stop, out, rest)
-        for region in (one.region for one in prepared if rest is not None):
-            part = slice(max(start, region.start), min(stop, region.stop))
-            if not _feedback(region):
-                self._residual.after[part] = 0.0
-            elif _momentum(region):  # What was sent begins anew.
-                self._velocity.after[part] *= self._residual.after[part] == self._sums[part]
+        if rest is not None:
+            for one in prepared:
+                self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
         payload = out[:size].tobytes()
         self._spare.append(out)
         return payload
 
+    def _leave_out(self, one: segments.PreparedRegion, start: int, stop: int) -> None:
+        """Elements [start, stop) of a region were encoded with their residual."""
+        region = one.region
+        if not _feedback(region):
+            self._residual.after[start:stop] = 0.0
+        elif _momentum(region) and isinstance(one, segments.PreparedSparse):  # What was sent begins anew.
+            part, at = slice(region.start, region.stop), region.start
+            sent = one.sent(start - at, stop - at, self._residual.after[part])
+            self._velocity.after[part][sent] = 0.0
+
     def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
         """A region with its values. Those of one that is not compressed are read as its slices are encoded."""
-        region = self._regions[number]
-        values = flat[region.start : region.stop]
-        if _feedback(region):
-            values = self._with_residual(region, values)
-        about = segments.PushNumber(self.rank, self._ordinal)
-        return segments.prepare(region, values, about, self._kept.get(region.start))
-
-    def _with_residual(self, region: Region, values: Flat) -> Flat:
-        codec, part = region.codec, slice(region.start, region.stop)
-        assert isinstance(codec, Compressor)
-        total = self._sums[part]
+        region, about = self._regions[number], segments.PushNumber(self.rank, self._ordinal)
+        part, state = slice(region.start, region.stop), self._kept.get(region.start)
+        values = flat[part]
+        if not _feedback(region):
+            return segments.prepare(region, values, about, state)
+        assert isinstance(region.codec, Compressor)
         if momentum := _momentum(region):
             before, after = self._velocity.before[part], self._velocity.after[part]
             if not segments.add_decayed(values, before, momentum, after):
                 after[...] = values
                 self.totals.overflows += 1
             values = after
-        if not segments.add_decayed(values, self._residual.before[part], codec.residual_decay, total):
-            total[...] = values
+        # Where only some values are sent, the others are the next residual as they are.
+        sums = (self._residual.after if segments.selects_places(region.codec) else self._sums)[part]
+        left_out, decay = self._residual.before[part], region.codec.residual_decay
+        prepared = segments.prepare_sum(region, values, left_out, decay, sums, about, state)
+        if prepared is None:
+            sums[...] = values
             self.totals.overflows += 1
-        return total
+            prepared = segments.prepare(region, sums, about, state)
+        return prepared
 
     def discard_push(self) -> None:
         """Forgets the push under way: nothing of it was sent."""

@@ -19,22 +19,23 @@ A client::
     size = encode(prepared, start, stop, out, residual)        # each slice, in any order, in any thread
     states = {p.region.start: p.next_state for p in prepared if p.next_state is not None}
 
-``out`` has at least ``payload_limit(stop - start)`` bytes. ``residual`` is a vector beside ``acc``, never ``acc``
-itself: a slice may need values of its neighbours. Its elements [start, stop) are overwritten with acc - decoded; None
-leaves that out. ``acc`` must not change until all slices are written. A region can be prepared as soon as its values
-are there, and a slice be encoded as soon as its regions are prepared. The same slice encoded again has the same
-bytes. ``add_decayed`` makes ``acc`` of a gradient and a residual.
+``out`` has at least ``payload_limit(stop - start)`` bytes. ``residual`` is a vector beside ``acc``, since a slice may
+need values of its neighbours. Its elements [start, stop) are overwritten with acc - decoded; None leaves that out. For
+codecs that ``selects_places`` names it may be ``acc`` itself, of which only what is sent changes then. ``acc`` must not
+change until all slices are written. A region can be prepared as soon as its values are there, and a slice be encoded as
+soon as its regions are prepared. The same slice encoded again has the same bytes. ``prepare_sum`` makes ``acc`` of a
+gradient and a residual, and prepares it.
 """
 
 from psdist.compression.regions import Region, regions
-from psdist.compression.segments.encoding import PushNumber, encode, prepare
+from psdist.compression.segments.encoding import PushNumber, encode, prepare, prepare_sum, selects_places
 from psdist.compression.segments.format import payload_limit
 from psdist.compression.segments.payload import accumulate, check
-from psdist.compression.segments.prepared import PreparedRegion
+from psdist.compression.segments.prepared import PreparedRegion, PreparedSparse
 from psdist.compression.segments.residuals import add_decayed
 from psdist.compression.segments.warm_up import DECODERS, KERNELS
 
 __all__ = [
-    "DECODERS", "KERNELS", "PreparedRegion", "PushNumber", "Region", "accumulate", "add_decayed", "check", "encode",
-    "payload_limit", "prepare", "regions",
+    "DECODERS", "KERNELS", "PreparedRegion", "PreparedSparse", "PushNumber", "Region", "accumulate", "add_decayed",
+    "check", "encode", "payload_limit", "prepare", "prepare_sum", "regions", "selects_places",
 ]  # fmt: skip

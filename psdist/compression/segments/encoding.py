@@ -6,8 +6,10 @@ Then slices can be encoded in any order, by any thread, each once or more often,
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, Final, NamedTuple
 
@@ -21,16 +23,21 @@ from psdist.compression.segments.format import payload_limit, segment_limit
 from psdist.compression.segments.low_rank import factors
 from psdist.compression.segments.prepared import (
     PreparedCast,
-    PreparedChunkedTopK,
     PreparedIntegers,
     PreparedLowRank,
     PreparedRandom,
     PreparedRegion,
     PreparedSigns,
-    PreparedTopK,
+    PreparedSparse,
     non_finite,
 )
-from psdist.compression.segments.sparse import largest
+from psdist.compression.segments.residuals import add_decayed
+from psdist.compression.segments.sparse import (
+    add_and_select_chunks,
+    add_and_select_largest,
+    select_chunks,
+    select_largest,
+)
 from psdist.compression.specifications import (
     Cast,
     Chain,
@@ -46,6 +53,7 @@ from psdist.errors import InvalidArgumentError, UnknownCodecError
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
+Places = NDArray[np.int64]
 AnyArray = NDArray[Any]
 
 _FLOAT32: Final = np.dtype(np.float32)
@@ -67,7 +75,105 @@ def prepare(region: Region, values: Floats, number: PushNumber, state: AnyArray 
     ShapeMismatchError, UnknownCodecError.
     """
     check_vector("values", values, _FLOAT32, region.size)
+    if (selection := _selection(region, number)) is not None:
+        prepared = selection.prepared(region, values, selection.select(values))
+        if prepared is None:
+            raise non_finite(region, 0, values.size)
+        return prepared
     return _prepare(region.codec, region, values, number, state)
+
+
+def prepare_sum(
+    region: Region,
+    values: Floats,
+    addend: Floats,
+    factor: float,
+    sums: Floats,
+    number: PushNumber,
+    state: AnyArray | None = None,
+) -> PreparedRegion | None:
+    """``region`` with the values ``values + factor * addend``, which are written to ``sums``; None where some are not
+    finite, which leaves ``sums`` undefined. Other arguments, and errors, as for ``prepare``.
+
+    All are float32[region.size], contiguous. ``sums`` is kept, and may be one of the other two.
+    """
+    selection = _selection(region, number)
+    if selection is None:
+        is_finite = add_decayed(values, addend, factor, sums)
+        return _prepare(region.codec, region, sums, number, state) if is_finite else None
+    for name, one in (("values", values), ("addend", addend), ("sums", sums)):
+        check_vector(name, one, _FLOAT32, region.size)
+    check_output("sums", sums)
+    return selection.prepared(region, sums, selection.select_of_sum(values, addend, factor, sums))
+
+
+@dataclass(frozen=True)
+class _Selection(ABC):
+    """Which elements of a tensor are sent. kept: how many. bits, chunk: as in ``PreparedSparse``."""
+
+    kept: int
+    bits: int
+    chunk: int
+
+    @abstractmethod
+    def select(self, values: Floats) -> Places:
+        """Their places, ascending; only -1 where a value is not finite."""
+
+    @abstractmethod
+    def select_of_sum(self, values: Floats, addend: Floats, factor: float, sums: Floats) -> Places:
+        """The same of ``values + factor * addend``, which is written to ``sums``."""
+
+    def prepared(self, region: Region, values: Floats, where: Places) -> PreparedSparse | None:
+        """The region with what was selected of ``values``; None where they are not finite."""
+        if where.size and where[0] < 0:
+            return None
+        return PreparedSparse(region, values, where, values[where], self.bits, self.chunk if self.bits < 16 else 0)
+
+
+class _Largest(_Selection):
+    """The largest of all."""
+
+    def select(self, values: Floats) -> Places:
+        where: Places = select_largest(values, self.kept)
+        return where
+
+    def select_of_sum(self, values: Floats, addend: Floats, factor: float, sums: Floats) -> Places:
+        where: Places = add_and_select_largest(values, addend, factor, self.kept, sums)
+        return where
+
+
+@dataclass(frozen=True)
+class _LargestOfChunks(_Selection):
+    """The largest of each chunk. period: elements of such a chunk."""
+
+    period: int
+
+    def select(self, values: Floats) -> Places:
+        where: Places = select_chunks(values, self.period, self.kept)
+        return where
+
+    def select_of_sum(self, values: Floats, addend: Floats, factor: float, sums: Floats) -> Places:
+        where: Places = add_and_select_chunks(values, addend, factor, self.period, self.kept, sums)
+        return where
+
+
+def _selection(region: Region, number: PushNumber) -> _Selection | None:
+    """What a sparse codec selects; None for other codecs."""
+    codec = region.codec
+    sparse = codec.sparse if isinstance(codec, Chain) else codec
+    if isinstance(sparse, TopK):
+        kept = max(1, round(sparse.ratio_at(number.ordinal) * region.size))
+        return _Largest(kept, codec.bits, codec.chunk) if isinstance(codec, Chain) else _Largest(kept, 32, 0)
+    if isinstance(sparse, ChunkedTopK):
+        bits = codec.bits if isinstance(codec, Chain) else sparse.bits
+        return _LargestOfChunks(sparse.k, bits, sparse.chunk, sparse.chunk)
+    return None
+
+
+def selects_places(codec: Codec) -> bool:
+    """Whether segments of ``codec`` have the values of some places and nothing else: then what is left out is all
+    other values, as they are."""
+    return isinstance(codec.sparse if isinstance(codec, Chain) else codec, TopK | ChunkedTopK)
 
 
 @singledispatch
@@ -85,16 +191,6 @@ def _(codec: Cast, region: Region, values: Floats, number: PushNumber, state: An
 @_prepare.register
 def _(codec: Integers, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
     return PreparedIntegers(region, values, codec, key_of(codec.seed, region, number))
-
-
-@_prepare.register
-def _(codec: TopK, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
-    return _prepare_top_k(codec, 32, 0, region, values, number)
-
-
-@_prepare.register
-def _(codec: ChunkedTopK, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
-    return _prepare_chunked(codec, codec.bits, region, values)
 
 
 @_prepare.register
@@ -123,21 +219,8 @@ def _(codec: PowerSGD, region: Region, values: Floats, number: PushNumber, state
 
 @_prepare.register
 def _(codec: Chain, region: Region, values: Floats, number: PushNumber, state: AnyArray | None) -> PreparedRegion:
-    if isinstance(codec.sparse, TopK):
-        return _prepare_top_k(codec.sparse, codec.bits, codec.chunk, region, values, number)
-    if isinstance(codec.sparse, RandomK):
-        return _prepare_random(codec.sparse, codec.bits, bool(codec.feedback), region, values, number)
-    return _prepare_chunked(codec.sparse, codec.bits, region, values)
-
-
-def _prepare_top_k(
-    codec: TopK, bits: int, chunk: int, region: Region, values: Floats, number: PushNumber
-) -> PreparedRegion:
-    kept = max(1, round(codec.ratio_at(number.ordinal) * values.size))
-    threshold, ties_stop = largest(values, kept)
-    if threshold < 0:
-        raise non_finite(region, 0, values.size)
-    return PreparedTopK(region, values, bits, chunk if bits < 16 else 0, threshold, ties_stop)
+    assert isinstance(codec.sparse, RandomK), "the others select places"
+    return _prepare_random(codec.sparse, codec.bits, bool(codec.feedback), region, values, number)
 
 
 def _prepare_random(
@@ -145,10 +228,6 @@ def _prepare_random(
 ) -> PreparedRegion:
     factor = 1.0 if feedback else float(codec.period)
     return PreparedRandom(region, values, codec.period, key_of(codec.seed, region, number), bits, factor)
-
-
-def _prepare_chunked(codec: ChunkedTopK, bits: int, region: Region, values: Floats) -> PreparedRegion:
-    return PreparedChunkedTopK(region, values, bits, codec.chunk if bits < 16 else 0, codec.k, codec.chunk)
 
 
 def key_of(seed: int, region: Region, number: PushNumber) -> int:

@@ -31,59 +31,67 @@ def _magnitudes(values: Floats) -> NDArray[np.uint32]:
     return values.view(np.uint32) & _MAGNITUDE
 
 
-def select_chunks(values: Floats, first: int, last: int, chunk: int, kept: int, where: Positions) -> int:
+def _sums(values: Floats, addend: Floats, factor: float, sums: Floats) -> Floats:
+    with np.errstate(all="ignore"):
+        np.add(values, addend * np.float32(factor), out=sums)
+    return sums
+
+
+def _not_finite() -> Positions:
+    return np.full(1, -1, np.int64)
+
+
+def select_chunks(values: Floats, chunk: int, kept: int) -> Positions:
     """``sparse.select_chunks``."""
-    count = 0
-    for begin in range(first, last, chunk):
-        magnitudes = _magnitudes(values[begin : min(begin + chunk, last)])
+    found = [np.empty(0, np.int64)]
+    for begin in range(0, values.size, chunk):
+        magnitudes = _magnitudes(values[begin : begin + chunk])
         if magnitudes.max() >= _INFINITY:
-            return -1
-        share = -(-kept * magnitudes.size // chunk)
-        threshold = max(int(np.partition(magnitudes, magnitudes.size - share)[magnitudes.size - share]), 1)
-        above = magnitudes > threshold
-        ties = np.flatnonzero(magnitudes == threshold)[: share - np.count_nonzero(above)]
-        above[ties] = True
-        chosen = np.flatnonzero(above) + begin
-        where[count : count + chosen.size] = chosen
-        count += chosen.size
-    return count
+            return _not_finite()
+        found.append(_largest(magnitudes, -(-kept * magnitudes.size // chunk)) + begin)
+    return np.concatenate(found)
 
 
-def largest(values: Floats, kept: int) -> tuple[int, int]:
-    """``sparse.largest``."""
+def add_and_select_chunks(
+    values: Floats, addend: Floats, factor: float, chunk: int, kept: int, sums: Floats
+) -> Positions:
+    """``sparse.add_and_select_chunks``."""
+    return select_chunks(_sums(values, addend, factor, sums), chunk, kept)
+
+
+def select_largest(values: Floats, kept: int) -> Positions:
+    """``sparse.select_largest``."""
     magnitudes = _magnitudes(values)
-    if magnitudes.max() >= _INFINITY:
-        return -1, 0
-    threshold = int(np.partition(magnitudes, values.size - kept)[values.size - kept])
-    if not threshold:
-        return 1, values.size
-    ties = np.flatnonzero(magnitudes == threshold)
-    left = kept - int(np.count_nonzero(magnitudes > threshold))
-    return threshold, int(ties[left]) if left < ties.size else values.size
+    return _not_finite() if magnitudes.max() >= _INFINITY else _largest(magnitudes, kept)
 
 
-def select_above(values: Floats, first: int, last: int, threshold: int, ties_stop: int, where: Positions) -> int:
-    """``sparse.select_above``."""
-    magnitudes = _magnitudes(values[first:last])
-    places = np.arange(first, last)
-    chosen = places[(magnitudes > threshold) | ((magnitudes == threshold) & (places < ties_stop))]
-    where[: chosen.size] = chosen
-    return int(chosen.size)
+def add_and_select_largest(values: Floats, addend: Floats, factor: float, kept: int, sums: Floats) -> Positions:
+    """``sparse.add_and_select_largest``."""
+    return select_largest(_sums(values, addend, factor, sums), kept)
+
+
+def _largest(magnitudes: NDArray[np.uint32], kept: int) -> Positions:
+    """The places of the ``kept`` largest; of equal ones the first, and no zeros."""
+    threshold = max(int(np.partition(magnitudes, magnitudes.size - kept)[magnitudes.size - kept]), 1)
+    chosen = magnitudes > threshold
+    ties = np.flatnonzero(magnitudes == threshold)[: kept - np.count_nonzero(chosen)]
+    chosen[ties] = True
+    return np.flatnonzero(chosen)
 
 
 def write(
-    values: Floats, start: int, stop: int, bits: int, chunk: int, where: Positions, out: Bytes, residual: Floats
+    kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, out: Bytes, residual: Floats
 ) -> int:
     """``sparse.write_sparse``."""
-    inside = where[np.searchsorted(where, start) : np.searchsorted(where, stop)]
+    part = slice(*np.searchsorted(where, [start, stop]))
+    inside, values = where[part], kept[part]
     if chunk:
-        decoded, scales, packed = _scaled(values, start, stop, bits, chunk, where, inside)
+        decoded, scales, packed = _scaled(kept, where, start, stop, bits, chunk, part)
     else:
-        decoded, scales, packed = _plain(values, bits, inside)
+        decoded, scales, packed = _plain(values, bits)
     gaps = gap_bytes(inside - start)
     if residual.size:
-        residual[start:stop] = values[start:stop]
-        residual[inside] = values[inside] - decoded
+        residual[inside] = values - decoded
     size = 4 + scales.size + packed.size + gaps.size
     if bits == 32 and size > 4 * (stop - start):
         return -1
@@ -101,10 +109,9 @@ def gap_bytes(places: Positions) -> Bytes:
     return written
 
 
-def _plain(values: Floats, bits: int, inside: Positions) -> tuple[Floats, Bytes, Bytes]:
+def _plain(kept: Floats, bits: int) -> tuple[Floats, Bytes, Bytes]:
     """What is decoded, no scales, and the values of 32 or 16 bits."""
     nothing = np.empty(0, np.uint8)
-    kept = values[inside]
     if bits == 32:
         return kept, nothing, kept.view(np.uint8)
     brains = np.empty(kept.size, _BFLOAT16)
@@ -117,14 +124,14 @@ def _plain(values: Floats, bits: int, inside: Positions) -> tuple[Floats, Bytes,
 
 
 def _scaled(
-    values: Floats, start: int, stop: int, bits: int, chunk: int, where: Positions, inside: Positions
+    kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, part: slice
 ) -> tuple[Floats, Bytes, Bytes]:
-    """What is decoded, the scales of chunks, and codes of 8 or 2 bits."""
+    """What is decoded of the places ``part``, the scales of chunks, and codes of 8 or 2 bits."""
     first = start // chunk
     borders = np.searchsorted(where, np.arange(first, -(-stop // chunk) + 1) * chunk)
     scale_of = _scale8 if bits == 8 else _scale2
-    scales = np.array([scale_of(values[where[a:b]]) for a, b in pairwise(borders)], np.float32)
-    kept, each = values[inside], scales[inside // chunk - first]
+    scales = np.array([scale_of(kept[a:b]) for a, b in pairwise(borders)], np.float32)
+    kept, each = kept[part], scales[where[part] // chunk - first]
     with np.errstate(all="ignore"):
         if bits == 8:
             x = np.where(each > 0, kept / each, np.float32(0))

@@ -20,7 +20,7 @@ from psdist.compression.segments.integers import encode_integers
 from psdist.compression.segments.low_rank import add_low_rank
 from psdist.compression.segments.random_places import places, select_random
 from psdist.compression.segments.signs import encode_signs
-from psdist.compression.segments.sparse import select_above, select_chunks, write_sparse
+from psdist.compression.segments.sparse import write_sparse
 from psdist.compression.specifications import Integers
 from psdist.errors import NonFiniteGradientError
 from psdist.types import DType
@@ -105,66 +105,46 @@ class PreparedIntegers(PreparedRegion):
 class PreparedSparse(PreparedRegion):
     """A tensor of which some elements are sent.
 
-    bits, chunk: of their values; chunk is 0 without scales.
+    where, kept: their places, ascending, and their values. bits, chunk: of these values; chunk is 0 without scales.
+    ``values`` may be the residual, too: then its kept elements change, and no others.
     """
 
+    where: NDArray[np.int64]
+    kept: Floats
     bits: int
     chunk: int
 
-    @abstractmethod
-    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
-        """Writes the places in [first, last) that are kept; returns how many. -1 where a value is not finite."""
-
-    def reach(self, start: int, stop: int) -> tuple[int, int]:
-        """The range of the whole chunks that elements [start, stop) are in."""
-        return whole_chunks(start, stop, self.chunk or 1, self.region.size)
-
     def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
-        first, last = self.reach(start, stop)
-        where = np.empty(last - first + 1, np.int64)
-        count = self.select(first, last, where)
-        if count < 0:
-            raise self.non_finite(start, stop)
-        where, body = where[:count], out[HEADER_BYTES:]
-        size = write_sparse(self.values, start, stop, self.bits, self.chunk, where, body, residual)
+        if residual.size and _address(residual) != _address(self.values):
+            residual[start:stop] = self.values[start:stop]
+        body = out[HEADER_BYTES:]
+        size = write_sparse(self.kept, self.where, start, stop, self.bits, self.chunk, body, residual)
         if size < 0:
-            return self._write_raw(start, stop, where, out)
+            return self._write_raw(start, stop, out)
         phase = start % self.chunk if self.chunk else 0
         return finish(out, Kind.SPARSE, self.bits, phase, stop - start, size, self.chunk)
 
-    def _write_raw(self, start: int, stop: int, where: NDArray[np.int64], out: Bytes) -> int:
+    def _write_raw(self, start: int, stop: int, out: Bytes) -> int:
         """Writes zeros for what is not kept: fewer bytes where most are."""
-        inside = where[np.searchsorted(where, start) : np.searchsorted(where, stop)]
-        size = 4 * (stop - start)
+        part, size = self._part(start, stop), 4 * (stop - start)
         values = out[HEADER_BYTES : HEADER_BYTES + size].view(np.float32)
         values[:] = 0.0
-        values[inside - start] = self.values[inside]
+        values[self.where[part] - start] = self.kept[part]
         return finish(out, Kind.RAW32, 32, 0, stop - start, size, 0)
 
+    def sent(self, start: int, stop: int, residual: Floats) -> NDArray[np.int64]:
+        """The places in [start, stop) of which ``write`` left less in ``residual`` than there was."""
+        part = self._part(start, stop)
+        places = self.where[part]
+        changed: NDArray[np.int64] = places[residual[places] != self.kept[part]]
+        return changed
 
-@dataclass(frozen=True)
-class PreparedTopK(PreparedSparse):
-    """A tensor whose largest elements are sent. threshold, ties_stop: as ``sparse.largest`` returned them."""
-
-    threshold: int
-    ties_stop: int
-
-    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
-        return int(select_above(self.values, first, last, self.threshold, self.ties_stop, where))
+    def _part(self, start: int, stop: int) -> slice:
+        return slice(*np.searchsorted(self.where, [start, stop]))
 
 
-@dataclass(frozen=True)
-class PreparedChunkedTopK(PreparedSparse):
-    """A tensor of which the largest elements of each chunk are sent. period: elements of such a chunk."""
-
-    kept: int
-    period: int
-
-    def select(self, first: int, last: int, where: NDArray[np.int64]) -> int:
-        return int(select_chunks(self.values, first, last, self.period, self.kept, where))
-
-    def reach(self, start: int, stop: int) -> tuple[int, int]:
-        return whole_chunks(start, stop, self.period, self.region.size)
+def _address(array: Floats) -> int:
+    return int(array.__array_interface__["data"][0])
 
 
 @dataclass(frozen=True)
@@ -252,11 +232,6 @@ def non_finite(region: Region, start: int, stop: int) -> NonFiniteGradientError:
     """The error for a NaN or Inf among elements [start, stop) of a region."""
     at = region.start
     return NonFiniteGradientError(f"elements [{at + start}, {at + stop}) of the gradient have NaN or Inf")
-
-
-def whole_chunks(start: int, stop: int, chunk: int, size: int) -> tuple[int, int]:
-    """The range of the whole chunks that elements [start, stop) of a tensor of ``size`` elements are in."""
-    return start // chunk * chunk, min(-(-stop // chunk) * chunk, size)
 
 
 def finish(out: Bytes, kind: Kind, bits: int, phase: int, elements: int, size: int, parameter: int) -> int:

@@ -1,5 +1,8 @@
 """Encoders of SPARSE segments: which elements are kept, and writing them. Compiled by numba.
 
+Large vectors are read once: what the last push left out is added tile by tile, and each tile is searched while it is in
+the cache. Of the values only the kept ones are needed from then on.
+
 ``numpy_sparse`` has the same without a compiler, byte for byte. Magnitudes are compared as the bits of float32 without
 their sign, which are in the same order. Of equal ones the first are kept; zeros never are. What is kept of a tensor,
 and its scales, do not depend on how the tensor is cut into slices.
@@ -12,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 
 from psdist.compression.casts import narrow_brain_one, widen_brain_one
-from psdist.compression.compiled import IN, OUT, kernel, part_of_kernel
+from psdist.compression.compiled import FLOAT, IN, OUT, kernel, part_of_kernel
 from psdist.compression.deferred import types
 from psdist.compression.segments import numpy_sparse
 from psdist.compression.segments.integers import OUT_BYTES, pack
@@ -26,8 +29,15 @@ _TOP8, _TOP2 = _F(_LARGEST / _F(128)), _F(_LARGEST / _F(2))
 _LIMIT8, _ONE_AND_HALF, _ZERO = _F(127.0), _F(1.5), _F(0.0)
 _SPLIT: Final = numpy_sparse.SPLIT
 #: Elements that are looked at together: most have none that is kept.
-_GROUP: Final = 16
-_SAMPLES: Final = 16384
+_GROUP: Final = 8
+#: So many runs of as many elements are a sample. A run is a cache line: reading single ones would cost as much as
+#: reading four times as many.
+_RUNS: Final = 1024
+_RUN: Final = 16
+#: So far below the threshold of a chunk that of the next one is looked for: about a tenth of its size.
+_MARGIN: Final = 1 << 20
+#: Elements that are added up, and then looked at in the first-level cache.
+_TILE: Final = 4096
 
 POSITIONS = types.Array(types.int64, 1, "C")
 IN_POSITIONS = types.Array(types.int64, 1, "C", True, None, False)
@@ -72,78 +82,12 @@ def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> A
 
 @part_of_kernel
 def _append_from(bits: Any, threshold: Any, base: Any, where: Any, count: Any) -> Any:
-    """Appends the places, plus ``base``, of magnitudes of at least ``threshold``. Returns the new count.
+    """Appends the places, plus ``base``, of magnitudes of at least ``threshold``. Returns the new count, and the
+    largest of these magnitudes.
 
-    ``where`` needs room for all.
+    ``where`` needs room for one more than these.
     """
-    whole = bits.size // _GROUP * _GROUP
-    for at in range(0, whole, _GROUP):
-        most = _U(0)
-        for i in range(_GROUP):
-            most = max(most, _U(bits[at + i] & _MAGNITUDE))
-        if most >= threshold:
-            for i in range(at, at + _GROUP):
-                where[count] = base + i
-                count += _U(bits[i] & _MAGNITUDE) >= threshold
-    for i in range(whole, bits.size):
-        if _U(bits[i] & _MAGNITUDE) >= threshold:
-            where[count] = base + i
-            count += 1
-    return count
-
-
-@part_of_kernel
-def _drop_ties(bits: Any, threshold: Any, base: Any, surplus: Any, where: Any) -> Any:
-    """Takes the last ``surplus`` of those that equal ``threshold`` out of places. Returns the new count."""
-    at = where.size
-    while surplus > 0:
-        at -= 1
-        surplus -= _U(bits[where[at] - base] & _MAGNITUDE) == threshold
-    keep = at
-    for i in range(at, where.size):
-        if _U(bits[where[i] - base] & _MAGNITUDE) != threshold:
-            where[keep] = where[i]
-            keep += 1
-    return keep
-
-
-@kernel(
-    IN, types.int64, types.int64, types.int64, types.int64, POSITIONS,
-    result=types.int64, interpreted=numpy_sparse.select_chunks,
-)  # fmt: skip
-def select_chunks(values: Any, first: Any, last: Any, chunk: Any, kept: Any, where: Any) -> Any:
-    """Writes the places of the ``kept`` largest of each chunk in [first, last) to ``where``; returns how many.
-
-    The range begins at a chunk's border, and ends at one or with ``values``. A shorter chunk keeps its share. -1 where
-    a value is not finite. where: as long as the range, and one more.
-    """
-    all_bits, count, guess = values.view(np.uint32), _I(0), _U(1 << 30)
-    magnitudes = np.empty(min(chunk, last - first), np.uint32)
-    for begin in range(first, last, chunk):
-        bits = all_bits[begin : min(begin + chunk, last)]
-        size = bits.size
-        share = (kept * size + chunk - 1) // chunk
-        tile, most = magnitudes[:size], _U(0)
-        for i in range(size):
-            magnitude = _U(bits[i] & _MAGNITUDE)
-            tile[i] = magnitude
-            most = max(most, magnitude)
-        if most >= _INFINITY:
-            return _I(-1)
-        if most == 0:
-            continue
-        guess = _threshold(tile, share, _U(0), _U(most + _U(1)), guess)
-        threshold = max(guess, _U(1))
-        end = _append_from(bits, threshold, begin, where, count)
-        surplus = end - count - share
-        count = end if surplus <= 0 else count + _drop_ties(bits, threshold, begin, surplus, where[count:end])
-    return count
-
-
-@part_of_kernel
-def _gather_from(bits: Any, threshold: Any, out: Any) -> Any:
-    """Writes the magnitudes of at least ``threshold`` to ``out``. Returns how many, and the largest of all."""
-    whole, count, largest_of_all = bits.size // _GROUP * _GROUP, _I(0), _U(0)
+    whole, largest_of_all = bits.size // _GROUP * _GROUP, _U(0)
     for at in range(0, whole, _GROUP):
         most = _U(0)
         for i in range(_GROUP):
@@ -151,84 +95,205 @@ def _gather_from(bits: Any, threshold: Any, out: Any) -> Any:
         if most >= threshold:
             largest_of_all = max(largest_of_all, most)
             for i in range(at, at + _GROUP):
-                magnitude = _U(bits[i] & _MAGNITUDE)
-                out[count] = magnitude
-                count += magnitude >= threshold
+                where[count] = base + i
+                count += _U(bits[i] & _MAGNITUDE) >= threshold
     for i in range(whole, bits.size):
         magnitude = _U(bits[i] & _MAGNITUDE)
-        largest_of_all = max(largest_of_all, magnitude)
         if magnitude >= threshold:
-            out[count] = magnitude
+            largest_of_all = max(largest_of_all, magnitude)
+            where[count] = base + i
             count += 1
     return count, largest_of_all
 
 
-@kernel(IN, types.int64, result=types.UniTuple(types.int64, 2), interpreted=numpy_sparse.largest)
-def largest(values: Any, kept: Any) -> Any:
-    """The magnitude bits from which on values are kept, and the place from which on those equal to it are not.
-
-    So that ``kept`` are kept, or all but zeros. The first is -1 where a value is not finite. 0 < kept <= values.size.
-    """
-    bits, n = values.view(np.uint32), values.size
-    stride = max(n // _SAMPLES, 1)
-    sample = np.empty((n + stride - 1) // stride, np.uint32)
-    for i in range(sample.size):
-        sample[i] = bits[i * stride] & _MAGNITUDE
-    wanted = min(kept // stride + kept // stride // 4 + 64, sample.size)
-    floor = _threshold(sample, wanted, _U(0), _U(0x80000000), _U(1 << 30)) if stride > 1 else _U(0)
-    candidates = np.empty(n, np.uint32)
-    count, most = _gather_from(bits, floor, candidates)
-    if count < kept:  # The sample was not like the rest.
-        floor = _U(0)
-        count, most = _gather_from(bits, floor, candidates)
-    if most >= _INFINITY:
-        return _I(-1), _I(0)
-    threshold = _threshold(candidates[:count], kept, floor, _U(most + _U(1)), floor)
-    if threshold == 0:
-        return _I(1), n
-    surplus, at = _count_from(candidates[:count], threshold) - kept, n
-    while surplus > 0:
-        at -= 1
-        surplus -= _U(bits[at] & _MAGNITUDE) == threshold
-    return _I(threshold), at
-
-
-@kernel(
-    IN, types.int64, types.int64, types.int64, types.int64, POSITIONS,
-    result=types.int64, interpreted=numpy_sparse.select_above,
-)  # fmt: skip
-def select_above(values: Any, first: Any, last: Any, threshold: Any, ties_stop: Any, where: Any) -> Any:
-    """Writes the places in [first, last) of what ``largest`` keeps to ``where``; returns how many.
-
-    where: as long as the range, and one more.
-    """
-    bits = values.view(np.uint32)
-    limit = _U(threshold)
-    border = min(max(ties_stop, first), last)
-    count = _append_from(bits[first:border], limit, first, where, _I(0))
-    return _append_from(bits[border:last], _U(limit + _U(1)), border, where, count)
+@part_of_kernel
+def _with_room(where: Any, count: Any, room: Any) -> Any:
+    """``where``, or a larger array with its first ``count`` elements, where fewer than ``room`` are left."""
+    if where.size - count >= room:
+        return where
+    larger = np.empty(max(2 * where.size, count + room), np.int64)
+    larger[:count] = where[:count]
+    return larger
 
 
 @part_of_kernel
-def _scale8(values: Any, where: Any) -> Any:
+def _add(values: Any, addend: Any, factor: Any, sums: Any) -> None:
+    for i in range(sums.size):
+        sums[i] = np.float32(values[i] + np.float32(addend[i] * factor))
+
+
+@part_of_kernel
+def _keep_largest(magnitudes: Any, threshold: Any, kept: Any, where: Any) -> Any:
+    """Moves the places of the ``kept`` largest to the beginning of ``where``. Returns how many they are.
+
+    magnitudes: of all places. threshold: what ``_threshold`` found for them, or 1 to leave zeros out.
+    """
+    above = _count_from(magnitudes, _U(threshold + _U(1)))
+    ties, end = kept - above, 0
+    for i in range(magnitudes.size):
+        is_tie = magnitudes[i] == threshold
+        if magnitudes[i] > threshold or (is_tie and ties > 0):
+            where[end] = where[i]
+            end += 1
+            ties -= is_tie
+    return end
+
+
+@part_of_kernel
+def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, magnitudes: Any, where: Any, count: Any) -> Any:
+    """Appends the places, plus ``base``, of the ``share`` largest of a chunk. Returns the new count (-1 where a value
+    is not finite), and the threshold.
+
+    guess: the threshold of the chunk before. magnitudes: memory for those of the chunk.
+    """
+    floor = _U(max(_I(guess) - _MARGIN, 1))
+    end, most = _append_from(bits, floor, base, where, count)
+    if end - count < share:  # The chunk before was not like this one.
+        for i in range(bits.size):
+            magnitude = _U(bits[i] & _MAGNITUDE)
+            magnitudes[i] = magnitude
+            most = max(most, magnitude)
+        if most == 0:
+            return count, guess
+        if most < _INFINITY:
+            floor = max(_threshold(magnitudes[: bits.size], share, _U(0), _U(most + _U(1)), guess), _U(1))
+            end, _ = _append_from(bits, floor, base, where, count)
+    if most >= _INFINITY:
+        return _I(-1), guess
+    places = where[count:end]
+    for i in range(places.size):
+        magnitudes[i] = bits[places[i] - base] & _MAGNITUDE
+    found = magnitudes[: places.size]
+    threshold = _threshold(found, share, floor, _U(most + _U(1)), guess) if found.size > share else floor
+    return count + _keep_largest(found, threshold, share, places), threshold
+
+
+@kernel(IN, types.int64, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_chunks)
+def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
+    """The places of the ``kept`` largest of each chunk, ascending; only -1 where a value is not finite.
+
+    A shorter chunk keeps its share.
+    """
+    n, count, guess = values.size, _I(0), _U(1 << 30)
+    where, magnitudes = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    for begin in range(0, n, chunk):
+        bits = values[begin : min(begin + chunk, n)].view(np.uint32)
+        share = (kept * bits.size + chunk - 1) // chunk
+        count, guess = _append_chunk(bits, begin, share, guess, magnitudes, where, count)
+        if count < 0:
+            return np.full(1, _I(-1))
+    return where[:count].copy()
+
+
+@kernel(
+    IN, IN, FLOAT, types.int64, types.int64, OUT,
+    result=POSITIONS, interpreted=numpy_sparse.add_and_select_chunks,
+)  # fmt: skip
+def add_and_select_chunks(values: Any, addend: Any, factor: Any, chunk: Any, kept: Any, sums: Any) -> Any:
+    """``select_chunks`` of ``values + factor * addend``, which is written to ``sums``, as far as it is finite."""
+    n, count, guess = values.size, _I(0), _U(1 << 30)
+    where, magnitudes = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    for begin in range(0, n, chunk):
+        end = min(begin + chunk, n)
+        _add(values[begin:end], addend[begin:end], factor, sums[begin:end])
+        share = (kept * (end - begin) + chunk - 1) // chunk
+        bits = sums[begin:end].view(np.uint32)
+        count, guess = _append_chunk(bits, begin, share, guess, magnitudes, where, count)
+        if count < 0:
+            return np.full(1, _I(-1))
+    return where[:count].copy()
+
+
+@part_of_kernel
+def _room_for(size: Any, chunk: Any, kept: Any) -> Any:
+    """Places of all chunks; and of the last one before ties are dropped, and one more."""
+    return (size + chunk - 1) // chunk * kept + chunk + 1
+
+
+@part_of_kernel
+def _floor_of(sample: Any, kept: Any, size: Any) -> Any:
+    """A threshold that somewhat more than ``kept`` of ``size`` are likely to be at least, by a sample of magnitudes."""
+    wanted = min(kept * sample.size // size * 5 // 4 + 64, sample.size)
+    return _threshold(sample, wanted, _U(0), _U(0x80000000), _U(1 << 30))
+
+
+@part_of_kernel
+def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, count: Any, most: Any) -> Any:
+    """The places of the ``kept`` largest. where[:count]: those of at least ``floor``. most: the largest magnitude."""
+    if count < kept:  # The sample was not like the rest.
+        floor, where = _U(0), np.empty(bits.size + 1, np.int64)
+        count, most = _append_from(bits, floor, _I(0), where, _I(0))
+    if most >= _INFINITY:
+        return np.full(1, _I(-1))
+    magnitudes = np.empty(count, np.uint32)
+    for i in range(count):
+        magnitudes[i] = bits[where[i]] & _MAGNITUDE
+    threshold = max(_threshold(magnitudes, kept, floor, _U(most + _U(1)), floor), _U(1))
+    return where[: _keep_largest(magnitudes, threshold, kept, where)].copy()
+
+
+@kernel(IN, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_largest)
+def select_largest(values: Any, kept: Any) -> Any:
+    """The places of the ``kept`` largest, ascending, and of fewer where all others are zeros; only -1 where a value is
+    not finite. 0 < kept <= values.size."""
+    bits, floor, count, most = values.view(np.uint32), _U(0), _I(0), _U(0)
+    if bits.size > 2 * _RUNS * _RUN:
+        sample, stride = np.empty(_RUNS * _RUN, np.uint32), bits.size // _RUNS
+        for i in range(sample.size):
+            sample[i] = bits[i // _RUN * stride + i % _RUN] & _MAGNITUDE
+        floor = _floor_of(sample, kept, bits.size)
+    where = np.empty(2 * kept + _TILE, np.int64)
+    for begin in range(0, bits.size, _TILE):
+        where = _with_room(where, count, _TILE + 1)
+        count, largest = _append_from(bits[begin : begin + _TILE], floor, begin, where, count)
+        most = max(most, largest)
+    return _largest_among(bits, kept, floor, where, count, most)
+
+
+@kernel(
+    IN, IN, FLOAT, types.int64, OUT,
+    result=POSITIONS, interpreted=numpy_sparse.add_and_select_largest,
+)  # fmt: skip
+def add_and_select_largest(values: Any, addend: Any, factor: Any, kept: Any, sums: Any) -> Any:
+    """``select_largest`` of ``values + factor * addend``, which is written to ``sums``."""
+    n, floor, count, most = values.size, _U(0), _I(0), _U(0)
+    if n > 2 * _RUNS * _RUN:
+        sample, stride = np.empty(_RUNS * _RUN, np.uint32), n // _RUNS
+        for i in range(sample.size):
+            at = i // _RUN * stride + i % _RUN
+            value = np.float32(values[at] + np.float32(addend[at] * factor))
+            sample[i] = _U(value.view(np.uint32) & _MAGNITUDE)
+        floor = _floor_of(sample, kept, n)
+    where = np.empty(2 * kept + _TILE, np.int64)
+    for begin in range(0, n, _TILE):
+        end = min(begin + _TILE, n)
+        _add(values[begin:end], addend[begin:end], factor, sums[begin:end])
+        where = _with_room(where, count, _TILE + 1)
+        count, largest = _append_from(sums[begin:end].view(np.uint32), floor, begin, where, count)
+        most = max(most, largest)
+    return _largest_among(sums.view(np.uint32), kept, floor, where, count, most)
+
+
+@part_of_kernel
+def _scale8(kept: Any) -> Any:
     """The scale of the kept values of a chunk: the largest becomes 127."""
     most = _U(0)
-    bits = values.view(np.uint32)
-    for i in range(where.size):
-        most = max(most, _U(bits[where[i]] & _MAGNITUDE))
+    bits = kept.view(np.uint32)
+    for i in range(kept.size):
+        most = max(most, _U(bits[i] & _MAGNITUDE))
     return min(_F(_U(most).view(np.float32) / _LIMIT8), _TOP8)
 
 
 @part_of_kernel
-def _scale2(values: Any, where: Any) -> Any:
+def _scale2(kept: Any) -> Any:
     """The scale with the least squared error, if the split into small and large ones is that of the mean."""
     total = 0.0
-    for i in range(where.size):
-        total += abs(np.float64(values[where[i]]))
-    split = total / max(where.size, 1) * _SPLIT
+    for i in range(kept.size):
+        total += abs(np.float64(kept[i]))
+    split = total / max(kept.size, 1) * _SPLIT
     above, squares = 0.0, 0.0
-    for i in range(where.size):
-        magnitude = abs(np.float64(values[where[i]]))
+    for i in range(kept.size):
+        magnitude = abs(np.float64(kept[i]))
         factor = 2.0 if magnitude > split else 1.0
         above += magnitude * factor
         squares += factor * factor
@@ -251,16 +316,7 @@ def _code2(value: Any, scale: Any) -> Any:
 
 @part_of_kernel
 def _write_scaled(
-    values: Any,
-    first: Any,
-    start: Any,
-    chunk: Any,
-    bits: Any,
-    where: Any,
-    low: Any,
-    high: Any,
-    body: Any,
-    residual: Any,
+    kept: Any, where: Any, first: Any, chunk: Any, bits: Any, low: Any, high: Any, body: Any, residual: Any
 ) -> None:
     """Writes scales and codes. where[low:high] is in the segment; the others are in its first and last chunk."""
     chunks = body[0]
@@ -271,39 +327,37 @@ def _write_scaled(
         end = begin
         while end < where.size and where[end] < first + (c + 1) * chunk:
             end += 1
-        inside = where[begin:end]
-        scale = _scale8(values, inside) if bits == 8 else _scale2(values, inside)
+        scale = _scale8(kept[begin:end]) if bits == 8 else _scale2(kept[begin:end])
         scales[c] = scale
         for i in range(max(begin, low), min(end, high)):
-            value = values[where[i]]
-            code = _code8(value, scale) if bits == 8 else _code2(value, scale)
+            code = _code8(kept[i], scale) if bits == 8 else _code2(kept[i], scale)
             codes[i - low] = code
             if residual.size:
                 size = _F(code) if bits == 8 else _F((1 + (code & 1)) * (1 - (code & 2)))
-                residual[where[i]] = value - size * scale
+                residual[where[i]] = kept[i] - size * scale
         begin = end
     if bits != 8:
         pack(codes, bits, packed)
 
 
 @part_of_kernel
-def _write_values(values: Any, bits: Any, where: Any, out: Any, residual: Any) -> None:
+def _write_values(kept: Any, bits: Any, where: Any, out: Any, residual: Any) -> None:
     """Writes values of 32 or 16 bits."""
     if bits == 32:
         floats = out.view(np.float32)
-        for i in range(where.size):
-            floats[i] = values[where[i]]
+        for i in range(kept.size):
+            floats[i] = kept[i]
             if residual.size:
                 residual[where[i]] = _ZERO
         return
-    words, all_bits = out.view(np.uint16), values.view(np.uint32)
-    for i in range(where.size):
-        brain = narrow_brain_one(all_bits[where[i]])
+    words, all_bits = out.view(np.uint16), kept.view(np.uint32)
+    for i in range(kept.size):
+        brain = narrow_brain_one(all_bits[i])
         if np.uint16(brain & _BRAIN_MAGNITUDE) == _BRAIN_INFINITY:
             brain = np.uint16(brain - np.uint16(1))
         words[i] = brain
         if residual.size:
-            residual[where[i]] = values[where[i]] - widen_brain_one(brain)
+            residual[where[i]] = kept[i] - widen_brain_one(brain)
 
 
 @part_of_kernel
@@ -330,32 +384,24 @@ def _write_gaps(where: Any, start: Any, out: Any) -> None:
         previous = where[i]
 
 
-@part_of_kernel
-def _copy(values: Any, out: Any) -> None:
-    for i in range(out.size):
-        out[i] = values[i]
-
-
 @kernel(
-    IN, types.int64, types.int64, types.int64, types.int64, IN_POSITIONS, OUT_BYTES, OUT,
+    IN, IN_POSITIONS, types.int64, types.int64, types.int64, types.int64, OUT_BYTES, OUT,
     result=types.int64, interpreted=numpy_sparse.write,
 )  # fmt: skip
-def write_sparse(values: Any, start: Any, stop: Any, bits: Any, chunk: Any, where: Any, out: Any, residual: Any) -> Any:
-    """Writes the body for elements [start, stop) of a tensor, and what it leaves out of them to ``residual``.
+def write_sparse(kept: Any, where: Any, start: Any, stop: Any, bits: Any, chunk: Any, out: Any, residual: Any) -> Any:
+    """Writes the body for elements [start, stop) of a tensor, and what is left out of kept ones to ``residual``.
 
-    where: the places that are kept, also those of the rest of the first and the last chunk. chunk: of scales, or 0.
-    out: at least ``4 * (stop - start) + 8`` bytes. residual: as long as ``values``, or empty.
+    kept, where: the values that are kept of the tensor, and their places. chunk: of scales, or 0.
+    out: at least ``4 * (stop - start) + 8`` bytes. residual: as long as the tensor, or empty.
     Returns the body's size; -1, with only the residual written, where all elements as float32 take less.
     """
     low, high = np.searchsorted(where, start), np.searchsorted(where, stop)
-    inside = where[low:high]
+    inside, values = where[low:high], kept[low:high]
     first = start // chunk * chunk if chunk else start
     chunks = (stop - first + chunk - 1) // chunk if chunk else 0
     scales_end = 4 + 4 * chunks
     values_end = scales_end + (inside.size * bits + 7) // 8
     size = values_end + _gap_bytes(inside, start)
-    if residual.size:
-        _copy(values[start:stop], residual[start:stop])
     if bits == 32 and size > 4 * (stop - start):
         if residual.size:
             for i in range(inside.size):
@@ -364,7 +410,8 @@ def write_sparse(values: Any, start: Any, stop: Any, bits: Any, chunk: Any, wher
     out[:4].view(np.uint32)[0] = inside.size
     if chunk:
         body = (out[4:scales_end], out[scales_end:values_end])
-        _write_scaled(values, first, start, chunk, bits, where, low, high, body, residual)
+        begin, end = np.searchsorted(where, first), np.searchsorted(where, first + chunks * chunk)
+        _write_scaled(kept[begin:end], where[begin:end], first, chunk, bits, low - begin, high - begin, body, residual)
     else:
         _write_values(values, bits, inside, out[4:values_end], residual)
     _write_gaps(inside, start, out[values_end:size])
@@ -372,4 +419,4 @@ def write_sparse(values: Any, start: Any, stop: Any, bits: Any, chunk: Any, wher
 
 
 #: All that is compiled here.
-KERNELS: Final = (select_chunks, largest, select_above, write_sparse)
+KERNELS: Final = (select_chunks, add_and_select_chunks, select_largest, add_and_select_largest, write_sparse)

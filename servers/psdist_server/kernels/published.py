@@ -63,21 +63,27 @@ class PublishedWeights:
 
     def publish(self, index: int, version: int, weights: Floats) -> None:
         """A slice has these weights in ``version``."""
-        published = self.part(index)
-        difference, out = self._memory()
-        difference = np.subtract(weights, published, out=difference[: weights.size])
-        start, stop = self._slicing.bounds(index)
-        codec = self._codec if weights.size >= MIN_ELEMENTS else _FLOAT32
-        region = Region(start, stop, codec, (weights.size,))
-        try:
-            prepared = segments.prepare(region, difference, segments.PushNumber(0, version))
-            size = segments.encode([prepared], start, stop, out)
-        except NonFiniteGradientError:  # They have diverged, or did, and come back.
+        payload = self._difference(index, version, weights)
+        if payload is None:  # They have diverged, or did, and come back.
             self.begin(index, weights)
             return
-        payload = out[:size].tobytes()
-        segments.accumulate(payload, published)
+        segments.accumulate(payload, self.part(index))
         self._keep(index, payload)
+
+    def _difference(self, index: int, version: int, weights: Floats) -> bytes | None:
+        """What the weights have over the published ones, encoded; None where it cannot be."""
+        difference, out = self._memory()
+        start, stop = self._slicing.bounds(index)
+        codec = self._codec if weights.size >= MIN_ELEMENTS else _FLOAT32
+        region, number = Region(start, stop, codec, (weights.size,)), segments.PushNumber(0, version)
+        difference = difference[: weights.size]
+        prepared = segments.prepare_sum(region, weights, self.part(index), -1.0, difference, number)
+        if prepared is None:
+            return None
+        try:
+            return out[: segments.encode([prepared], start, stop, out)].tobytes()
+        except NonFiniteGradientError:
+            return None
 
     def unchanged(self, index: int) -> None:
         """The next version of a slice has the same weights."""

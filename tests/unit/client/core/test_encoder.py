@@ -10,6 +10,7 @@ import pytest
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
 from psdist.compression import (
+    BFloat16,
     Chain,
     ChunkedTopK,
     Codec,
@@ -210,16 +211,25 @@ def test_of_another_codecs_state_the_residual_is_used() -> None:
     assert not other.residual.any()
 
 
-def test_what_could_not_be_encoded_is_encoded_anew_with_what_is_given_then() -> None:
+@pytest.mark.parametrize(
+    "first",
+    [
+        *(Int8(block=64), TopK(0.1), TopK(0.1, momentum=0.9), ChunkedTopK(5, 64, bits=2)),
+        *(Chain(TopK(0.9), BFloat16()), Chain(TopK(0.2), Int8(), chunk=128), TopK(1.0)),
+    ],
+    ids=repr,
+)
+def test_what_could_not_be_encoded_is_encoded_anew_with_what_is_given_then(first: Codec) -> None:
     """Regions before the one that the codec cannot hold, and slices before it, had been encoded."""
-    codec = PerTensor({"w3": Float16(), "*": Int8(block=64)}, min_elements=64, min_vector=64)
+    codec = PerTensor({"w3": Float16(), "*": first}, min_elements=64, min_vector=64)
     encoder, other = encoder_of(codec), encoder_of(codec)
     pushed(encoder, gradient(0))
     pushed(other, gradient(0))
     too_large = gradient(1)
     too_large[-1] = 1e6
     push = encoder.begin_push()
-    assert encoder.encode(push, gradient(2), (0,))  # It is on its way, so it stays as it is.
+    # It is on its way, so it stays as it is, and so do the regions that it has a part of.
+    assert encoder.encode(push, gradient(2), (0,))
     with pytest.raises(NonFiniteGradientError):
         encoder.encode(push, too_large, EVERY)
     assert set(push.payloads) == {0}
