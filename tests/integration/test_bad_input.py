@@ -29,7 +29,8 @@ from psdist import errors
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2, server_pb2_grpc
-from psdist.wire import auth, channels, limits, status
+from psdist.wire import auth, limits, status
+from tests.support.channels import open_channel
 from tests.support.segments import raw
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -130,7 +131,7 @@ class Peer:
 
     def channel(self, address: str, message_bytes: int = 256 << 20) -> grpc.aio.Channel:
         """A channel that itself refuses nothing."""
-        self._channels.append(channels.open_channel(address, message_bytes))
+        self._channels.append(open_channel(address, message_bytes))
         return self._channels[-1]
 
     async def map(self) -> common.ClusterMap:

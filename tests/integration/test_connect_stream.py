@@ -35,6 +35,7 @@ from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.tcp_listener import TcpListener
 from tests.integration.test_server_service import GRADIENT, INITIAL, SLICE, TOKEN, TOTAL, Bench, cut, entry
+from tests.support.channels import open_channel
 
 COUNT = -(-TOTAL // SLICE)
 STEPPED = INITIAL - np.float32(0.5) * GRADIENT
@@ -59,7 +60,7 @@ async def bench() -> AsyncIterator[TcpBench]:
     service = ServerService(host, listener)
     server.add_generic_rpc_handlers((service.handler(),))
     await server.start()
-    async with channels.open_channel(f"127.0.0.1:{port}") as channel:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
         bench = TcpBench(host, channel, listener)
         async with bench.stack:
             yield bench

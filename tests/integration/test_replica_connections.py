@@ -18,10 +18,11 @@ from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.types import Replica, Shard
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, channels, fd_passing, limits, status
+from psdist.wire import auth, fd_passing, limits, status
 from psdist.wire.frame_connection import PREFIX, StallTimer
 from psdist.wire.shm import PAGE, GradientArena
 from tests.integration.test_two_copies import SIZE, TOKEN, A, B, Pair
+from tests.support.channels import open_channel
 
 METHOD = "/psdist.v1.ServerService/Replicate"
 ARENA = 4 * SIZE
@@ -116,7 +117,7 @@ class Replicas:
 
     def __init__(self, pair: Pair, stack: AsyncExitStack) -> None:
         self.pair, self._stack = pair, stack
-        self._channel = channels.open_channel(pair.b.address)
+        self._channel = open_channel(pair.b.address)
         stack.push_async_callback(self._channel.close)
 
     def open(self) -> Primary:

@@ -23,7 +23,8 @@ from psdist import errors, map_difference
 from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
-from psdist.wire import auth, channels, convert, limits, status
+from psdist.wire import auth, convert, limits, status
+from tests.support.channels import open_channel
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -103,7 +104,7 @@ class Peer:
     """A channel to the scheduler with the token, and one member's session."""
 
     def __init__(self, address: str, token: str = TOKEN) -> None:
-        self.channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        self.channel = open_channel(address, limits.CONTROL_MESSAGE_BYTES)
         self.stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel)
         self.metadata = auth.metadata(token)
         self.member = pb.RegisterResponse()

@@ -39,6 +39,7 @@ from psdist.v1 import server_pb2_grpc
 from psdist.wire import auth, channels, frames, status
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
+from tests.support.channels import open_channel
 
 TOKEN = "secret"
 TOTAL, SLICE = 25, 10
@@ -130,7 +131,7 @@ async def bench() -> AsyncIterator[Bench]:
     port = channels.bind(server, "127.0.0.1", 0, insecure=False)
     server.add_generic_rpc_handlers((ServerService(host).handler(),))
     await server.start()
-    async with channels.open_channel(f"127.0.0.1:{port}") as channel:
+    async with open_channel(f"127.0.0.1:{port}") as channel:
         yield Bench(host, channel)
     await server.stop(0)
     await host.close()

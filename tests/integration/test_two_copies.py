@@ -34,6 +34,7 @@ from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.store.replicator import ReplicaReport
 from psdist_server.tcp_listener import TcpListener
+from tests.support.channels import open_channel
 
 TOKEN, SIZE = "secret", 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)
@@ -61,7 +62,7 @@ class Server:
     async def start(self) -> None:
         await self._listener.open("127.0.0.1")
         await self._server.start()
-        self._channel = channels.open_channel(self.address)
+        self._channel = open_channel(self.address)
         self.stub = server_pb2_grpc.ServerServiceStub(self._channel)
 
     async def close(self) -> None:

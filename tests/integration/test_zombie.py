@@ -22,7 +22,8 @@ from psdist.types import ClusterMap
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc, server_pb2_grpc
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, channels, convert, status
+from psdist.wire import auth, convert, status
+from tests.support.channels import open_channel
 
 SLICE, SLICES = 4096, 12
 ONES = np.ones(SLICE * SLICES, np.float32)
@@ -76,7 +77,7 @@ class Zombie:
             number for number, shard in enumerate(entry.shards) if shard.primary.server_id == self.server.server_id
         ]
         self.slices = [index for index in range(SLICES) if index % len(entry.shards) in shards]
-        self.channel = channels.open_channel(self.server.address)
+        self.channel = open_channel(self.server.address)
         self.stub = server_pb2_grpc.ServerServiceStub(self.channel)
         self.metadata = auth.metadata(cluster.token)
         self.identity = pb.Identity(
