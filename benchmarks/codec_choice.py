@@ -41,6 +41,9 @@ class Encoder:
         self._bounds = bounds
         self._number = PushNumber(rank, 0)
         self._out = np.zeros(segments.payload_limit(max(stop - start for start, stop in bounds)), np.uint8)
+        #: With residuals: the sum that is encoded, and what is left out of it; one where a codec allows that.
+        self._sums = np.empty(elements, np.float32)
+        self._left_out = self._sums if segments.selects_places(codec) else np.empty(elements, np.float32)
 
     def encode(
         self,
@@ -48,9 +51,20 @@ class Encoder:
         residual: NDArray[np.float32] | None = None,
         payloads: list[NDArray[np.uint8]] | None = None,
     ) -> None:
-        """Encodes ``gradient``. residual: gets what is left out. payloads: gets a copy of each."""
-        prepared = [segments.prepare(one, gradient[one.start : one.stop], self._number) for one in self._regions]
+        """Encodes ``gradient``. residual: is added, and what is left out is written beside it, as with error feedback.
+        payloads: gets a copy of each."""
+        prepared = [self._prepared(one, gradient, residual) for one in self._regions]
         for start, stop in self._bounds:
-            size = segments.encode(prepared, start, stop, self._out, residual)
+            size = segments.encode(prepared, start, stop, self._out, None if residual is None else self._left_out)
             if payloads is not None:
                 payloads.append(self._out[:size].copy())
+
+    def _prepared(
+        self, region: segments.Region, gradient: NDArray[np.float32], residual: NDArray[np.float32] | None
+    ) -> segments.PreparedRegion:
+        part = slice(region.start, region.stop)
+        if residual is None:
+            return segments.prepare(region, gradient[part], self._number)
+        prepared = segments.prepare_sum(region, gradient[part], residual[part], 1.0, self._sums[part], self._number)
+        assert prepared is not None, "all values are finite"
+        return prepared

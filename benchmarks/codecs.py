@@ -1,9 +1,9 @@
 """Codecs beside numpy, torch and a copy of memory, one thread: ``python -m benchmarks.codecs``.
 
-What it is: for each codec, the time to encode a gradient, slice by slice, with and without the residual of an error
-feedback; to check it; and to decode and accumulate it, into the whole vector and into a scratch of one slice, as a
-server does. Beside it what one writes by hand with numpy and torch. What it is not: a test; it asserts nothing, and its
-figures are those of this machine at this moment.
+What it is: for each codec, the time to encode a gradient, slice by slice, without and with error feedback (adding what
+was left out before, and keeping what is left out now); to check it; and to decode and accumulate it, into the whole
+vector and into a scratch of one slice, as a server does. Beside it what one writes by hand with numpy and torch. What
+it is not: a test; it asserts nothing, and its figures are those of this machine at this moment.
 
 All take turns, round by round, so that a noisy moment hits all alike; medians and the best rounds are shown. GB/s
 counts the gradient's bytes as float32, once, however often they are read.

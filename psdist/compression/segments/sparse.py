@@ -35,7 +35,7 @@ _GROUP: Final = 8
 _RUNS: Final = 1024
 _RUN: Final = 16
 #: So far below the threshold of a chunk that of the next one is looked for: about a tenth of its size.
-_MARGIN: Final = 1 << 20
+_MARGIN: Final = _I(1 << 20)
 #: Elements that are added up, and then looked at in the first-level cache.
 _TILE: Final = 4096
 
@@ -146,7 +146,7 @@ def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, magnitudes: Any,
 
     guess: the threshold of the chunk before. magnitudes: memory for those of the chunk.
     """
-    floor = _U(max(_I(guess) - _MARGIN, 1))
+    floor = _U(max(_I(_I(guess) - _MARGIN), _I(1)))
     end, most = _append_from(bits, floor, base, where, count)
     if end - count < share:  # The chunk before was not like this one.
         for i in range(bits.size):
