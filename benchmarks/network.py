@@ -57,7 +57,7 @@ RATES: Mapping[str, Rate] = {
 @dataclass(frozen=True)
 class Variant:
     """psdist in one way. ``own`` and ``others``: the transports to the server of the worker's own host and to others
-    that ``transport`` must lead to."""
+    that ``transport`` must lead to. slice_elements: 0 is psdist's choice."""
 
     transport: str
     own: str
@@ -65,6 +65,7 @@ class Variant:
     wire_dtype: str = "float32"
     codec: str = ""
     pull_codec: str = ""
+    slice_elements: int = 0
 
 
 VARIANTS: Mapping[str, Variant] = {
@@ -73,6 +74,7 @@ VARIANTS: Mapping[str, Variant] = {
     "psdist_grpc": Variant("grpc", "grpc", "grpc"),
     "psdist_auto": Variant("auto", "shm", "tcp", codec="auto"),
     "psdist_int8": Variant("auto", "shm", "tcp", "float32", "Int8()", "Int8()"),
+    "psdist_int8_small": Variant("auto", "shm", "tcp", "float32", "Int8()", "Int8()", 1 << 18),
     "psdist_topk": Variant("auto", "shm", "tcp", "float32", "TopK(0.01)", "TopK(0.01)"),
     "psdist_chunked": Variant("auto", "shm", "tcp", "float32", *2 * ("ChunkedTopK(64, 4096, bits=2)",)),
 }
@@ -93,8 +95,13 @@ _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; wor
 def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
     """psdist as a user starts it on several machines: a server and a ``psdist-worker`` on each host."""
     variant = VARIANTS[name]
-    wire = {"wire_dtype": variant.wire_dtype, "codec": variant.codec, "pull_codec": variant.pull_codec}
-    text = replace(settings, **wire).text()
+    text = replace(
+        settings,
+        wire_dtype=variant.wire_dtype,
+        codec=variant.codec,
+        pull_codec=variant.pull_codec,
+        slice_elements=variant.slice_elements,
+    ).text()
     found = ("--scheduler-file", f"{DIRECTORY}/scheduler")
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--host", hosts.gateway, "--insecure",

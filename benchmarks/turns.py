@@ -32,8 +32,9 @@ class Settings:
     compute_ms: length of an emulated forward and backward pass; 0 for none.
     codec, pull_codec: of psdist's gradients and weights, by their names in ``codec_choice`` or in psdist; "" is
         ``wire_dtype``.
-    copy: psdist's plain calls, with arrays of the user's own. layer_elements: of psdist's tensors. transport, replicas:
-    of psdist. role, rank: which of a contender's processes it is.
+    copy: psdist's plain calls, with arrays of the user's own. layer_elements, slice_elements: of psdist's tensors and
+        slices; 0 slice_elements are psdist's choice. transport, replicas: of psdist.
+    role, rank: which of a contender's processes it is.
     """
 
     params: int = 25_000_000
@@ -49,6 +50,7 @@ class Settings:
     role: str = ""
     rank: int = 0
     layer_elements: int = 1 << 20
+    slice_elements: int = 0
     codec: str = ""
     pull_codec: str = ""
 

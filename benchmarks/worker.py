@@ -24,6 +24,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
         optimizer=settings.optimizer,
         copy=settings.copy,
         layer_elements=settings.layer_elements,
+        slice_elements=settings.slice_elements,
         compression=CODECS.get(settings.codec, settings.codec),
         pull_compression=CODECS.get(settings.pull_codec, settings.pull_codec),
     )

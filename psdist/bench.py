@@ -55,7 +55,7 @@ class BenchSettings:
     wire_dtype: dtype of gradients and weights on the wire.
     compression, pull_compression: of gradients and weights, a codec or its name; "" is ``wire_dtype``.
     copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
-    layer_elements: elements of one tensor; the last one may be smaller.
+    layer_elements: elements of one tensor; the last may be smaller. slice_elements: as ``client.parameters`` has it.
     """
 
     params: int = 25_000_000
@@ -64,6 +64,7 @@ class BenchSettings:
     optimizer: str = "adam"
     copy: bool = False
     layer_elements: int = LAYER_ELEMENTS
+    slice_elements: int = 0
     compression: Codec | str = ""
     pull_compression: Codec | str = ""
 
@@ -84,7 +85,9 @@ class BenchSettings:
         """The name of the parameter set, which is another one for other settings in the same run."""
         layers = "" if self.layer_elements == LAYER_ELEMENTS else f"-{self.layer_elements}"
         pulls = f"-{_PUNCTUATION.sub('-', str(self.pull_compression))}" if self.pull_compression else ""
-        return f"psdist-bench/{self.params}-{self.wire_dtype}-{self.consistency}-{self.optimizer}{layers}{pulls}"
+        slices = f"-s{self.slice_elements}" if self.slice_elements else ""
+        codecs = f"{self.wire_dtype}-{self.consistency}-{self.optimizer}"
+        return f"psdist-bench/{self.params}-{codecs}{layers}{slices}{pulls}"
 
     def layers(self) -> dict[str, int]:
         """The number of elements of each tensor, by name."""
@@ -101,6 +104,7 @@ class BenchSettings:
             "init": {name: _matrix(ones[:size]) for name, size in self.layers().items()},
             "optimizer": OPTIMIZERS[self.optimizer],
             "consistency": CONSISTENCIES[self.consistency],
+            "slice_elements": self.slice_elements,
             "compression": self.compression or self.wire_dtype,
             "pull_dtype": "float32" if self.pull_compression else self.wire_dtype,
             "pull_compression": self.pull_compression or None,
