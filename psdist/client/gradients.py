@@ -75,6 +75,12 @@ class GradientVector:
         self._buffers, self._step, self._buffers_on_device = {}, None, False
         self.__dict__.pop("vector", None)
 
+    def unregister(self) -> None:
+        """Before the pages of the vector are replaced, or nobody copies to it any more: devices forget where they
+        are."""
+        if self._device is not None:
+            self._device.unregister()
+
     def buffers(self) -> dict[str, NDArray[np.float32]]:
         """Views of the vector, by tensor name."""
         self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False

@@ -118,6 +118,7 @@ class Steps:
             lambda: self.encoding is not None and self.encoding.works_on_device,
             casts_on_device=self.encoding is None and exchange.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
+        exchange.shared_memory.on_replaced(self._gradients.unregister)
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -265,6 +266,7 @@ class Steps:
         if self._bucket_step is not None:
             await self._bucket_step.close()
         self._results.discard()
+        self._gradients.unregister()  # Before the pages of shared memory are replaced.
         await self._exchange.close()
 
     # --- their parts --------------------------------------------------------------------------------------------------

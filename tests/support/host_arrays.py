@@ -51,6 +51,7 @@ class CountingDevice(HostDevice):
         return True
 
     def unregister(self, array: NDArray[Any]) -> None:
+        self._check()
         self.registered.remove(array.ctypes.data)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib.util import find_spec
@@ -15,8 +16,13 @@ from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
 from psdist import errors
+from psdist.client.core.partition import layout_of
 from psdist.client.device import arrays as device_arrays
+from psdist.client.device.vectors import DeviceVectors
+from psdist.client.gradients import GradientVector
 from psdist.client.session.worker_state import DeferredArray
+from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
@@ -24,7 +30,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
 CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
 RANDOM = PerTensor({"*": RandomK(0.25)}, min_elements=64)
-BYTES = 4 * 168
+ELEMENTS = 168
+BYTES = 4 * ELEMENTS
 
 Start = Callable[..., Awaitable[Setup]]
 
@@ -182,6 +189,48 @@ async def test_a_codec_without_kernels_has_the_gradient_copied(start: Start, mad
     assert len(made.device.registered) == 1
     await device.weights.release_memory()
     assert not made.device.registered
+
+
+async def test_nothing_is_registered_once_a_client_is_closed(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    await setup.weights.push(there(gradient(0)))
+    assert len(made.device.registered) == 1
+    await setup.client.close("done")
+    assert not made.device.registered
+
+
+async def test_a_device_that_is_lost_does_not_keep_a_client_from_closing(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    await setup.weights.push(there(gradient(0)))
+    made.device.failure = "it fell off the bus"
+    await setup.client.close("done")
+
+
+async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place(made: HostArrays) -> None:
+    """As a push that failed, and the end of a client, have it: copies would go to the pages that were there before."""
+    arena, registered = OfferedArena(ELEMENTS, "float32"), list[int]()
+    assert await arena.prepare() == ""
+    layout = layout_of(INIT)
+    vector = GradientVector(layout, "float32", "reject", lambda: arena.gradients, StaleBufferCheck("p"))
+    arena.before_replaced = lambda: (registered.append(len(made.device.registered)), vector.unregister())[1]
+    for replace in (arena.renew, arena.release, arena.close):
+        flat = vector.gather(there(gradient(0)), 0)
+        assert flat is vector.vector and len(made.device.registered) == 1
+        np.testing.assert_array_equal(flat, joined(gradient(0)))
+        replace()
+        assert not made.device.registered
+    assert registered == [1, 1, 1]
+
+
+async def test_registered_memory_lasts_until_that_is_taken_back(made: HostArrays) -> None:
+    vectors = DeviceVectors(layout_of(INIT), made)
+    memory = np.zeros(ELEMENTS, np.float32)
+    kept = weakref.ref(memory)
+    vectors.register(memory)
+    del memory
+    assert kept() is not None and len(made.device.registered) == 1
+    del vectors
+    assert kept() is None and not made.device.registered
 
 
 async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArrays) -> None:
