@@ -35,12 +35,18 @@ class HostArray:
 
 
 class CountingDevice(HostDevice):
-    """Counts what is copied to the host, in bytes and in copies, and what is registered."""
+    """Counts what is copied to the host, in bytes and in copies, and what is registered. events: copies to the device,
+    and when all was waited for that the script had given to it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copied: list[int] = []
         self.registered: list[int] = []
+        self.events: list[str] = []
+
+    def copy_in(self, address: int, values: NDArray[Any], stream: object) -> None:
+        self.events.append("copy_in")
+        super().copy_in(address, values, stream)
 
     def copy_out(self, values: NDArray[Any], address: int, stream: object) -> None:
         self.copied.append(values.nbytes)
@@ -60,7 +66,6 @@ class HostArrays:
 
     def __init__(self) -> None:
         self.device = CountingDevice()
-        self.synchronized = 0
 
     def take(self, name: str, value: HostArray) -> TakenArray:
         array = np.ascontiguousarray(value.values, np.float32).reshape(value.shape)
@@ -74,4 +79,4 @@ class HostArrays:
         return HostArray(values if dtype == "float32" else values.astype(NUMPY_DTYPES[dtype]), owner)
 
     def synchronize(self) -> None:
-        self.synchronized += 1
+        self.device.events.append("synchronize")

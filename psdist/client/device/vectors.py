@@ -193,6 +193,7 @@ class DeviceVectors:
         vector = self._weights if self._weights is not None and not copy else self._new_vector()
         if not copy:
             self._weights = vector
+            self.synchronize()  # Work on the weights before, which the script has queued, reads the same memory.
         vector.write(weights, self._run.stream)
         bounds = zip(self._layout.tensors, self._layout.offsets, strict=False)
         made = {one.name: self._arrays.make(vector, start, one.shape, one.dtype) for one, start in bounds}

@@ -313,6 +313,19 @@ async def test_one_step_ends_with_weights_in_the_memory_of_a_device(start: Start
     assert not np.array_equal(first["w"].values, second["w"].values)
 
 
+@pytest.mark.parametrize("pushes", [False, True])
+async def test_weights_are_overwritten_once_what_reads_them_is_done(
+    start: Start, made: HostArrays, pushes: bool
+) -> None:
+    """That is, what the script gave to its streams before the call."""
+    setup = await start(compression=None)
+    call = partial(setup.weights.push_pull, gradient(0)) if pushes else setup.weights.pull
+    for _ in range(2):
+        made.device.events.clear()
+        await call(copy=False, device="cuda")
+        assert made.device.events[:2] == ["synchronize", "copy_in"]
+
+
 async def test_bad_arguments(start: Start, made: HostArrays) -> None:
     setup = await start()
     with pytest.raises(errors.InvalidArgumentError, match="out and device exclude each other"):
