@@ -169,7 +169,7 @@ class TcpUnavailableError(PsdistError, code="tcp_unavailable", status="FAILED_PR
 
 class DeviceUnavailableError(PsdistError, code="device_unavailable", status="FAILED_PRECONDITION"):
     """A CUDA device was asked for, and something that it needs is missing: ``details["missing"]`` names it. One of
-    "cupy", "nvrtc", "driver", "device", "memory"."""
+    "cupy", "nvrtc", "headers", "driver", "device", "memory"."""
 
 
 class DeviceLostError(PsdistError, code="device_lost", status="DATA_LOSS"):

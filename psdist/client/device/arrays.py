@@ -16,7 +16,7 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
+from psdist.errors import DeviceLostError, DeviceUnavailableError, DTypeMismatchError, InvalidArgumentError
 from psdist.gpu.device import Device, device_number, open_device
 from psdist.types import DType
 
@@ -40,7 +40,8 @@ class DeviceArrays(Protocol):
     def take(self, name: str, value: Any) -> TakenArray:
         """The array of tensor ``name``, copied only where it is not float32 or not contiguous.
 
-        Raises DTypeMismatchError, InvalidArgumentError for an array of another device.
+        Raises DTypeMismatchError, InvalidArgumentError for an array of another device, DeviceUnavailableError where
+        what copies it cannot be compiled.
         """
 
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
@@ -75,6 +76,21 @@ class CupyArrays:
         except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
             raise DeviceLostError(f"{self.device.name}: {what} failed: {error}", device=self.device.name) from error
 
+    @contextmanager
+    def _converting(self) -> Iterator[None]:
+        """What CuPy compiles a kernel of its own for, once: that takes CUDA's headers, which its wheel does not have."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            yield
+        except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
+            if isinstance(error, (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)):
+                raise
+            raise DeviceUnavailableError(
+                "CuPy cannot compile what converts arrays that are not float32, or not contiguous. It needs CUDA's "
+                f"headers: pip install nvidia-cuda-runtime-cu12, or set CUDA_PATH to a toolkit ({error!s:.2000})",
+                missing="headers",
+            ) from None
+
     def take(self, name: str, value: Any) -> TakenArray:
         """As ``DeviceArrays``."""
         if hasattr(value, "detach"):  # A torch tensor, without its graph. torch gives its bfloat16 to nobody.
@@ -84,7 +100,8 @@ class CupyArrays:
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
             self._check(name, array)
-            taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
+            with self._converting():
+                taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
             return TakenArray(taken.data.ptr, tuple(array.shape), taken)
 
     def _check(self, name: str, array: Any) -> None:
@@ -106,7 +123,10 @@ class CupyArrays:
         with self._used("making an array"):
             memory = cuda.UnownedMemory(vector.address, 4 * vector.size, vector.owner, self._number)
             array = self._cupy.ndarray(shape, np.float32, cuda.MemoryPointer(memory, 4 * start))
-            return array if dtype == "float32" else array.astype(NUMPY_DTYPES[dtype])
+            if dtype == "float32":
+                return array
+            with self._converting():
+                return array.astype(NUMPY_DTYPES[dtype])
 
     def synchronize(self) -> None:
         """As ``DeviceArrays``."""

@@ -14,11 +14,15 @@ from numpy.typing import NDArray
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
+from psdist.errors import DeviceLostError, DeviceUnavailableError, DTypeMismatchError, InvalidArgumentError
 
 
 class FakeError(RuntimeError):
     """An error of CUDA."""
+
+
+class CompileException(Exception):
+    """NVRTC refuses what CuPy gives it."""
 
 
 class FakeArray:
@@ -28,6 +32,7 @@ class FakeArray:
         self.values = values
         self.shape, self.dtype, self.data = values.shape, values.dtype, SimpleNamespace(ptr=values.ctypes.data)
         self.device = SimpleNamespace(id=number)
+        self.astype: Any = None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -35,9 +40,6 @@ class FakeArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.device.id
-
-    def astype(self, dtype: Any) -> FakeArray:
-        return FakeArray(self.values.astype(dtype))
 
 
 class FakeTorchTensor:
@@ -63,11 +65,13 @@ class FakeTorchTensor:
 
 
 class FakeCupy(ModuleType):
-    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises."""
+    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises.
+    conversion: the error of CuPy's own kernels, if they have one."""
 
     def __init__(self) -> None:
         super().__init__("cupy")
         self.current, self.failure, self.synchronized, self.imported = 5, "", 0, 0
+        self.conversion: Exception | None = None
         runtime = SimpleNamespace(
             CUDARuntimeError=FakeError,
             getDevice=lambda: self.current,
@@ -77,6 +81,7 @@ class FakeCupy(ModuleType):
         self.cuda = SimpleNamespace(
             runtime=runtime,
             driver=SimpleNamespace(CUDADriverError=FakeError),
+            compiler=SimpleNamespace(CompileException=CompileException),
             UnownedMemory=lambda *given: given,
             MemoryPointer=lambda *given: given,
         )
@@ -100,14 +105,22 @@ class FakeCupy(ModuleType):
 
     def ascontiguousarray(self, array: FakeArray, dtype: Any) -> FakeArray:
         values = np.ascontiguousarray(array.values, dtype)
-        return array if values is array.values else FakeArray(values)
+        return array if values is array.values else self.converted(values)
+
+    def converted(self, values: NDArray[Any]) -> FakeArray:
+        """What a kernel of CuPy's own makes."""
+        if self.conversion is not None:
+            raise self.conversion
+        return FakeArray(values)
 
     def ndarray(self, shape: tuple[int, ...], dtype: Any, pointer: Any) -> FakeArray:
         assert self.current == 0
         (address, size, owner, number), offset = pointer
         assert (address, number) == (owner.values.ctypes.data, 0) and size == owner.values.nbytes
         count = int(np.prod(shape))
-        return FakeArray(owner.values[offset // 4 : offset // 4 + count].reshape(shape).astype(dtype, copy=False))
+        array = FakeArray(owner.values[offset // 4 : offset // 4 + count].reshape(shape).astype(dtype, copy=False))
+        array.astype = lambda dtype: self.converted(array.values.astype(dtype))
+        return array
 
 
 @pytest.fixture
@@ -160,6 +173,27 @@ def test_arrays_are_views_of_a_vector_or_copies_of_another_dtype(cupy: FakeCupy)
     assert made.data.ptr == owner.data.ptr + 8 and made.shape == (2, 3)
     brain = CupyArrays("cuda").make(vector, 2, (2, 3), "bfloat16")
     assert brain.dtype == np.dtype(ml_dtypes.bfloat16) and brain.data.ptr != made.data.ptr
+
+
+@pytest.mark.parametrize("error", [CompileException("no cuda_fp16.h"), RuntimeError("no CUDA root: no cuda_fp16.h")])
+def test_without_cudas_headers_nothing_is_converted_and_it_says_what_is_missing(
+    cupy: FakeCupy, error: Exception
+) -> None:
+    arrays, cupy.conversion = CupyArrays("cuda"), error
+    owner = FakeArray(np.zeros(6, np.float32))
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 6, owner)  # type: ignore[arg-type]  # no device is used
+    assert arrays.take("w", owner).address == owner.data.ptr
+    for convert in (
+        lambda: arrays.take("w", FakeArray(np.zeros(6, np.float16))),
+        lambda: arrays.make(vector, 0, (6,), "float16"),
+    ):
+        with pytest.raises(DeviceUnavailableError, match=r"nvidia-cuda-runtime-cu12.*no cuda_fp16\.h") as caught:
+            convert()
+        assert caught.value.details["missing"] == "headers"
+    assert cupy.current == 5
+    cupy.conversion = FakeError("launch failure")
+    with pytest.raises(DeviceLostError, match="launch failure"):
+        arrays.make(vector, 0, (6,), "float16")
 
 
 def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
