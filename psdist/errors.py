@@ -173,7 +173,7 @@ class DeviceUnavailableError(PsdistError, code="device_unavailable", status="FAI
 
 
 class DeviceLostError(PsdistError, code="device_lost", status="DATA_LOSS"):
-    """A CUDA device failed, or had no memory left, while it was used. What it held is lost."""
+    """A CUDA device failed while it was used. What it held is lost."""
 
 
 class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):

@@ -5,8 +5,8 @@ declares (np.uint64 for an address). Tests have another implementation, which ru
 (``tests/support/host_device.py``).
 
 Invariants: what is given to one stream is done in its order. Methods may be called from any thread, for streams that no
-other thread uses meanwhile. Every error of CUDA but a failed allocation is a DeviceLostError: after one of them the
-device is not to be used.
+other thread uses meanwhile. Every error of CUDA but that of memory that is used up is a DeviceLostError: after one of
+them the device is not to be used.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class Device(Protocol):
         more."""
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """``size`` bytes of the host's memory, between which and the device copies go beside kernels."""
+        """``size`` bytes of the host's memory, between which and the device copies go beside kernels. Raises
+        LimitExceededError where the system has no more of it."""
 
     def stream(self) -> Stream:
         """A new stream."""
@@ -136,6 +137,11 @@ def open_device(name: str) -> CudaDevice:
         raise _unusable(cupy, name, error) from None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of CuPy says that memory is used up, after which the device can be used as before."""
+    return isinstance(error, MemoryError) or getattr(error, "status", 0) == _OUT_OF_MEMORY
+
+
 def _cupy() -> Any:
     try:
         return import_module("cupy")
@@ -150,7 +156,7 @@ def _cupy() -> Any:
 def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableError:
     """Why a device cannot be opened."""
     status = getattr(error, "status", 0)
-    if isinstance(error, MemoryError) or status == _OUT_OF_MEMORY:
+    if is_out_of_memory(error):
         return DeviceUnavailableError(
             f"{name} has no memory left ({error}): end what else uses it (nvidia-smi), or name another",
             missing="memory",
@@ -231,7 +237,7 @@ class CudaDevice:
                 self._count(size)
                 return made
             except self._errors as error:
-                if not isinstance(error, MemoryError) and getattr(error, "status", 0) != _OUT_OF_MEMORY:
+                if not is_out_of_memory(error):
                     raise
                 free, total = self._runtime.memGetInfo()
         raise LimitExceededError(
@@ -245,8 +251,15 @@ class CudaDevice:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         with self._used(f"an allocation of {size:,} pinned bytes"):
-            memory = self._cupy.cuda.PinnedMemory(max(1, size))
-        return np.asarray(_PinnedMemory(memory, size))
+            try:
+                return np.asarray(_PinnedMemory(self._cupy.cuda.PinnedMemory(max(1, size)), size))
+            except self._errors as error:
+                if not is_out_of_memory(error):
+                    raise
+        raise LimitExceededError(
+            f"{self.name}: the host has no room for {size:,} bytes more of pinned memory, which copies to it need. End "
+            "what else uses the host's memory, or raise what the container may have of it"
+        )
 
     def stream(self) -> Stream:
         with self._used("a new stream"):

@@ -22,8 +22,9 @@ class FakeCudaError(RuntimeError):
 
 
 class FakeCupy(ModuleType):
-    """The module. failures: by the name of a function of ``cuda.runtime``, or "Memory", what it raises. calls: of
-    kernels, their grid, block and arguments, and the current stream. registered: addresses that are."""
+    """The module. failures: by the name of a function of ``cuda.runtime``, "Memory" or "PinnedMemory", what it
+    raises. calls: of kernels, their grid, block and arguments, and the current stream. registered: addresses that
+    are."""
 
     def __init__(self, count: int = 1, **failures: BaseException) -> None:
         super().__init__("cupy")
@@ -44,6 +45,14 @@ class FakeCupy(ModuleType):
 
             def __init__(self, size: int) -> None:
                 fake.fail("Memory")
+                self.held = ctypes.create_string_buffer(size)
+                self.ptr = ctypes.addressof(self.held)
+
+        class PinnedMemory:
+            """Memory of the host."""
+
+            def __init__(self, size: int) -> None:
+                fake.fail("PinnedMemory")
                 self.held = ctypes.create_string_buffer(size)
                 self.ptr = ctypes.addressof(self.held)
 
@@ -80,7 +89,7 @@ class FakeCupy(ModuleType):
             runtime=SimpleNamespace(**functions, **kinds),
             driver=SimpleNamespace(CUDADriverError=FakeCudaError),
             nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
-            Memory=Memory, PinnedMemory=Memory, Stream=Stream,
+            Memory=Memory, PinnedMemory=PinnedMemory, Stream=Stream,
         )  # fmt: skip
 
     def fail(self, name: str) -> None:

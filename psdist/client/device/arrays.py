@@ -16,8 +16,14 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DeviceUnavailableError, DTypeMismatchError, InvalidArgumentError
-from psdist.gpu.device import Device, device_number, open_device
+from psdist.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    LimitExceededError,
+)
+from psdist.gpu.device import Device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
 #: CUDA, among the devices of DLPack.
@@ -54,7 +60,7 @@ class DeviceArrays(Protocol):
 class CupyArrays:
     """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError.
 
-    Errors of CUDA are DeviceLostError.
+    Errors of CUDA are DeviceLostError, and LimitExceededError where memory is used up.
     """
 
     def __init__(self, name: str) -> None:
@@ -74,11 +80,16 @@ class CupyArrays:
             finally:
                 runtime.setDevice(before)
         except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise LimitExceededError(
+                    f"{self.device.name} has no room for {what} ({error}): end what else uses it, or give arrays "
+                    "of float32 that are contiguous, which are not copied"
+                ) from None
             raise DeviceLostError(f"{self.device.name}: {what} failed: {error}", device=self.device.name) from error
 
     @contextmanager
     def _converting(self) -> Iterator[None]:
-        """What CuPy compiles a kernel of its own for, once: that takes CUDA's headers, which its wheel does not have."""
+        """What CuPy compiles a kernel of its own for: that takes CUDA's headers, which its wheel does not have."""
         runtime = self._cupy.cuda.runtime
         try:
             yield

@@ -153,6 +153,15 @@ def test_without_room_the_free_memory_is_named() -> None:
         CudaDevice(FakeCupy(Memory=FakeCudaError(719, "launch failure")), 0).allocate(1000)
 
 
+def test_without_room_for_pinned_memory_the_device_can_be_used_as_before() -> None:
+    for error in (FakeCudaError(2, "out of memory"), MemoryError("out of memory")):
+        device = CudaDevice(FakeCupy(PinnedMemory=error), 0)
+        with pytest.raises(LimitExceededError, match="no room for 1,000 bytes more of pinned memory"):
+            device.pinned(1000)
+    with pytest.raises(DeviceLostError, match="launch failure"):
+        CudaDevice(FakeCupy(PinnedMemory=FakeCudaError(719, "launch failure")), 0).pinned(1000)
+
+
 def test_memory_that_cannot_be_registered_is_used_as_it_is() -> None:
     values = np.zeros(1024, np.float32)
     cupy = FakeCupy()

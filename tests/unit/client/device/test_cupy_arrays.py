@@ -14,11 +14,21 @@ from numpy.typing import NDArray
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DeviceUnavailableError, DTypeMismatchError, InvalidArgumentError
+from psdist.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    LimitExceededError,
+)
 
 
 class FakeError(RuntimeError):
-    """An error of CUDA."""
+    """An error of CUDA. status: its number."""
+
+    def __init__(self, text: str, status: int = 719) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class CompileException(Exception):
@@ -204,6 +214,14 @@ def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
     with pytest.raises(DeviceLostError, match="an illegal address"):
         arrays.synchronize()
     assert cupy.current == 5
+
+
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), FakeError("out of memory", status=2)])
+def test_memory_that_is_used_up_is_no_lost_device(cupy: FakeCupy, error: Exception) -> None:
+    arrays, cupy.conversion = CupyArrays("cuda"), error
+    with pytest.raises(LimitExceededError, match=r"cuda has no room for reading tensor 'w'.*float32"):
+        arrays.take("w", FakeArray(np.zeros(6, np.float16)))
+    arrays.synchronize()
 
 
 def test_arrays_of_the_host_are_not_on_a_device() -> None:
