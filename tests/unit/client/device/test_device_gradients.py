@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
@@ -16,6 +17,7 @@ from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
 from psdist import errors
+from psdist.client.bucket_step import StepState
 from psdist.client.core.partition import layout_of
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.vectors import DeviceVectors
@@ -231,6 +233,46 @@ async def test_registered_memory_lasts_until_that_is_taken_back(made: HostArrays
     assert kept() is not None and len(made.device.registered) == 1
     del vectors
     assert kept() is None and not made.device.registered
+
+
+@pytest.mark.parametrize("codec", [CODEC, BFloat16(), None], ids=["int8", "bfloat16", "raw"])
+async def test_the_event_loop_never_waits_for_a_device(start: Start, made: HostArrays, codec: Any) -> None:
+    """A script may have given it work for minutes, and this worker would miss its heartbeats."""
+    setup = await start(compression=codec)
+    buffers = await setup.weights.gradient_buffers(device="cuda")
+    await setup.weights.push(buffers)
+    await setup.weights.push_pull(there(gradient(0)), device="cuda")
+    await setup.weights.pull(copy=False, device="cuda")
+    if codec is not CODEC:  # What was left out would move to the host, once.
+        await setup.weights.push_pull(gradient(0), device="cuda")
+    else:  # Others copy what was gathered to the host's vector, when all that this waits for is done.
+        for name, values in gradient(1).items():
+            bucket = await setup.weights.push_pull_async(there({name: values}) if name == "v" else {name: values})
+        await bucket
+    await setup.weights.release_memory()
+    assert made.device.threads and threading.get_ident() not in made.device.threads
+
+
+async def test_buckets_wait_for_a_device_in_a_thread(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    made.synchronize = lambda: synchronizing.add(threading.get_ident())
+    synchronizing = set[int]()
+    for name, values in gradient(1).items():
+        bucket = await setup.weights.push_pull_async(there({name: values}))
+    await bucket
+    assert synchronizing and threading.get_ident() not in synchronizing
+
+
+async def test_a_step_that_is_lost_while_a_bucket_waits_for_the_device_is_dropped(
+    start: Start, made: HostArrays
+) -> None:
+    setup = await start()
+    await setup.weights.push_pull_async(there({"v": gradient(0)["v"]}))
+    step = setup.weights._steps._bucket_step
+    made.synchronize = lambda: setattr(step, "state", StepState.LOST)
+    with pytest.raises(errors.FencedError, match="step 0 was dropped, with all of its buckets"):
+        await setup.weights.push_pull_async(there({"w": gradient(0)["w"]}))
+    assert setup.weights._steps._bucket_step is None
 
 
 async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArrays) -> None:
