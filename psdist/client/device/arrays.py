@@ -26,8 +26,8 @@ from psdist.errors import (
 from psdist.gpu.device import Device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
-#: CUDA, among the devices of DLPack.
-_DLPACK_CUDA = 2
+#: CUDA among the devices of DLPack, and CUDA's managed memory.
+_DLPACK_CUDA = (2, 13)
 
 
 class TakenArray(NamedTuple):
@@ -108,6 +108,7 @@ class CupyArrays:
             value = value.detach()
             value = value.float() if str(value.dtype) == "torch.bfloat16" else value
         with self._used(f"reading tensor {name!r}"):
+            self._check_number(name, self._number_of(value))  # CuPy would copy what lies on another device.
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
             self._check(name, array)
@@ -115,12 +116,21 @@ class CupyArrays:
                 taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
             return TakenArray(taken.data.ptr, tuple(array.shape), taken)
 
-    def _check(self, name: str, array: Any) -> None:
-        if array.device.id != self._number:
+    def _number_of(self, value: Any) -> int:
+        if hasattr(value, "__dlpack_device__"):
+            return number_of(value)
+        address = value.__cuda_array_interface__["data"][0]
+        number: int = self._cupy.cuda.runtime.pointerGetAttributes(address).device if address else self._number
+        return number
+
+    def _check_number(self, name: str, number: int) -> None:
+        if number != self._number:
             raise InvalidArgumentError(
-                f"tensor {name!r} lies on cuda:{array.device.id}, others on cuda:{self._number}: give all gradients of "
-                "a parameter set on one device"
+                f"tensor {name!r} lies on cuda:{number}, others on cuda:{self._number}: give all gradients of a "
+                "parameter set on one device"
             )
+
+    def _check(self, name: str, array: Any) -> None:
         if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
             raise DTypeMismatchError(
                 f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
@@ -156,7 +166,7 @@ def is_on_device(value: object) -> bool:
     if type(value) is np.ndarray:
         return False
     if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[0]) == _DLPACK_CUDA
+        return int(value.__dlpack_device__()[0]) in _DLPACK_CUDA
     return hasattr(value, "__cuda_array_interface__")
 
 

@@ -76,17 +76,20 @@ class FakeTorchTensor:
 
 class FakeCupy(ModuleType):
     """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises.
-    conversion: the error of CuPy's own kernels, if they have one."""
+    conversion: the error of CuPy's own kernels, if they have one. devices: by address, those of memory that does not
+    lie on device 0."""
 
     def __init__(self) -> None:
         super().__init__("cupy")
         self.current, self.failure, self.synchronized, self.imported = 5, "", 0, 0
         self.conversion: Exception | None = None
+        self.devices: dict[int, int] = {}
         runtime = SimpleNamespace(
             CUDARuntimeError=FakeError,
             getDevice=lambda: self.current,
             setDevice=lambda number: setattr(self, "current", number),
             deviceSynchronize=self._synchronize,
+            pointerGetAttributes=lambda address: SimpleNamespace(device=self.devices.get(address, 0)),
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
@@ -104,8 +107,8 @@ class FakeCupy(ModuleType):
 
     def asarray(self, value: Any) -> FakeArray:
         assert self.current == 0
-        if isinstance(value, FakeArray):
-            return value
+        if isinstance(value, FakeArray):  # What lies on another device is copied to the current one.
+            return value if value.device.id == self.current else FakeArray(value.values.copy(), self.current)
         return FakeArray(np.asarray(SimpleNamespace(__array_interface__=value.__cuda_array_interface__)))
 
     def from_dlpack(self, value: Any) -> FakeArray:
@@ -164,15 +167,26 @@ def test_a_tensor_of_torch_is_taken_without_its_graph(cupy: FakeCupy) -> None:
 
 
 def test_what_has_only_dlpack_is_taken_by_that(cupy: FakeCupy) -> None:
-    value = SimpleNamespace(values=np.arange(6, dtype=np.float32))
+    value = SimpleNamespace(values=np.arange(6, dtype=np.float32), __dlpack_device__=lambda: (2, 0))
     assert CupyArrays("cuda").take("w", value).address == value.values.ctypes.data and cupy.imported == 1
 
 
 def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
     with pytest.raises(DTypeMismatchError, match="'w' has dtype int32: use float32"):
         CupyArrays("cuda").take("w", FakeArray(np.arange(6, dtype=np.int32)))
-    with pytest.raises(InvalidArgumentError, match="'w' lies on cuda:1, others on cuda:0"):
-        CupyArrays("cuda").take("w", FakeArray(np.zeros(3, np.float32), number=1))
+    assert cupy.current == 5
+
+
+def test_what_lies_on_another_device_is_refused(cupy: FakeCupy) -> None:
+    """Before CuPy copies it to this one."""
+    values = np.zeros(3, np.float32)
+    cupy.devices[values.ctypes.data] = 1
+    no_dlpack = SimpleNamespace(__cuda_array_interface__=values.__array_interface__)
+    for value in (FakeArray(values, number=1), no_dlpack):
+        with pytest.raises(InvalidArgumentError, match="'w' lies on cuda:1, others on cuda:0"):
+            CupyArrays("cuda").take("w", value)
+    del cupy.devices[values.ctypes.data]
+    assert CupyArrays("cuda").take("w", no_dlpack).address == values.ctypes.data
     assert cupy.current == 5
 
 
@@ -229,3 +243,5 @@ def test_arrays_of_the_host_are_not_on_a_device() -> None:
         assert not is_on_device(value)
     array = FakeArray(np.zeros(3, np.float32), number=3)
     assert is_on_device(array) and number_of(array) == 3
+    managed = SimpleNamespace(__dlpack_device__=lambda: (13, 1))
+    assert is_on_device(managed) and number_of(managed) == 1
