@@ -20,7 +20,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -42,6 +42,10 @@ DeviceKernel = Any
 _NAME: Final = re.compile(r"cuda(?::(\d{1,3}))?")
 #: CUDA's numbers of errors.
 _OUT_OF_MEMORY, _INSUFFICIENT_DRIVER, _INITIALIZATION, _NO_DEVICE, _INVALID_DEVICE = 2, 35, 3, 100, 101
+#: Of a driver that cannot load what was compiled: its form, for this device, or of this version.
+_UNLOADABLE: Final = (200, 209, 222)
+#: A kernel that is loaded when a device is opened.
+_PROBE: Final = 'extern "C" __global__ void probe() {}'
 
 
 class Allocation(Protocol):
@@ -132,7 +136,9 @@ def open_device(name: str) -> CudaDevice:
         cupy.cuda.nvrtc.getVersion()
     nvrtc()
     try:
-        return CudaDevice(cupy, number)
+        device = CudaDevice(cupy, number)
+        device.load_probe()
+        return device
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError) as error:
         raise _unusable(cupy, name, error) from None
 
@@ -168,6 +174,12 @@ def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableEr
             "newer driver, or the CuPy of an older CUDA",
             missing="driver",
         )
+    if status in _UNLOADABLE:
+        return DeviceUnavailableError(
+            f"the driver ({_version(cupy.cuda.runtime.driverGetVersion)}) cannot load what NVRTC compiles for {name} "
+            f"({error}): install a newer driver, or the NVRTC of its CUDA",
+            missing="driver",
+        )
     return DeviceUnavailableError(f"{name} cannot be used: {error}", missing="device")
 
 
@@ -176,6 +188,23 @@ def _version(get: Callable[[], int]) -> str:
         if number := get():
             return f"CUDA {number // 1000}.{number % 1000 // 10}"
     return "missing"
+
+
+@contextmanager
+def current_device(cupy: Any, number: int) -> Iterator[None]:
+    """A device is the thread's current one; after that the one that was. Where the thread has used none so far this one
+    stays: setting device 0, of which nobody wants anything, makes a context on it since CUDA 12. Not by CuPy's ``with
+    device``: any number of threads are here at once."""
+    runtime = cupy.cuda.runtime
+    before = number
+    with suppress(cupy.cuda.driver.CUDADriverError):  # The driver has not begun yet.
+        before = runtime.getDevice() if cupy.cuda.driver.ctxGetCurrent() else number
+    runtime.setDevice(number)
+    try:
+        yield
+    finally:
+        if before != number:
+            runtime.setDevice(before)
 
 
 class CudaDevice:
@@ -208,16 +237,14 @@ class CudaDevice:
         except self._errors as error:
             raise DeviceLostError(f"{self.name}: {what} failed: {error}", device=self.name) from error
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """Not by CuPy's ``with device``: any number of threads are here at once."""
-        before = self._runtime.getDevice()
-        self._runtime.setDevice(self._number)
-        try:
-            yield
-        finally:
-            if before != self._number:
-                self._runtime.setDevice(before)
+    def _current(self) -> AbstractContextManager[None]:
+        return current_device(self._cupy, self._number)
+
+    def load_probe(self) -> None:
+        """Loads a kernel, so that a driver which cannot do that shows here. Raises CuPy's errors."""
+        with self._current():
+            path = _compiled(_PROBE, self._architecture)
+            self._cupy.RawModule(path=str(path)).get_function("probe").compile()
 
     def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
         with self._lock, self._used("loading kernels"):

@@ -23,7 +23,7 @@ from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
 )
-from psdist.gpu.device import Device, device_number, is_out_of_memory, open_device
+from psdist.gpu.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
 #: CUDA among the devices of DLPack, and CUDA's managed memory.
@@ -73,12 +73,8 @@ class CupyArrays:
         """The device is the thread's current one; its errors are ours."""
         runtime = self._cupy.cuda.runtime
         try:
-            before = runtime.getDevice()
-            runtime.setDevice(self._number)
-            try:
+            with current_device(self._cupy, self._number):
                 yield
-            finally:
-                runtime.setDevice(before)
         except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise LimitExceededError(

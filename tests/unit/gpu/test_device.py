@@ -54,9 +54,17 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeCupy(2), "device", "cuda:0 to cuda:1"),
         (FakeCupy(4, free=FakeCudaError(2, "out of memory")), "memory", "nvidia-smi"),
         (FakeCupy(4, free=FakeCudaError(46, "all devices are busy")), "device", "busy"),
+        (
+            FakeCupy(4, compile=FakeCudaError(222, "unsupported toolchain")),
+            "driver",
+            r"the driver \(CUDA 11.8\) cannot load .* newer driver",
+        ),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cupy: ModuleType, missing: str, text: str) -> None:
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cupy: ModuleType, missing: str, text: str
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(DeviceUnavailableError, match=text) as caught:
         open_device("cuda:3")
@@ -80,7 +88,14 @@ def test_an_error_in_the_middle_is_a_lost_device() -> None:
         device.memory()
 
 
-def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvrtc_that_does_not_know_the_device_is_refused() -> None:
+    with pytest.raises(DeviceUnavailableError, match="does not know sm_20, the architecture of the device") as caught:
+        compile_source(_SOURCE, "sm_20")
+    assert caught.value.details["missing"] == "nvrtc"
+
+
+def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(8))
     device = open_device("cuda:2")
     assert device.name == "cuda:2 (Fake)"
@@ -198,4 +213,16 @@ def test_each_thread_works_on_the_device_and_keeps_its_own() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [2, 1] and cupy.do_getDevice() == 0
+    assert seen == [2, 1]
+
+
+def test_no_other_device_gets_a_context() -> None:
+    """A thread that has used none would be set back to device 0, which makes one there."""
+    cupy = FakeCupy(4)
+    device = CudaDevice(cupy, 2)
+    for _ in range(2):
+        thread = threading.Thread(target=device.memory)
+        thread.start()
+        thread.join()
+    device.memory()
+    assert cupy.contexts == {2} and cupy.do_getDevice() == 2

@@ -77,13 +77,14 @@ class FakeTorchTensor:
 class FakeCupy(ModuleType):
     """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises.
     conversion: the error of CuPy's own kernels, if they have one. devices: by address, those of memory that does not
-    lie on device 0."""
+    lie on device 0. context: the thread's."""
 
     def __init__(self) -> None:
         super().__init__("cupy")
         self.current, self.failure, self.synchronized, self.imported = 5, "", 0, 0
         self.conversion: Exception | None = None
         self.devices: dict[int, int] = {}
+        self.context = 77
         runtime = SimpleNamespace(
             CUDARuntimeError=FakeError,
             getDevice=lambda: self.current,
@@ -93,7 +94,7 @@ class FakeCupy(ModuleType):
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
-            driver=SimpleNamespace(CUDADriverError=FakeError),
+            driver=SimpleNamespace(CUDADriverError=FakeError, ctxGetCurrent=lambda: self.context),
             compiler=SimpleNamespace(CompileException=CompileException),
             UnownedMemory=lambda *given: given,
             MemoryPointer=lambda *given: given,
@@ -218,6 +219,12 @@ def test_without_cudas_headers_nothing_is_converted_and_it_says_what_is_missing(
     cupy.conversion = FakeError("launch failure")
     with pytest.raises(DeviceLostError, match="launch failure"):
         arrays.make(vector, 0, (6,), "float16")
+
+
+def test_a_thread_that_has_no_device_is_not_given_another_one(cupy: FakeCupy) -> None:
+    cupy.context = 0
+    CupyArrays("cuda").synchronize()
+    assert cupy.current == 0
 
 
 def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
