@@ -21,7 +21,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from threading import Lock, RLock
@@ -250,7 +250,8 @@ class CudaDevice:
         with self._lock, self._used("loading kernels"):
             if source not in self._finders:
                 path = _compiled(source, self._architecture)
-                self._finders[source] = partial(self._kernel, self._cupy.RawModule(path=str(path)))
+                # CuPy makes a new kernel each time, and looks it up in the module at its first launch.
+                self._finders[source] = cache(partial(self._kernel, self._cupy.RawModule(path=str(path))))
             return self._finders[source]
 
     def _kernel(self, module: Any, name: str) -> DeviceKernel:

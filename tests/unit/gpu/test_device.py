@@ -126,6 +126,14 @@ def test_a_source_is_compiled_once_and_its_kernels_get_what_was_given(
     assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
 
 
+def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    cupy = FakeCupy()
+    device = CudaDevice(cupy, 0)
+    assert device.kernels(_SOURCE)("twice") is device.kernels(_SOURCE)("twice")
+    assert cupy.found == ["twice"]
+
+
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
