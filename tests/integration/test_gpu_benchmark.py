@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gpu, gpu_codecs
+from psdist.compression import Int8
+from psdist.compression.gpu.memory import DeviceVector
 from tests.support.host_device import HostDevice, needs_compiler
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -41,6 +43,22 @@ def test_every_case_has_rows_and_every_target_a_line(
     assert all(row["kernels"] > 0 and row["whole"] > 0 for row in codecs)
     assert [row["payload"] for row in codecs[:2]] == [16 + 4 * 36 + 9000] * 2
     assert "cuda:0 (on the processor), 9,000 parameters" in capsys.readouterr().out
+
+
+@needs_compiler
+@pytest.mark.parametrize("feedback", [False, True])
+def test_what_a_worker_does_not_keep_is_not_cleared_when_an_encoder_is_measured(
+    monkeypatch: pytest.MonkeyPatch, feedback: bool
+) -> None:
+    device = HostDevice()
+    values = DeviceVector.allocate(device, 3 << 20, device.stream())
+    encoding = gpu_codecs.Encoding(device, Int8(error_feedback=feedback), values)
+    cleared: list[int] = []
+    monkeypatch.setattr(device, "clear", lambda address, size, stream: cleared.append(address))
+    encoding.kernels()
+    assert len(cleared) == 2, "flags and payloads"
+    assert device.allocated >= 4 * values.size * (3 if feedback else 1) + 3 * (1 << 20)
+    assert feedback or device.allocated < 4 * values.size * 2
 
 
 def test_a_target_that_is_missed_is_seen() -> None:
