@@ -13,7 +13,8 @@ marked ``gpu`` are; the cases that compare results say how far they are apart, a
 * ``codecs``: bytes of float32 that each codec encodes each second, beside its target (``gpu_codecs``).
 * ``run``: BSP with two workers and two servers on one device, from end to end, beside servers without a device.
 
-Times are of several launches at once between two waits, medians of some rounds.
+Times are of several launches at once between two waits, medians of some rounds. A case that fails is a row too, and the
+others are measured all the same; the file is written anew after each.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ ADAM_SHARE = 0.8
 #: Bytes of a device for each parameter with Adam, and beside them.
 ADAM_BYTES, BESIDE_BYTES = 12, 200_000_000
 RELATIVE = 1e-6
+#: In place of the case, in a row that says that the case failed.
+FAILED = "failed"
 
 
 def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -77,6 +80,8 @@ def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             measured = f"{row['relative']:.1e} apart; {row['step_ratio']:.2f} of the step time without a device"
             is_near = row["relative"] <= RELATIVE
             lines.append(_line("BSP, 2 servers, 2 workers", f"{RELATIVE:g} relative", measured, is_near))
+    for row in by_case.get(FAILED, ()):
+        lines.append(_line(f"case {row['what']}", "is measured", row["error"].partition("\n")[0][:54], False))
     for row in by_case.get("memory", ()):
         most = ADAM_BYTES * row["elements"] + BESIDE_BYTES
         lines.append(_line("memory with Adam", f"at most {most:,} bytes", f"{row['bytes']:,}", row["bytes"] <= most))
@@ -88,13 +93,24 @@ def _line(case: str, target: str, measured: str, met: bool | None) -> dict[str, 
 
 
 def measure(device: Device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures the chosen cases, and prints each row when it is there."""
+    """Measures the chosen cases. Prints each row when it is there, and writes the file after each case."""
     rows: list[dict[str, Any]] = []
+    results: dict[str, Any] = {}
     for case in options.cases:
-        for row in CASES[case](device, options):
-            rows.append({"case": case, **row})
-            print("  ".join(f"{name}={_shown(value)}" for name, value in rows[-1].items()), flush=True)
-    return {"device": device.name, "elements": options.elements, "rows": rows, "targets": judged(rows)}
+        try:
+            for row in CASES[case](device, options):
+                _add(rows, {"case": case, **row})
+        except Exception as error:  # Whatever it is: time on a device is rare, and the other cases are worth it.
+            _add(rows, {"case": FAILED, "what": case, "error": f"{type(error).__name__}: {error}"})
+        results = {"device": device.name, "elements": options.elements, "rows": rows, "targets": judged(rows)}
+        if options.out:
+            options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return results
+
+
+def _add(rows: list[dict[str, Any]], row: dict[str, Any]) -> None:
+    rows.append(row)
+    print("  ".join(f"{name}={_shown(value)}" for name, value in row.items()), flush=True)
 
 
 def _shown(value: Any) -> str:
@@ -117,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, opened: Callable[[str], Device] = open_device) -> int:
-    """Measures and prints the table; the exit status: 1 where a target is missed, 2 without a device.
+    """Measures and prints the table; the exit status: 1 where a target is missed or a case failed, 2 without a device.
 
     opened: opens the device.
     """
@@ -132,8 +148,6 @@ def main(arguments: Sequence[str] | None = None, opened: Callable[[str], Device]
     for line in results["targets"]:
         verdict = {True: "yes", False: "NO", None: "not measured"}[line["met"]]
         print(f"  {line['case']:32}{line['target']:32}{line['measured']:56}{verdict}")
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return int(any(line["met"] is False for line in results["targets"]))
 
 

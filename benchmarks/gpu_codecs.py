@@ -2,8 +2,9 @@
 
 One tensor of normal values in slices of 4 MiB, as a push of it: bytes of float32 that are encoded each second, with and
 without error feedback, medians of some rounds. *kernels* is all that runs on the device, from the gradient to the
-payloads; *whole* is with their copy to the host, and what the host does. The targets are those of kernels without
-error feedback.
+payloads; *whole* is with their copy to the host, and what the host does. Both are by the host's clock: kernels that the
+device waits for, because the host is slow to launch them, count as long. The targets are those of kernels without error
+feedback.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ class Encoding:
         self._region = Region(0, values.size, codec, (values.size,))
         self._encoder = DeviceEncoder(device, [self._region])
         stream = self._encoder.launcher.stream
-        before, after = (DeviceVector.allocate(device, values.size, stream) for _ in "ab")
+        before = after = None
+        if self._encoder.coder(self._region).feeds_back:  # Else a worker has neither, and nothing is cleared.
+            before, after = (DeviceVector.allocate(device, values.size, stream) for _ in "ab")
         self._push = DevicePush(values, before, after, PushNumbers(0, 0), np.zeros(1, np.uint32))
         starts = range(0, values.size, _SLICE)
         stops = [min(start + _SLICE, values.size) for start in starts]

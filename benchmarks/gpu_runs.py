@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -16,6 +17,9 @@ import numpy as np
 from benchmarks.gpu_updates import relative
 from psdist.gpu.device import Device
 
+_ROOT = Path(__file__).resolve().parents[1]
+#: What a run may take, and compiling all kernels of the processor.
+_RUN_SECONDS, _WARMUP_SECONDS = 180, 900
 #: Trains by BSP with Adam, and leaves the times of its steps and the weights.
 _SCRIPT = """
 import json, os, sys, time
@@ -46,6 +50,7 @@ client.barrier("done")
 def whole_runs(device: Device, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Two workers and two servers, without a device and on one: step times, and how far apart the weights are."""
     results = {}
+    _psdist("warmup", folder=_ROOT, timeout=_WARMUP_SECONDS)  # Else servers without a device begin by interpreting.
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("cpu", options.device):
             results[kind] = _run(Path(folder), kind, options)
@@ -58,11 +63,24 @@ def whole_runs(device: Device, options: argparse.Namespace) -> list[dict[str, An
 
 def _run(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, Any]:
     (folder / "train.py").write_text(_SCRIPT, encoding="utf-8")
-    command = [sys.executable, "-m", "psdist.cli.main", "run", "--nservers", "2", "--nproc-per-node", "2"]
-    command += ["--server-device", kind, "--storage-path", "none"]
-    arguments = ["train.py", str(options.steps), str(options.run_elements)]
-    done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the run with {kind} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
+    given = ["run", "--nservers", "2", "--nproc-per-node", "2", "--server-device", kind, "--storage-path", "none"]
+    given += ["train.py", str(options.steps), str(options.run_elements)]
+    _psdist(*given, folder=folder, timeout=_RUN_SECONDS)
     times = json.loads((folder / "times.json").read_text(encoding="utf-8"))
     return statistics.median(times[len(times) // 3 :]), np.load(folder / "weights.npy")
+
+
+def _psdist(*given: str, folder: Path, timeout: float) -> None:
+    """Runs ``psdist`` of this checkout, installed or not. Raises RuntimeError where it fails or takes longer."""
+    paths = [str(_ROOT), str(_ROOT / "servers"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "psdist.cli.main", *given]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=timeout
+        )
+    except subprocess.TimeoutExpired as error:
+        said = f"{error.stdout!s:.4000}\n{error.stderr!s:.4000}"
+        raise RuntimeError(f"{' '.join(given)} did not end within {timeout:g} s:\n{said}") from None
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(given)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")

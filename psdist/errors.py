@@ -169,11 +169,11 @@ class TcpUnavailableError(PsdistError, code="tcp_unavailable", status="FAILED_PR
 
 class DeviceUnavailableError(PsdistError, code="device_unavailable", status="FAILED_PRECONDITION"):
     """A CUDA device was asked for, and something that it needs is missing: ``details["missing"]`` names it. One of
-    "cupy", "nvrtc", "driver", "device", "memory"."""
+    "cupy", "nvrtc", "headers", "driver", "device", "memory"."""
 
 
 class DeviceLostError(PsdistError, code="device_lost", status="DATA_LOSS"):
-    """A CUDA device failed, or had no memory left, while it was used. What it held is lost."""
+    """A CUDA device failed while it was used. What it held is lost."""
 
 
 class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,18 +25,19 @@ from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
-from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
+from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
-from psdist.types import ITEM_BYTES, Layout
+from psdist.types import ITEM_BYTES, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 
 if TYPE_CHECKING:
     from psdist.client.core.encoder import EncodedSlices, GradientEncoder
     from psdist.client.device.gradient_encoder import DeviceGradientEncoder
     from psdist.compression.gpu.memory import DeviceVector
+    from psdist.gpu.device import Device
 
     #: Of gradients on the host, or on a device.
     AnyEncoder = GradientEncoder | DeviceGradientEncoder
@@ -87,7 +88,8 @@ class EncodedPush:
                 return self._encoder.encode(self._slices, values, slices, run)
 
         overflows = self._encoder.totals.overflows
-        if not await off_loop(elements, encode):
+        waits = self._encoder.device is not None or not isinstance(flat, np.ndarray)
+        if not await off_loop(elements, encode, waits=waits):
             raise FencedError("the push was dropped while it was encoded")
         if self._encoder.totals.overflows > overflows == 0:
             logger.warning(
@@ -220,17 +222,26 @@ class Encoding:
         """The encoder of gradients that lie where ``flat`` does, with the state that was restored."""
         part = self._participation
         settings = self._codec, self._layout, part.entry.slicing, part.origin.rank
-        encoder: AnyEncoder
-        if flat is None or isinstance(flat, np.ndarray):
-            await self._compiler.loaded()
-            from psdist.client.core.encoder import GradientEncoder
+        if flat is not None and not isinstance(flat, np.ndarray):
+            return await self._load_on_device(settings, flat.device)
+        await self._compiler.loaded()
+        from psdist.client.core.encoder import GradientEncoder
 
-            encoder = GradientEncoder(*settings)
-        else:
-            from psdist.client.device.gradient_encoder import DeviceGradientEncoder
-
-            encoder = DeviceGradientEncoder(*settings, flat.device)
+        encoder = GradientEncoder(*settings)
         encoder.restore(self._restored)
+        self._restored = {}
+        return encoder
+
+    async def _load_on_device(
+        self, settings: tuple[Codec, Layout, Slicing, int], device: Device
+    ) -> DeviceGradientEncoder:
+        from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+
+        encoder = await in_thread(lambda: DeviceGradientEncoder(*settings, device))
+        restored: State | None = None
+        while restored is not self._restored:  # Another state may be restored meanwhile.
+            restored = self._restored
+            await in_thread(partial(encoder.restore, restored))
         self._restored = {}
         return encoder
 
@@ -241,7 +252,9 @@ class Encoding:
         if old.device is (None if isinstance(flat, np.ndarray) else flat.device):
             return
         old.discard_push()
+        # Not in a thread: it is rare, and what is restored or saved meanwhile would be another state.
         self._restored = {name: array.copy() for name, array in old.state().items()}
+        self._encoder = None  # What is restored meanwhile is for the next one.
         self._encoder = await self._load(flat)
         self._encoder.totals = old.totals
 

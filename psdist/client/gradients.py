@@ -17,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core import partition
 from psdist.client.core.partition import Flat
+from psdist.client.process.off_loop import in_thread
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
 from psdist.gpu.device import device_number
@@ -75,6 +76,12 @@ class GradientVector:
         self._buffers, self._step, self._buffers_on_device = {}, None, False
         self.__dict__.pop("vector", None)
 
+    def unregister(self) -> None:
+        """Before the pages of the vector are replaced, or nobody copies to it any more: devices forget where they
+        are."""
+        if self._device is not None:
+            self._device.unregister()
+
     def buffers(self) -> dict[str, NDArray[np.float32]]:
         """Views of the vector, by tensor name."""
         self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False
@@ -85,9 +92,12 @@ class GradientVector:
         self._buffers_on_device = True
         return self.on_device(number).buffers()
 
-    def on_named(self, device: str | None) -> DeviceVectors | None:
+    async def on_named(self, device: str | None) -> DeviceVectors | None:
         """The vectors on the device of this name; None for none. Raises as ``on_device``."""
-        return None if device is None else self.on_device(device_number(device))
+        if device is None:
+            return None
+        number = device_number(device)
+        return await in_thread(lambda: self.on_device(number))
 
     def on_device(self, number: int) -> DeviceVectors:
         """The vectors on a device. Raises InvalidArgumentError where this handle already has some on another one."""
@@ -106,12 +116,22 @@ class GradientVector:
         """The vectors on the device that some of these arrays lie on; None where all are the host's."""
         if not isinstance(gradients, Mapping):
             return self._device if self._buffers_on_device else None
-        if all(type(value) is np.ndarray for value in gradients.values()):
+        if (there := _first_on_device(gradients)) is None:
             return None
-        from psdist.client.device.arrays import is_on_device, number_of
+        from psdist.client.device.arrays import number_of
 
-        there = next((value for value in gradients.values() if is_on_device(value)), None)
-        return None if there is None else self.on_device(number_of(there))
+        return self.on_device(number_of(there))
+
+    @property
+    def has_device(self) -> bool:
+        """Whether there are vectors on a device."""
+        return self._device is not None
+
+    def waits_for_device(self, gradients: object) -> bool:
+        """Whether gathering these gradients, alone or in the step under way, waits for a device. Opens none."""
+        if self._step is not None and not isinstance(self._step, np.ndarray):
+            return True
+        return _first_on_device(gradients) is not None if isinstance(gradients, Mapping) else self._buffers_on_device
 
     def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | DeviceVector | None:
         """The vector with all of these gradients in it, or None to abstain. number: of the push.
@@ -177,23 +197,34 @@ class GradientVector:
         assert self._device is not None
         return CastGradient(self._device.cast(vector, self._dtype), slicing)
 
-    def gather_bucket(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
-        """Gathers the gradients of these tensors; names mean that they are in the vector. Returns False to abstain.
+    def gather_there(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
+        """Gathers the gradients of these tensors as far as that waits for a device; names mean that they are in the
+        vector. Returns False to abstain. ``gather_here`` comes after it.
 
         Raises as ``gather``.
         """
         device, step = self._device_of(gradients), self._step
         if device is not None:
             device.gather_some(numbers, gradients if isinstance(gradients, Mapping) else {})
-            if isinstance(step, np.ndarray):
-                device.copy_out(device.gradients, step, numbers)
+        if step is None or isinstance(step, np.ndarray):
+            return True
+        assert self._device is not None
+        if device is None:
+            if isinstance(gradients, Mapping):
+                partition.flatten_some(self._layout, numbers, gradients, self.vector)
+            self._device.copy_in(numbers, self.vector)
+        return self._is_finite_there(self._device, step, numbers)
+
+    def gather_here(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
+        """Gathers them in the host's vector, where the step is gathered there. Not in a thread: buckets that are under
+        way may have other memory put in the vector's place, with what it holds then. Returns and raises as
+        ``gather_there``."""
+        if self._step is not None and not isinstance(self._step, np.ndarray):
+            return True
+        if (device := self._device_of(gradients)) is not None:
+            device.copy_out(device.gradients, self.vector, numbers)
         elif isinstance(gradients, Mapping):
             partition.flatten_some(self._layout, numbers, gradients, self.vector)
-        if step is not None and not isinstance(step, np.ndarray):
-            assert self._device is not None
-            if device is None:
-                self._device.copy_in(numbers, self.vector)
-            return self._is_finite_there(self._device, step, numbers)
         for number in numbers:
             part = self.vector[self._layout.offsets[number] : self._layout.offsets[number + 1]]
             if not partition.is_finite(part, self._dtype):
@@ -206,3 +237,12 @@ class GradientVector:
         """The last bucket of step ``number`` is gathered: all of the step's gradients are in the vector."""
         if not isinstance(gradients, Mapping) and not self._buffers_on_device:
             self._stale.on_push(number, self.vector)
+
+
+def _first_on_device(gradients: Mapping[str, Any]) -> Any:
+    """The first of these arrays that lies on a device; None where there is none."""
+    if all(type(value) is np.ndarray for value in gradients.values()):
+        return None
+    from psdist.client.device.arrays import is_on_device
+
+    return next((value for value in gradients.values() if is_on_device(value)), None)

@@ -30,7 +30,7 @@ from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
-from psdist.client.process.off_loop import off_loop
+from psdist.client.process.off_loop import in_thread, off_loop
 from psdist.client.results import Results, Wanted
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
@@ -118,6 +118,7 @@ class Steps:
             lambda: self.encoding is not None and self.encoding.works_on_device,
             casts_on_device=self.encoding is None and exchange.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
+        exchange.shared_memory.on_replaced(self._gradients.unregister)
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -147,7 +148,7 @@ class Steps:
         self, out: Mapping[str, NDArray[Any]] | None, copy: bool, device: str | None = None
     ) -> dict[str, Any]:
         """See ``AsyncParameters.pull``."""
-        wanted = Wanted(out, copy, self._gradients.on_named(device))
+        wanted = Wanted(out, copy, await self._gradients.on_named(device))
 
         async def pull_once() -> PullTarget:
             await self._begin()
@@ -178,7 +179,8 @@ class Steps:
                 await self._begin()
                 target = make_target() if make_target is not None else None
                 if gathered is None:
-                    gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight))
+                    waits = self._gradients.waits_for_device(gradients)
+                    gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight), waits=waits)
                 await self._reach_first_step()
                 await self._send(*gathered, target, weight)
                 return target
@@ -197,7 +199,7 @@ class Steps:
         device: str | None = None,
     ) -> dict[str, Any]:
         """See ``AsyncParameters.push_pull``."""
-        wanted = Wanted(out, copy, self._gradients.on_named(device))
+        wanted = Wanted(out, copy, await self._gradients.on_named(device))
         if (target := await self.push(gradients, weight, lambda: self._results.target(wanted))) is None:
             return await self.pull(out, copy, device)
         return await self._result(target, wanted)
@@ -225,7 +227,13 @@ class Steps:
             )
         self._gradients.check_bucket(gradients)
         numbers = step.choose(list(gradients))
-        is_given = self._gradients.gather_bucket(numbers, gradients) and weight > 0
+        is_given = weight > 0
+        if self._gradients.waits_for_device(gradients):
+            is_given = await in_thread(lambda: self._gradients.gather_there(numbers, gradients)) and is_given
+            if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
+                await self._drop_step()
+                raise step.dropped()
+        is_given = self._gradients.gather_here(numbers, gradients) and is_given
         bucket = step.give(numbers, abstain=not is_given)
         if not step.open:
             self._gradients.on_last_bucket(gradients, step.number)
@@ -236,7 +244,9 @@ class Steps:
         """See ``AsyncParameters.gradient_buffers``."""
         number = None if device is None else device_number(device)
         await self._retry(self._exchange.open)
-        return self._gradients.buffers() if number is None else self._gradients.device_buffers(number)
+        if number is None:
+            return self._gradients.buffers()
+        return await in_thread(lambda: self._gradients.device_buffers(number))
 
     async def keep_state(self, save: Save, restore: Restore) -> None:
         """See ``AsyncParameters.keep_state``."""
@@ -256,7 +266,8 @@ class Steps:
     async def release_memory(self) -> None:
         """See ``AsyncParameters.release_memory``."""
         await self._end_step()
-        self._gradients.release_memory()
+        release = self._gradients.release_memory
+        await in_thread(release) if self._gradients.has_device else release()
         self._results.release_memory()
         self._exchange.shared_memory.release_memory()
 
@@ -265,6 +276,7 @@ class Steps:
         if self._bucket_step is not None:
             await self._bucket_step.close()
         self._results.discard()
+        self._gradients.unregister()  # Before the pages of shared memory are replaced.
         await self._exchange.close()
 
     # --- their parts --------------------------------------------------------------------------------------------------
@@ -282,7 +294,7 @@ class Steps:
                 gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
             elif flat is not None and not isinstance(flat, np.ndarray):
                 cast = partial(self._gradients.cast, flat, self._exchange.slicing)
-                gradient = await off_loop(self._elements, cast)
+                gradient = await in_thread(cast)
             progress = self._sequence.begin_push()
             with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
                 await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
@@ -320,7 +332,8 @@ class Steps:
             await self._pull_into(self._results.target(Wanted(None, copy=False)))
 
     async def _result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
-        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted))
+        waits = wanted.there is not None
+        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted), waits=waits)
 
     def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | DeviceVector | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
@@ -381,7 +394,8 @@ class Steps:
         # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
         consistency = self._spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
-        vector = self._gradients.begin_step(gradients)
+        begin = partial(self._gradients.begin_step, gradients)
+        vector = await in_thread(begin) if self._gradients.waits_for_device(gradients) else begin()
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
         assert isinstance(gradient, np.ndarray | EncodedPush)
         weighted, on_finished = WeightedGradient(gradient, weight), partial(self._on_pushed, seen=reads)

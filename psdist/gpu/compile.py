@@ -30,6 +30,8 @@ _FOLDER: Final = Path(__file__).parent
 _SONAMES: Final = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so")
 #: Where toolkits are installed.
 _TOOLKIT: Final = "/usr/local/cuda"
+#: NVRTC's number of an error: among OPTIONS only the architecture is one that it may not know.
+_INVALID_OPTION: Final = 5
 #: Packages of the wheels, and where in them the library lies.
 _PACKAGES: Final = ("cuda_nvrtc", "cu13")
 
@@ -45,12 +47,19 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = OPTI
 
     architecture: such as "sm_90".
 
-    Raises DeviceUnavailableError where there is no NVRTC, and InternalError with its log where it refuses the source.
+    Raises DeviceUnavailableError where there is no NVRTC, or none that knows the architecture, and InternalError with
+    its log where it refuses the source.
     """
     library = nvrtc()
     with _program(library, source) as program:
         texts = [text.encode() for text in (f"--gpu-architecture={architecture}", *options)]
         result = library.nvrtcCompileProgram(program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
+        if result == _INVALID_OPTION:
+            raise DeviceUnavailableError(
+                f"this NVRTC does not know {architecture}, the architecture of the device: install another one, as by "
+                "pip install -U nvidia-cuda-nvrtc-cu12",
+                missing="nvrtc",
+            )
         if result:
             log = _taken(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
             raise InternalError(f"NVRTC for {architecture} ({result}): {log.rstrip(bytes(1)).decode()}")

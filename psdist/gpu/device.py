@@ -5,8 +5,8 @@ declares (np.uint64 for an address). Tests have another implementation, which ru
 (``tests/support/host_device.py``).
 
 Invariants: what is given to one stream is done in its order. Methods may be called from any thread, for streams that no
-other thread uses meanwhile. Every error of CUDA but a failed allocation is a DeviceLostError: after one of them the
-device is not to be used.
+other thread uses meanwhile. Every error of CUDA but that of memory that is used up is a DeviceLostError: after one of
+them the device is not to be used.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from threading import Lock, RLock
@@ -42,6 +42,10 @@ DeviceKernel = Any
 _NAME: Final = re.compile(r"cuda(?::(\d{1,3}))?")
 #: CUDA's numbers of errors.
 _OUT_OF_MEMORY, _INSUFFICIENT_DRIVER, _INITIALIZATION, _NO_DEVICE, _INVALID_DEVICE = 2, 35, 3, 100, 101
+#: Of a driver that cannot load what was compiled: its form, for this device, or of this version.
+_UNLOADABLE: Final = (200, 209, 222)
+#: A kernel that is loaded when a device is opened.
+_PROBE: Final = 'extern "C" __global__ void probe() {}'
 
 
 class Allocation(Protocol):
@@ -70,7 +74,8 @@ class Device(Protocol):
         more."""
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """``size`` bytes of the host's memory, between which and the device copies go beside kernels."""
+        """``size`` bytes of the host's memory, between which and the device copies go beside kernels. Raises
+        LimitExceededError where the system has no more of it."""
 
     def stream(self) -> Stream:
         """A new stream."""
@@ -131,9 +136,16 @@ def open_device(name: str) -> CudaDevice:
         cupy.cuda.nvrtc.getVersion()
     nvrtc()
     try:
-        return CudaDevice(cupy, number)
+        device = CudaDevice(cupy, number)
+        device.load_probe()
+        return device
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError) as error:
         raise _unusable(cupy, name, error) from None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of CuPy says that memory is used up, after which the device can be used as before."""
+    return isinstance(error, MemoryError) or getattr(error, "status", 0) == _OUT_OF_MEMORY
 
 
 def _cupy() -> Any:
@@ -150,7 +162,7 @@ def _cupy() -> Any:
 def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableError:
     """Why a device cannot be opened."""
     status = getattr(error, "status", 0)
-    if isinstance(error, MemoryError) or status == _OUT_OF_MEMORY:
+    if is_out_of_memory(error):
         return DeviceUnavailableError(
             f"{name} has no memory left ({error}): end what else uses it (nvidia-smi), or name another",
             missing="memory",
@@ -162,6 +174,12 @@ def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableEr
             "newer driver, or the CuPy of an older CUDA",
             missing="driver",
         )
+    if status in _UNLOADABLE:
+        return DeviceUnavailableError(
+            f"the driver ({_version(cupy.cuda.runtime.driverGetVersion)}) cannot load what NVRTC compiles for {name} "
+            f"({error}): install a newer driver, or the NVRTC of its CUDA",
+            missing="driver",
+        )
     return DeviceUnavailableError(f"{name} cannot be used: {error}", missing="device")
 
 
@@ -170,6 +188,23 @@ def _version(get: Callable[[], int]) -> str:
         if number := get():
             return f"CUDA {number // 1000}.{number % 1000 // 10}"
     return "missing"
+
+
+@contextmanager
+def current_device(cupy: Any, number: int) -> Iterator[None]:
+    """A device is the thread's current one; after that the one that was. Where the thread has used none so far this one
+    stays: setting device 0, of which nobody wants anything, makes a context on it since CUDA 12. Not by CuPy's ``with
+    device``: any number of threads are here at once."""
+    runtime = cupy.cuda.runtime
+    before = number
+    with suppress(cupy.cuda.driver.CUDADriverError):  # The driver has not begun yet.
+        before = runtime.getDevice() if cupy.cuda.driver.ctxGetCurrent() else number
+    runtime.setDevice(number)
+    try:
+        yield
+    finally:
+        if before != number:
+            runtime.setDevice(before)
 
 
 class CudaDevice:
@@ -202,22 +237,21 @@ class CudaDevice:
         except self._errors as error:
             raise DeviceLostError(f"{self.name}: {what} failed: {error}", device=self.name) from error
 
-    @contextmanager
-    def _current(self) -> Iterator[None]:
-        """Not by CuPy's ``with device``: any number of threads are here at once."""
-        before = self._runtime.getDevice()
-        self._runtime.setDevice(self._number)
-        try:
-            yield
-        finally:
-            if before != self._number:
-                self._runtime.setDevice(before)
+    def _current(self) -> AbstractContextManager[None]:
+        return current_device(self._cupy, self._number)
+
+    def load_probe(self) -> None:
+        """Loads a kernel, so that a driver which cannot do that shows here. Raises CuPy's errors."""
+        with self._current():
+            path = _compiled(_PROBE, self._architecture)
+            self._cupy.RawModule(path=str(path)).get_function("probe").compile()
 
     def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
         with self._lock, self._used("loading kernels"):
             if source not in self._finders:
                 path = _compiled(source, self._architecture)
-                self._finders[source] = partial(self._kernel, self._cupy.RawModule(path=str(path)))
+                # CuPy makes a new kernel each time, and looks it up in the module at its first launch.
+                self._finders[source] = cache(partial(self._kernel, self._cupy.RawModule(path=str(path))))
             return self._finders[source]
 
     def _kernel(self, module: Any, name: str) -> DeviceKernel:
@@ -231,7 +265,7 @@ class CudaDevice:
                 self._count(size)
                 return made
             except self._errors as error:
-                if not isinstance(error, MemoryError) and getattr(error, "status", 0) != _OUT_OF_MEMORY:
+                if not is_out_of_memory(error):
                     raise
                 free, total = self._runtime.memGetInfo()
         raise LimitExceededError(
@@ -245,8 +279,15 @@ class CudaDevice:
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
         with self._used(f"an allocation of {size:,} pinned bytes"):
-            memory = self._cupy.cuda.PinnedMemory(max(1, size))
-        return np.asarray(_PinnedMemory(memory, size))
+            try:
+                return np.asarray(_PinnedMemory(self._cupy.cuda.PinnedMemory(max(1, size)), size))
+            except self._errors as error:
+                if not is_out_of_memory(error):
+                    raise
+        raise LimitExceededError(
+            f"{self.name}: the host has no room for {size:,} bytes more of pinned memory, which copies to it need. End "
+            "what else uses the host's memory, or raise what the container may have of it"
+        )
 
     def stream(self) -> Stream:
         with self._used("a new stream"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -21,15 +22,41 @@ class FakeCudaError(RuntimeError):
         self.status = status
 
 
+class Memory:
+    """Memory of the device, or pinned memory of the host: ``name`` of these."""
+
+    def __init__(self, fake: FakeCupy, name: str, size: int) -> None:
+        fake.fail(name)
+        self.held = ctypes.create_string_buffer(size)
+        self.ptr = ctypes.addressof(self.held)
+
+
+class Kernel:
+    """A kernel of a module, which is loaded when it is compiled."""
+
+    def __init__(self, fake: FakeCupy, name: str) -> None:
+        self.fake, self.name = fake, name
+        fake.found.append(name)
+
+    def compile(self) -> None:
+        self.fake.fail("compile")
+
+    def __call__(self, grid: Any, block: Any, arguments: Any) -> None:
+        self.fake.calls.append((self.name, grid, block, arguments, self.fake.current_streams[-1]))
+
+
 class FakeCupy(ModuleType):
-    """The module. failures: by the name of a function of ``cuda.runtime``, or "Memory", what it raises. calls: of
-    kernels, their grid, block and arguments, and the current stream. registered: addresses that are."""
+    """The module. failures: by the name of a function of ``cuda.runtime``, "Memory" or "PinnedMemory", what it
+    raises. calls: of kernels, their grid, block and arguments, and the current stream. registered: addresses that
+    are. found: names of kernels that were looked up. contexts: devices that have one; a new thread has none."""
 
     def __init__(self, count: int = 1, **failures: BaseException) -> None:
         super().__init__("cupy")
         self.failures: dict[str, BaseException] = dict(failures)
         self.calls: list[tuple[Any, ...]] = []
         self.registered: set[int] = set()
+        self.found: list[str] = []
+        self.contexts: set[int] = set()
         self.current_streams: list[Any] = []
         self._thread = threading.local()
         functions = {
@@ -38,14 +65,6 @@ class FakeCupy(ModuleType):
         kinds = {"memcpyHostToDevice": 1, "memcpyDeviceToHost": 2, "CUDARuntimeError": FakeCudaError}
         self._count = count
         fake = self
-
-        class Memory:
-            """Memory of the device."""
-
-            def __init__(self, size: int) -> None:
-                fake.fail("Memory")
-                self.held = ctypes.create_string_buffer(size)
-                self.ptr = ctypes.addressof(self.held)
 
         class Stream:
             """A stream, in which everything is done at once."""
@@ -71,16 +90,14 @@ class FakeCupy(ModuleType):
 
             def get_function(self, name: str) -> Any:
                 assert name.encode() in self.content, "no kernel of this name"
-                return lambda grid, block, arguments: fake.calls.append(
-                    (name, grid, block, arguments, fake.current_streams[-1])
-                )
+                return Kernel(fake, name)
 
         self.RawModule = RawModule
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(**functions, **kinds),
-            driver=SimpleNamespace(CUDADriverError=FakeCudaError),
+            driver=SimpleNamespace(CUDADriverError=FakeCudaError, ctxGetCurrent=self._current_context),
             nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
-            Memory=Memory, PinnedMemory=Memory, Stream=Stream,
+            Memory=partial(Memory, self, "Memory"), PinnedMemory=partial(Memory, self, "PinnedMemory"), Stream=Stream,
         )  # fmt: skip
 
     def fail(self, name: str) -> None:
@@ -105,6 +122,10 @@ class FakeCupy(ModuleType):
 
     def do_setDevice(self, number: int) -> None:
         self._thread.device = number
+        self.contexts.add(number)
+
+    def _current_context(self) -> int:
+        return 1 + self.do_getDevice() if hasattr(self._thread, "device") else 0
 
     def do_free(self, address: int) -> None:
         assert address == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,12 +37,27 @@ class HostArray:
 
 
 class CountingDevice(HostDevice):
-    """Counts what is copied to the host, in bytes and in copies, and what is registered."""
+    """Counts what is copied to the host, in bytes and in copies, and what is registered. events: copies to the device,
+    and when all was waited for that the script had given to it. threads: that waited for it, or compiled for it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.copied: list[int] = []
         self.registered: list[int] = []
+        self.events: list[str] = []
+        self.threads: set[int] = set()
+
+    def kernels(self, source: str) -> Callable[[str], Any]:
+        self.threads.add(threading.get_ident())
+        return super().kernels(source)
+
+    def wait(self, stream: object) -> None:
+        self.threads.add(threading.get_ident())
+        super().wait(stream)
+
+    def copy_in(self, address: int, values: NDArray[Any], stream: object) -> None:
+        self.events.append("copy_in")
+        super().copy_in(address, values, stream)
 
     def copy_out(self, values: NDArray[Any], address: int, stream: object) -> None:
         self.copied.append(values.nbytes)
@@ -51,6 +68,7 @@ class CountingDevice(HostDevice):
         return True
 
     def unregister(self, array: NDArray[Any]) -> None:
+        self._check()
         self.registered.remove(array.ctypes.data)
 
 
@@ -59,7 +77,6 @@ class HostArrays:
 
     def __init__(self) -> None:
         self.device = CountingDevice()
-        self.synchronized = 0
 
     def take(self, name: str, value: HostArray) -> TakenArray:
         array = np.ascontiguousarray(value.values, np.float32).reshape(value.shape)
@@ -73,4 +90,5 @@ class HostArrays:
         return HostArray(values if dtype == "float32" else values.astype(NUMPY_DTYPES[dtype]), owner)
 
     def synchronize(self) -> None:
-        self.synchronized += 1
+        self.device.threads.add(threading.get_ident())
+        self.device.events.append("synchronize")

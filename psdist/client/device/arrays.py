@@ -16,12 +16,18 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
-from psdist.gpu.device import Device, device_number, open_device
+from psdist.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    LimitExceededError,
+)
+from psdist.gpu.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
-#: CUDA, among the devices of DLPack.
-_DLPACK_CUDA = 2
+#: CUDA among the devices of DLPack, and CUDA's managed memory.
+_DLPACK_CUDA = (2, 13)
 
 
 class TakenArray(NamedTuple):
@@ -40,7 +46,8 @@ class DeviceArrays(Protocol):
     def take(self, name: str, value: Any) -> TakenArray:
         """The array of tensor ``name``, copied only where it is not float32 or not contiguous.
 
-        Raises DTypeMismatchError, InvalidArgumentError for an array of another device.
+        Raises DTypeMismatchError, InvalidArgumentError for an array of another device, DeviceUnavailableError where
+        what copies it cannot be compiled.
         """
 
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
@@ -53,7 +60,7 @@ class DeviceArrays(Protocol):
 class CupyArrays:
     """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError.
 
-    Errors of CUDA are DeviceLostError.
+    Errors of CUDA are DeviceLostError, and LimitExceededError where memory is used up.
     """
 
     def __init__(self, name: str) -> None:
@@ -66,14 +73,30 @@ class CupyArrays:
         """The device is the thread's current one; its errors are ours."""
         runtime = self._cupy.cuda.runtime
         try:
-            before = runtime.getDevice()
-            runtime.setDevice(self._number)
-            try:
+            with current_device(self._cupy, self._number):
                 yield
-            finally:
-                runtime.setDevice(before)
         except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise LimitExceededError(
+                    f"{self.device.name} has no room for {what} ({error}): end what else uses it, or give arrays "
+                    "of float32 that are contiguous, which are not copied"
+                ) from None
             raise DeviceLostError(f"{self.device.name}: {what} failed: {error}", device=self.device.name) from error
+
+    @contextmanager
+    def _converting(self) -> Iterator[None]:
+        """What CuPy compiles a kernel of its own for: that takes CUDA's headers, which its wheel does not have."""
+        runtime = self._cupy.cuda.runtime
+        try:
+            yield
+        except (self._cupy.cuda.compiler.CompileException, RuntimeError) as error:
+            if isinstance(error, (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)):
+                raise
+            raise DeviceUnavailableError(
+                "CuPy cannot compile what converts arrays that are not float32, or not contiguous. It needs CUDA's "
+                f"headers: pip install nvidia-cuda-runtime-cu12, or set CUDA_PATH to a toolkit ({error!s:.2000})",
+                missing="headers",
+            ) from None
 
     def take(self, name: str, value: Any) -> TakenArray:
         """As ``DeviceArrays``."""
@@ -81,18 +104,29 @@ class CupyArrays:
             value = value.detach()
             value = value.float() if str(value.dtype) == "torch.bfloat16" else value
         with self._used(f"reading tensor {name!r}"):
+            self._check_number(name, self._number_of(value))  # CuPy would copy what lies on another device.
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
             self._check(name, array)
-            taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
+            with self._converting():
+                taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
             return TakenArray(taken.data.ptr, tuple(array.shape), taken)
 
-    def _check(self, name: str, array: Any) -> None:
-        if array.device.id != self._number:
+    def _number_of(self, value: Any) -> int:
+        if hasattr(value, "__dlpack_device__"):
+            return number_of(value)
+        address = value.__cuda_array_interface__["data"][0]
+        number: int = self._cupy.cuda.runtime.pointerGetAttributes(address).device if address else self._number
+        return number
+
+    def _check_number(self, name: str, number: int) -> None:
+        if number != self._number:
             raise InvalidArgumentError(
-                f"tensor {name!r} lies on cuda:{array.device.id}, others on cuda:{self._number}: give all gradients of "
-                "a parameter set on one device"
+                f"tensor {name!r} lies on cuda:{number}, others on cuda:{self._number}: give all gradients of a "
+                "parameter set on one device"
             )
+
+    def _check(self, name: str, array: Any) -> None:
         if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
             raise DTypeMismatchError(
                 f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
@@ -106,7 +140,10 @@ class CupyArrays:
         with self._used("making an array"):
             memory = cuda.UnownedMemory(vector.address, 4 * vector.size, vector.owner, self._number)
             array = self._cupy.ndarray(shape, np.float32, cuda.MemoryPointer(memory, 4 * start))
-            return array if dtype == "float32" else array.astype(NUMPY_DTYPES[dtype])
+            if dtype == "float32":
+                return array
+            with self._converting():
+                return array.astype(NUMPY_DTYPES[dtype])
 
     def synchronize(self) -> None:
         """As ``DeviceArrays``."""
@@ -125,7 +162,7 @@ def is_on_device(value: object) -> bool:
     if type(value) is np.ndarray:
         return False
     if hasattr(value, "__dlpack_device__"):
-        return int(value.__dlpack_device__()[0]) == _DLPACK_CUDA
+        return int(value.__dlpack_device__()[0]) in _DLPACK_CUDA
     return hasattr(value, "__cuda_array_interface__")
 
 

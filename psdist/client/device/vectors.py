@@ -5,7 +5,9 @@ Not here: what is sent of the gradient, and when (``client.gradients``, ``client
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,8 @@ from psdist.compression.gpu.memory import DeviceVector, PinnedPool
 from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.regions import Region
 from psdist.compression.specifications import Float32
+from psdist.errors import DeviceLostError
+from psdist.gpu.device import Device
 from psdist.types import DType, Layout, TensorSpec
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
@@ -44,7 +48,8 @@ class DeviceVectors:
         self._gradients: DeviceVector | None = None
         self._buffers: dict[str, Any] = {}
         self._weights: DeviceVector | None = None
-        self._registered: list[NDArray[Any]] = []
+        #: Memory of the host, and what takes its registration back.
+        self._registered: list[tuple[NDArray[Any], weakref.finalize[[Device, NDArray[Any]], DeviceVectors]]] = []
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -188,6 +193,7 @@ class DeviceVectors:
         vector = self._weights if self._weights is not None and not copy else self._new_vector()
         if not copy:
             self._weights = vector
+            self.synchronize()  # Work on the weights before, which the script has queued, reads the same memory.
         vector.write(weights, self._run.stream)
         bounds = zip(self._layout.tensors, self._layout.offsets, strict=False)
         made = {one.name: self._arrays.make(vector, start, one.shape, one.dtype) for one, start in bounds}
@@ -195,16 +201,31 @@ class DeviceVectors:
         return made
 
     def register(self, memory: NDArray[Any]) -> None:
-        """Lets copies to ``memory`` of the host go at full speed, until ``release_memory``. It is there until then."""
-        if memory.nbytes and not any(memory is one for one in self._registered) and self._device.register(memory):
-            self._registered.append(memory)
+        """Lets copies to ``memory`` of the host go at full speed, until ``unregister``. Its pages stay the same until
+        then: copies go to those that were there when it was registered."""
+        if not memory.nbytes or any(memory is one for one, _ in self._registered) or not self._device.register(memory):
+            return
+        # It keeps the memory, so that this is not given back first.
+        ending = weakref.finalize(self, _unregister, self._device, memory)
+        ending.atexit = False  # The end of a process ends its registrations.
+        self._registered.append((memory, ending))
+
+    def unregister(self) -> None:
+        """Takes all registrations back. No copy is under way."""
+        registered, self._registered = self._registered, []
+        for _, end in registered:
+            end()
 
     def release_memory(self) -> None:
         """Lets go of all memory. Views of the gradient vector stay as they are."""
-        for memory in self._registered:
-            self._device.unregister(memory)
-        self._registered, self._buffers = [], {}
+        self.unregister()
+        self._buffers = {}
         self._gradients = self._weights = None
+
+
+def _unregister(device: Device, memory: NDArray[Any]) -> None:
+    with suppress(DeviceLostError):  # Nothing is copied by a lost device.
+        device.unregister(memory)
 
 
 def open_vectors(layout: Layout, number: int) -> DeviceVectors:

@@ -1,4 +1,4 @@
-"""Work on large vectors, which must not keep the event loop from heartbeats."""
+"""Work on large vectors, and on devices, which must not keep the event loop from heartbeats."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ T = TypeVar("T")
 LARGE_ELEMENTS: Final = 1 << 22
 
 
-async def off_loop(elements: int, work: Callable[[], T]) -> T:
-    """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many."""
-    if elements < LARGE_ELEMENTS:
-        return work()
+async def off_loop(elements: int, work: Callable[[], T], *, waits: bool = False) -> T:
+    """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many, or it ``waits``."""
+    return await in_thread(work) if waits or elements >= LARGE_ELEMENTS else work()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What ``work`` returns, which may wait: for a device, which first does all that the script gave to it."""
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.wait({task})

@@ -224,7 +224,8 @@ extern "C" __global__ void __launch_bounds__(256) count_ties(
     if (threadIdx.x == 0) counts[blockIdx.x] = mine;
 }
 
-// The place of the first tie that is not kept: a block for each region.
+// The place of the first tie that is not kept: a block for each region. Who gave the gradient may write to it meanwhile,
+// so that there are fewer ties now than were counted: no search goes beyond the region for that.
 extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
     const float* values, const float* rest, const Row* rows, const u32* forgotten, Search* searches, const u32* counts,
     float decay) {
@@ -235,9 +236,10 @@ extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
     Search* search = searches + blockIdx.x;
     if (search->ties <= search->remaining) return;
     Source source = source_of(row, values, rest, forgotten, decay);
+    u64 tiles = (row->size + HISTOGRAM_TILE - 1) / HISTOGRAM_TILE;
     if (threadIdx.x == 0) {
         before = 0;
-        for (tile = 0; before + counts[row->first + tile] <= search->remaining; tile++)
+        for (tile = 0; tile + 1 < tiles && before + counts[row->first + tile] <= search->remaining; tile++)
             before += counts[row->first + tile];
     }
     __syncthreads();
@@ -248,11 +250,11 @@ extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
     __syncthreads();
     if (threadIdx.x == 0) {
         u32 left = search->remaining - before, part = 0;
-        for (; mine[part] <= left; part++) left -= mine[part];
+        for (; part < 255 && mine[part] <= left; part++) left -= mine[part];
         u64 i = low + part * per;
-        for (;; i++)
+        for (; i < row->size; i++)
             if (source.magnitude(i) == search->prefix && left-- == 0) break;
-        search->ties_stop = i;
+        search->ties_stop = less(i, row->size);
     }
 }
 

@@ -56,6 +56,7 @@ class DeviceParameters(DenseParameters):
 
     def hold(self, indices: Iterable[int]) -> None:
         new = sorted(set(indices) - self.held)
+        self._lanes.prepare()
         with self._lanes.watched():
             self._places |= self._allocated(new)
         try:

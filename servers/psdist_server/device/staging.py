@@ -1,8 +1,9 @@
 """How bytes go to a device and back: areas of pinned memory beside areas on the device, each with a stream.
 
 A kernel thread has a ``Lane`` while it updates slices. A lane has two areas, so that contributions are copied into one,
-by the processor, while the copies and the kernel of the other go on. Areas are made when they are first needed, and
-then kept: in the steady state nothing is allocated. They are the same for all parameter sets of the process.
+by the processor, while the copies and the kernel of the other go on. All areas are made before the first slice is held,
+and then kept: an update allocates nothing, so it cannot fail for want of memory when it has begun. They are the same
+for all parameter sets of the process.
 
 Invariants: an area is filled again only when all that used it is done. A lane that is given back is at rest, so nothing
 is written to the caller's memory after that.
@@ -140,17 +141,27 @@ class Lanes:
         self.device = device
         self._lost = lost
         self._free: list[Lane] = []
-        self._left = LANES
+        self._reading: Lane | None = None
         self._changed = threading.Condition()
         self._reads = threading.Lock()
-        self._reading: list[Lane] = []
         #: Finds the kernels of the device by name.
         self.kernels = device.kernels(update_source(*optimizers()))
 
+    def prepare(self) -> None:
+        """Makes the lanes, unless they are there. Raises LimitExceededError where there is no room for all; then there
+        is none."""
+        with self._changed, self.watched():
+            if self._reading is None:
+                lanes, reading = [Lane(self.device) for _ in range(LANES)], Lane(self.device, 1)
+                self._free, self._reading = lanes, reading
+
     @contextmanager
     def lane(self) -> Iterator[Lane]:
-        """A lane for updates. Waits while all are used."""
-        lane = self._take()
+        """A lane for updates, which ``prepare`` has made. Waits while all are used."""
+        with self._changed:
+            while not self._free:
+                self._changed.wait()
+            lane = self._free.pop()
         try:
             with self.used(lane):
                 yield lane
@@ -159,30 +170,12 @@ class Lanes:
                 self._free.append(lane)
                 self._changed.notify()
 
-    def _take(self) -> Lane:
-        with self._changed:
-            while not self._free and not self._left:
-                self._changed.wait()
-            if self._free:
-                return self._free.pop()
-            self._left -= 1
-        try:
-            with self.watched():
-                return Lane(self.device)
-        except BaseException:
-            with self._changed:
-                self._left += 1
-            raise
-
     @contextmanager
     def reading(self) -> Iterator[StagingArea]:
         """The area for reads. So the event loop does not wait for updates that kernel threads carry out."""
-        with self._reads:
-            if not self._reading:
-                with self.watched():
-                    self._reading.append(Lane(self.device, 1))
-            with self.used(self._reading[0]):
-                yield self._reading[0].next()
+        assert self._reading is not None, "prepare comes first"
+        with self._reads, self.used(self._reading):
+            yield self._reading.next()
 
     @contextmanager
     def used(self, lane: Lane) -> Iterator[None]:

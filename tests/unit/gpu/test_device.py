@@ -54,9 +54,17 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeCupy(2), "device", "cuda:0 to cuda:1"),
         (FakeCupy(4, free=FakeCudaError(2, "out of memory")), "memory", "nvidia-smi"),
         (FakeCupy(4, free=FakeCudaError(46, "all devices are busy")), "device", "busy"),
+        (
+            FakeCupy(4, compile=FakeCudaError(222, "unsupported toolchain")),
+            "driver",
+            r"the driver \(CUDA 11.8\) cannot load .* newer driver",
+        ),
     ],
 )
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, cupy: ModuleType, missing: str, text: str) -> None:
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cupy: ModuleType, missing: str, text: str
+) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     with pytest.raises(DeviceUnavailableError, match=text) as caught:
         open_device("cuda:3")
@@ -80,7 +88,14 @@ def test_an_error_in_the_middle_is_a_lost_device() -> None:
         device.memory()
 
 
-def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvrtc_that_does_not_know_the_device_is_refused() -> None:
+    with pytest.raises(DeviceUnavailableError, match="does not know sm_20, the architecture of the device") as caught:
+        compile_source(_SOURCE, "sm_20")
+    assert caught.value.details["missing"] == "nvrtc"
+
+
+def test_a_device_that_is_there_is_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     monkeypatch.setitem(sys.modules, "cupy", FakeCupy(8))
     device = open_device("cuda:2")
     assert device.name == "cuda:2 (Fake)"
@@ -109,6 +124,14 @@ def test_a_source_is_compiled_once_and_its_kernels_get_what_was_given(
     assert file.suffix == ".cubin" and file.read_bytes()[:4] == b"\x7fELF"
     monkeypatch.setattr("psdist.gpu.device.compile_source", lambda *_: pytest.fail("it is cached"))
     assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
+
+
+def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    cupy = FakeCupy()
+    device = CudaDevice(cupy, 0)
+    assert device.kernels(_SOURCE)("twice") is device.kernels(_SOURCE)("twice")
+    assert cupy.found == ["twice"]
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,6 +176,15 @@ def test_without_room_the_free_memory_is_named() -> None:
         CudaDevice(FakeCupy(Memory=FakeCudaError(719, "launch failure")), 0).allocate(1000)
 
 
+def test_without_room_for_pinned_memory_the_device_can_be_used_as_before() -> None:
+    for error in (FakeCudaError(2, "out of memory"), MemoryError("out of memory")):
+        device = CudaDevice(FakeCupy(PinnedMemory=error), 0)
+        with pytest.raises(LimitExceededError, match="no room for 1,000 bytes more of pinned memory"):
+            device.pinned(1000)
+    with pytest.raises(DeviceLostError, match="launch failure"):
+        CudaDevice(FakeCupy(PinnedMemory=FakeCudaError(719, "launch failure")), 0).pinned(1000)
+
+
 def test_memory_that_cannot_be_registered_is_used_as_it_is() -> None:
     values = np.zeros(1024, np.float32)
     cupy = FakeCupy()
@@ -189,4 +221,16 @@ def test_each_thread_works_on_the_device_and_keeps_its_own() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    assert seen == [2, 1] and cupy.do_getDevice() == 0
+    assert seen == [2, 1]
+
+
+def test_no_other_device_gets_a_context() -> None:
+    """A thread that has used none would be set back to device 0, which makes one there."""
+    cupy = FakeCupy(4)
+    device = CudaDevice(cupy, 2)
+    for _ in range(2):
+        thread = threading.Thread(target=device.memory)
+        thread.start()
+        thread.join()
+    device.memory()
+    assert cupy.contexts == {2} and cupy.do_getDevice() == 2

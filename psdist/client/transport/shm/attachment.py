@@ -13,7 +13,7 @@ Not here: which servers are asked, and when (``negotiated``).
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -141,6 +141,10 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     def gradients(self) -> NDArray[Any] | None:
         """The whole gradient vector in the arena, if there is one and it is float32."""
         return self._arena.gradients
+
+    def on_replaced(self, call: Callable[[], None]) -> None:
+        """Has ``call`` made before other pages lie where ``gradients`` does."""
+        self._arena.before_replaced = call
 
     @property
     def weights(self) -> Flat | None:

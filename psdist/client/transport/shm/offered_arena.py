@@ -9,6 +9,7 @@ Not here: the memory file (``psdist.wire.shm``), which servers have it (``attach
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from numpy.typing import NDArray
@@ -28,6 +29,8 @@ class OfferedArena:
         self.generation = 0
         self._arena: GradientArena | None = None
         self._offered = False
+        #: Called before other pages lie at the arena's addresses, and its memory is given back.
+        self.before_replaced: Callable[[], None] = lambda: None
 
     async def prepare(self) -> str:
         """Makes the arena. Returns why that cannot be; empty if it is there."""
@@ -64,6 +67,7 @@ class OfferedArena:
     def release(self) -> None:
         """Gives the arena's memory back to the system until it is written again. No push is under way."""
         if self._arena is not None:
+            self.before_replaced()
             self._arena.release()
 
     def renew(self) -> None:
@@ -71,10 +75,12 @@ class OfferedArena:
         assert self._arena is not None
         self._offered = False
         self.generation += 1
+        self.before_replaced()
         self._arena.renew()
 
     def close(self) -> None:
         """Ends the arena."""
         self.generation += 1
         if self._arena is not None:
+            self.before_replaced()
             self._arena.close()

@@ -14,11 +14,25 @@ from numpy.typing import NDArray
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import CupyArrays, is_on_device, number_of
 from psdist.compression.gpu.memory import DeviceVector
-from psdist.errors import DeviceLostError, DTypeMismatchError, InvalidArgumentError
+from psdist.errors import (
+    DeviceLostError,
+    DeviceUnavailableError,
+    DTypeMismatchError,
+    InvalidArgumentError,
+    LimitExceededError,
+)
 
 
 class FakeError(RuntimeError):
-    """An error of CUDA."""
+    """An error of CUDA. status: its number."""
+
+    def __init__(self, text: str, status: int = 719) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class CompileException(Exception):
+    """NVRTC refuses what CuPy gives it."""
 
 
 class FakeArray:
@@ -28,6 +42,7 @@ class FakeArray:
         self.values = values
         self.shape, self.dtype, self.data = values.shape, values.dtype, SimpleNamespace(ptr=values.ctypes.data)
         self.device = SimpleNamespace(id=number)
+        self.astype: Any = None
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -35,9 +50,6 @@ class FakeArray:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, self.device.id
-
-    def astype(self, dtype: Any) -> FakeArray:
-        return FakeArray(self.values.astype(dtype))
 
 
 class FakeTorchTensor:
@@ -63,20 +75,27 @@ class FakeTorchTensor:
 
 
 class FakeCupy(ModuleType):
-    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises."""
+    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises.
+    conversion: the error of CuPy's own kernels, if they have one. devices: by address, those of memory that does not
+    lie on device 0. context: the thread's."""
 
     def __init__(self) -> None:
         super().__init__("cupy")
         self.current, self.failure, self.synchronized, self.imported = 5, "", 0, 0
+        self.conversion: Exception | None = None
+        self.devices: dict[int, int] = {}
+        self.context = 77
         runtime = SimpleNamespace(
             CUDARuntimeError=FakeError,
             getDevice=lambda: self.current,
             setDevice=lambda number: setattr(self, "current", number),
             deviceSynchronize=self._synchronize,
+            pointerGetAttributes=lambda address: SimpleNamespace(device=self.devices.get(address, 0)),
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
-            driver=SimpleNamespace(CUDADriverError=FakeError),
+            driver=SimpleNamespace(CUDADriverError=FakeError, ctxGetCurrent=lambda: self.context),
+            compiler=SimpleNamespace(CompileException=CompileException),
             UnownedMemory=lambda *given: given,
             MemoryPointer=lambda *given: given,
         )
@@ -89,8 +108,8 @@ class FakeCupy(ModuleType):
 
     def asarray(self, value: Any) -> FakeArray:
         assert self.current == 0
-        if isinstance(value, FakeArray):
-            return value
+        if isinstance(value, FakeArray):  # What lies on another device is copied to the current one.
+            return value if value.device.id == self.current else FakeArray(value.values.copy(), self.current)
         return FakeArray(np.asarray(SimpleNamespace(__array_interface__=value.__cuda_array_interface__)))
 
     def from_dlpack(self, value: Any) -> FakeArray:
@@ -100,14 +119,22 @@ class FakeCupy(ModuleType):
 
     def ascontiguousarray(self, array: FakeArray, dtype: Any) -> FakeArray:
         values = np.ascontiguousarray(array.values, dtype)
-        return array if values is array.values else FakeArray(values)
+        return array if values is array.values else self.converted(values)
+
+    def converted(self, values: NDArray[Any]) -> FakeArray:
+        """What a kernel of CuPy's own makes."""
+        if self.conversion is not None:
+            raise self.conversion
+        return FakeArray(values)
 
     def ndarray(self, shape: tuple[int, ...], dtype: Any, pointer: Any) -> FakeArray:
         assert self.current == 0
         (address, size, owner, number), offset = pointer
         assert (address, number) == (owner.values.ctypes.data, 0) and size == owner.values.nbytes
         count = int(np.prod(shape))
-        return FakeArray(owner.values[offset // 4 : offset // 4 + count].reshape(shape).astype(dtype, copy=False))
+        array = FakeArray(owner.values[offset // 4 : offset // 4 + count].reshape(shape).astype(dtype, copy=False))
+        array.astype = lambda dtype: self.converted(array.values.astype(dtype))
+        return array
 
 
 @pytest.fixture
@@ -141,15 +168,26 @@ def test_a_tensor_of_torch_is_taken_without_its_graph(cupy: FakeCupy) -> None:
 
 
 def test_what_has_only_dlpack_is_taken_by_that(cupy: FakeCupy) -> None:
-    value = SimpleNamespace(values=np.arange(6, dtype=np.float32))
+    value = SimpleNamespace(values=np.arange(6, dtype=np.float32), __dlpack_device__=lambda: (2, 0))
     assert CupyArrays("cuda").take("w", value).address == value.values.ctypes.data and cupy.imported == 1
 
 
 def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
     with pytest.raises(DTypeMismatchError, match="'w' has dtype int32: use float32"):
         CupyArrays("cuda").take("w", FakeArray(np.arange(6, dtype=np.int32)))
-    with pytest.raises(InvalidArgumentError, match="'w' lies on cuda:1, others on cuda:0"):
-        CupyArrays("cuda").take("w", FakeArray(np.zeros(3, np.float32), number=1))
+    assert cupy.current == 5
+
+
+def test_what_lies_on_another_device_is_refused(cupy: FakeCupy) -> None:
+    """Before CuPy copies it to this one."""
+    values = np.zeros(3, np.float32)
+    cupy.devices[values.ctypes.data] = 1
+    no_dlpack = SimpleNamespace(__cuda_array_interface__=values.__array_interface__)
+    for value in (FakeArray(values, number=1), no_dlpack):
+        with pytest.raises(InvalidArgumentError, match="'w' lies on cuda:1, others on cuda:0"):
+            CupyArrays("cuda").take("w", value)
+    del cupy.devices[values.ctypes.data]
+    assert CupyArrays("cuda").take("w", no_dlpack).address == values.ctypes.data
     assert cupy.current == 5
 
 
@@ -162,6 +200,33 @@ def test_arrays_are_views_of_a_vector_or_copies_of_another_dtype(cupy: FakeCupy)
     assert brain.dtype == np.dtype(ml_dtypes.bfloat16) and brain.data.ptr != made.data.ptr
 
 
+@pytest.mark.parametrize("error", [CompileException("no cuda_fp16.h"), RuntimeError("no CUDA root: no cuda_fp16.h")])
+def test_without_cudas_headers_nothing_is_converted_and_it_says_what_is_missing(
+    cupy: FakeCupy, error: Exception
+) -> None:
+    arrays, cupy.conversion = CupyArrays("cuda"), error
+    owner = FakeArray(np.zeros(6, np.float32))
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 6, owner)  # type: ignore[arg-type]  # no device is used
+    assert arrays.take("w", owner).address == owner.data.ptr
+    for convert in (
+        lambda: arrays.take("w", FakeArray(np.zeros(6, np.float16))),
+        lambda: arrays.make(vector, 0, (6,), "float16"),
+    ):
+        with pytest.raises(DeviceUnavailableError, match=r"nvidia-cuda-runtime-cu12.*no cuda_fp16\.h") as caught:
+            convert()
+        assert caught.value.details["missing"] == "headers"
+    assert cupy.current == 5
+    cupy.conversion = FakeError("launch failure")
+    with pytest.raises(DeviceLostError, match="launch failure"):
+        arrays.make(vector, 0, (6,), "float16")
+
+
+def test_a_thread_that_has_no_device_is_not_given_another_one(cupy: FakeCupy) -> None:
+    cupy.context = 0
+    CupyArrays("cuda").synchronize()
+    assert cupy.current == 0
+
+
 def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
     arrays = CupyArrays("cuda")
     arrays.synchronize()
@@ -172,8 +237,18 @@ def test_an_error_of_cuda_is_a_lost_device(cupy: FakeCupy) -> None:
     assert cupy.current == 5
 
 
+@pytest.mark.parametrize("error", [MemoryError("out of memory"), FakeError("out of memory", status=2)])
+def test_memory_that_is_used_up_is_no_lost_device(cupy: FakeCupy, error: Exception) -> None:
+    arrays, cupy.conversion = CupyArrays("cuda"), error
+    with pytest.raises(LimitExceededError, match=r"cuda has no room for reading tensor 'w'.*float32"):
+        arrays.take("w", FakeArray(np.zeros(6, np.float16)))
+    arrays.synchronize()
+
+
 def test_arrays_of_the_host_are_not_on_a_device() -> None:
     for value in (np.zeros(3), 1.0, [1.0], SimpleNamespace(__dlpack_device__=lambda: (1, 0))):
         assert not is_on_device(value)
     array = FakeArray(np.zeros(3, np.float32), number=3)
     assert is_on_device(array) and number_of(array) == 3
+    managed = SimpleNamespace(__dlpack_device__=lambda: (13, 1))
+    assert is_on_device(managed) and number_of(managed) == 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from importlib.util import find_spec
@@ -15,8 +17,14 @@ from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
 from psdist import errors
+from psdist.client.bucket_step import StepState
+from psdist.client.core.partition import layout_of
 from psdist.client.device import arrays as device_arrays
+from psdist.client.device.vectors import DeviceVectors
+from psdist.client.gradients import GradientVector
 from psdist.client.session.worker_state import DeferredArray
+from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
@@ -24,7 +32,8 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
 CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
 RANDOM = PerTensor({"*": RandomK(0.25)}, min_elements=64)
-BYTES = 4 * 168
+ELEMENTS = 168
+BYTES = 4 * ELEMENTS
 
 Start = Callable[..., Awaitable[Setup]]
 
@@ -184,6 +193,88 @@ async def test_a_codec_without_kernels_has_the_gradient_copied(start: Start, mad
     assert not made.device.registered
 
 
+async def test_nothing_is_registered_once_a_client_is_closed(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    await setup.weights.push(there(gradient(0)))
+    assert len(made.device.registered) == 1
+    await setup.client.close("done")
+    assert not made.device.registered
+
+
+async def test_a_device_that_is_lost_does_not_keep_a_client_from_closing(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    await setup.weights.push(there(gradient(0)))
+    made.device.failure = "it fell off the bus"
+    await setup.client.close("done")
+
+
+async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place(made: HostArrays) -> None:
+    """As a push that failed, and the end of a client, have it: copies would go to the pages that were there before."""
+    arena, registered = OfferedArena(ELEMENTS, "float32"), list[int]()
+    assert await arena.prepare() == ""
+    layout = layout_of(INIT)
+    vector = GradientVector(layout, "float32", "reject", lambda: arena.gradients, StaleBufferCheck("p"))
+    arena.before_replaced = lambda: (registered.append(len(made.device.registered)), vector.unregister())[1]
+    for replace in (arena.renew, arena.release, arena.close):
+        flat = vector.gather(there(gradient(0)), 0)
+        assert flat is vector.vector and len(made.device.registered) == 1
+        np.testing.assert_array_equal(flat, joined(gradient(0)))
+        replace()
+        assert not made.device.registered
+    assert registered == [1, 1, 1]
+
+
+async def test_registered_memory_lasts_until_that_is_taken_back(made: HostArrays) -> None:
+    vectors = DeviceVectors(layout_of(INIT), made)
+    memory = np.zeros(ELEMENTS, np.float32)
+    kept = weakref.ref(memory)
+    vectors.register(memory)
+    del memory
+    assert kept() is not None and len(made.device.registered) == 1
+    del vectors
+    assert kept() is None and not made.device.registered
+
+
+@pytest.mark.parametrize("codec", [CODEC, BFloat16(), None], ids=["int8", "bfloat16", "raw"])
+async def test_the_event_loop_never_waits_for_a_device(start: Start, made: HostArrays, codec: Any) -> None:
+    """A script may have given it work for minutes, and this worker would miss its heartbeats."""
+    setup = await start(compression=codec)
+    buffers = await setup.weights.gradient_buffers(device="cuda")
+    await setup.weights.push(buffers)
+    await setup.weights.push_pull(there(gradient(0)), device="cuda")
+    await setup.weights.pull(copy=False, device="cuda")
+    if codec is not CODEC:  # What was left out would move to the host, once.
+        await setup.weights.push_pull(gradient(0), device="cuda")
+    else:  # Others copy what was gathered to the host's vector, when all that this waits for is done.
+        for name, values in gradient(1).items():
+            bucket = await setup.weights.push_pull_async(there({name: values}) if name == "v" else {name: values})
+        await bucket
+    await setup.weights.release_memory()
+    assert made.device.threads and threading.get_ident() not in made.device.threads
+
+
+async def test_buckets_wait_for_a_device_in_a_thread(start: Start, made: HostArrays) -> None:
+    setup = await start(compression=None)
+    made.synchronize = lambda: synchronizing.add(threading.get_ident())
+    synchronizing = set[int]()
+    for name, values in gradient(1).items():
+        bucket = await setup.weights.push_pull_async(there({name: values}))
+    await bucket
+    assert synchronizing and threading.get_ident() not in synchronizing
+
+
+async def test_a_step_that_is_lost_while_a_bucket_waits_for_the_device_is_dropped(
+    start: Start, made: HostArrays
+) -> None:
+    setup = await start()
+    await setup.weights.push_pull_async(there({"v": gradient(0)["v"]}))
+    step = setup.weights._steps._bucket_step
+    made.synchronize = lambda: setattr(step, "state", StepState.LOST)
+    with pytest.raises(errors.FencedError, match="step 0 was dropped, with all of its buckets"):
+        await setup.weights.push_pull_async(there({"w": gradient(0)["w"]}))
+    assert setup.weights._steps._bucket_step is None
+
+
 async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArrays) -> None:
     setup = await start()
     for server in setup.servers:
@@ -262,6 +353,19 @@ async def test_one_step_ends_with_weights_in_the_memory_of_a_device(start: Start
     for name, array in expected.items():
         np.testing.assert_array_equal(second[name].values, array)
     assert not np.array_equal(first["w"].values, second["w"].values)
+
+
+@pytest.mark.parametrize("pushes", [False, True])
+async def test_weights_are_overwritten_once_what_reads_them_is_done(
+    start: Start, made: HostArrays, pushes: bool
+) -> None:
+    """That is, what the script gave to its streams before the call."""
+    setup = await start(compression=None)
+    call = partial(setup.weights.push_pull, gradient(0)) if pushes else setup.weights.pull
+    for _ in range(2):
+        made.device.events.clear()
+        await call(copy=False, device="cuda")
+        assert made.device.events[:2] == ["synchronize", "copy_in"]
 
 
 async def test_bad_arguments(start: Start, made: HostArrays) -> None:

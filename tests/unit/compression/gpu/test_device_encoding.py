@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device_encoders import BothEncoders
-from host_device import needs_compiler
+from host_device import HostDevice, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist.compression import BFloat16, ChunkedTopK, Codec, Float16, Float32, Int2, Int4, Int8, OneBit, PerTensor, TopK
+from psdist.compression.gpu.launcher import Launcher
+from psdist.compression.gpu.tables import SegmentRange, table
+from psdist.compression.regions import Region
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, TensorSpec
 
@@ -170,3 +173,21 @@ def test_slices_that_abstain_keep_their_rest() -> None:
     both.push(worst_cases(LAYOUT.total, 0))
     both.push(worst_cases(LAYOUT.total, 1), [[1, 2]])
     both.push(worst_cases(LAYOUT.total, 2))
+
+
+@pytest.mark.parametrize("counted", [0, 2], ids=["no tile", "the last tile"])
+def test_ties_that_are_overwritten_while_they_are_looked_for_lead_nowhere_else(counted: int) -> None:
+    """A script that writes to its gradient too early gets other values sent, and no kernel that never ends."""
+    run = Launcher(HostDevice())
+    region = Region(0, 20_000, TopK(0.1), (20_000,))
+    rows = table([SegmentRange(0, region, 0, region.size)], [2]).rows
+    fields = [("prefix", "<u4"), ("remaining", "<u4"), ("ties", "<u4"), ("unused", "<u4"), ("stop", "<u8")]
+    search = np.zeros(1, np.dtype(fields))
+    search["prefix"], search["remaining"], search["ties"] = np.float32(2.0).view(np.uint32), 1, 9
+    values, forgotten = run.upload(np.ones(region.size, np.float32)), run.upload(np.zeros(1, np.uint32))
+    searches, counts = run.upload(search), run.upload(np.array([0, counted], np.uint32))
+    addresses = [np.uint64(one) for one in (values, 0, run.upload(rows), forgotten, searches, counts)]
+    run.launch("find_ties_stop", 1, 256, *addresses, np.float32(1.0))
+    run.copy_out(search, searches)
+    run.wait()
+    assert search["stop"] == region.size

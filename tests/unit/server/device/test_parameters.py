@@ -81,12 +81,37 @@ def test_small_slices_are_not_registered() -> None:
 
 
 def test_without_room_nothing_has_changed() -> None:
-    device = HostDevice(memory_bytes=12 * 6 * SLICE)
-    dense = DeviceParameters(entry(), Lanes(device))
+    device = HostDevice()
+    lanes = Lanes(device)
+    lanes.prepare()
+    device.memory_bytes = device.allocated + 12 * 6 * SLICE
+    dense = DeviceParameters(entry(), lanes)
+    before = device.allocated
     dense.hold([0, 1, 2, 4])
     with pytest.raises(LimitExceededError, match="no room"):
         dense.hold([3, 7, 5])
-    assert dense.indices == (0, 1, 2, 4) and device.allocated == 12 * 4 * SLICE
+    assert dense.indices == (0, 1, 2, 4) and device.allocated == before + 12 * 4 * SLICE
+    dense.close()
+
+
+def test_an_update_needs_no_more_memory() -> None:
+    """Else it would end in the middle, and its slice would look for ever as if it was being written."""
+    device = HostDevice()
+    dense = filled(DeviceParameters(entry(), Lanes(device)))
+    device.memory_bytes = device.allocated
+    assert dense.apply([Update(0, 0, [gradient()])]) == [()] and dense.weights.sequence[0] == 2
+    assert dense.read(0, "bfloat16").nbytes == 2 * SLICE
+    dense.close()
+
+
+def test_without_room_for_what_updates_need_nothing_is_held() -> None:
+    device = HostDevice(memory_bytes=30 << 20)
+    dense = DeviceParameters(entry(), Lanes(device))
+    with pytest.raises(LimitExceededError, match="no room"):
+        dense.hold([0])
+    assert not dense.held and not device.allocated
+    device.memory_bytes = 1 << 30
+    dense.hold([0])
     dense.close()
 
 
