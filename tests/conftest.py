@@ -25,6 +25,8 @@ hypothesis.settings.load_profile("psdist")
 
 #: Inherited by every process that the tests start, however deep, so that survivors can be told from strangers.
 _MARK = "PSDIST_TEST_SESSION"
+#: In which a process whose parent is gone has ended, also on a machine that does much else.
+_ENDING_SECONDS = 30
 #: Of Linux's headers.
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 #: Variables by which a launcher would speak to the tests themselves.
@@ -65,7 +67,8 @@ def _take_shared_memory_apart() -> None:
 def no_process_left() -> Iterator[None]:
     """Fails the run if a process that a test started outlives the tests; ends it in any case."""
     yield
-    survivors = _survivors(os.environ[_MARK])
+    # A compiler of kernels has the lowest priority, and ends when it learns that its server was killed.
+    _, survivors = psutil.wait_procs(_survivors(os.environ[_MARK]), timeout=_ENDING_SECONDS)
     commands = [" ".join(process.cmdline()) for process in survivors]
     for process in survivors:
         process.kill()
