@@ -98,3 +98,14 @@ def test_what_is_not_finite_is_found_anywhere(size: int, bad: float, seed: int) 
         assert sparse.add_and_select_largest(zeros, values, 1.0, kept, sums).tolist() == [-1]
         assert sparse.select_chunks(values, 64, min(kept, 64)).tolist() == [-1]
         assert sparse.add_and_select_chunks(values, zeros, 1.0, 64, min(kept, 64), sums).tolist() == [-1]
+
+
+@pytest.mark.parametrize("part", [0.001, 0.01, 0.1])
+def test_a_sample_that_is_not_like_the_rest(part: float) -> None:
+    """Too few are above what the sample says, so all are looked at again."""
+    values = _in_the_sample(np.random.default_rng(1), 131_072)
+    kept = round(part * values.size)
+    expected, sums = numpy_sparse.select_largest(values, kept), np.empty_like(values)
+    assert sparse.select_largest(values, kept).tolist() == expected.tolist()
+    zeros = np.zeros_like(values)
+    assert sparse.add_and_select_largest(values, zeros, 1.0, kept, sums).tolist() == expected.tolist()
