@@ -153,7 +153,7 @@ class GradientEncoder:
         self._residual = DoubleBuffer(size)
         self._velocity = DoubleBuffer(size if any(_momentum(region) for region in self._regions) else 0)
         #: What of a push is encoded, where that is not in the next residual already.
-        self._sums = np.zeros(size, np.float32)
+        self._sums = np.zeros(size if any(map(_needs_sums, self._regions)) else 0, np.float32)
         #: Pushes of which something was encoded, and what codecs keep of the last one, by region.
         self._ordinal = 0
         self._kept: dict[int, NDArray[Any]] = {}
@@ -236,7 +236,7 @@ class GradientEncoder:
                 self.totals.overflows += 1
             values = after
         # Where only some values are sent, the others are the next residual as they are.
-        sums = (self._residual.after if segments.selects_places(region.codec) else self._sums)[part]
+        sums = (self._sums if _needs_sums(region) else self._residual.after)[part]
         left_out, decay = self._residual.before[part], region.codec.residual_decay
         prepared = segments.prepare_sum(region, values, left_out, decay, sums, about, state)
         if prepared is None:
@@ -303,6 +303,11 @@ def _momentum(region: Region) -> float:
     """The momentum of deep gradient compression; 0 for none."""
     sparse = region.codec.sparse if isinstance(region.codec, Chain) else region.codec
     return sparse.momentum if isinstance(sparse, TopK) and _feedback(region) else 0.0
+
+
+def _needs_sums(region: Region) -> bool:
+    """Whether a region's sum of gradient and residual must stay as it is while slices of it are encoded."""
+    return _feedback(region) and not segments.selects_places(region.codec)
 
 
 def _feedback(region: Region) -> bool:
