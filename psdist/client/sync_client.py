@@ -130,6 +130,12 @@ class Client(ProcessBound):
         """The number of registrations under this worker id, this one included."""
         return self._client.incarnation
 
+    def joins_late(self, name: str) -> bool:
+        """Whether the parameter set was in use before this worker was registered: by ``parameters`` it would join a
+        training under way."""
+        assert self._client.session is not None  # As in ``phases``.
+        return name in self._client.session.membership.ready_before
+
     @property
     def phases(self) -> PhaseTimer:
         """The clock that divides this worker's time into computing, pushing, waiting and pulling."""

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from psdist.client.context import Context, init
+from psdist.client.sync_client import Client
 from psdist.compression import Codec
-from psdist.errors import FencedError, InvalidArgumentError
+from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
 from psdist.torch.broadcast import TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
@@ -70,7 +71,8 @@ class DistributedDataParallel(nn.Module):
     name: of the parameter set; each model of a script has its own. context: None takes that of ``psdist.init()``.
     others: the other arguments of torch's class, which may only have their defaults.
 
-    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, and what ``psdist.init`` and
+    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, LateWorkerError where the others have
+    begun without this worker, and what ``psdist.init`` and
     ``Client.parameters`` raise. Where gradients of any worker are not finite, those of all become NaN, so that a
     GradScaler skips the step everywhere. Backward passes raise what pushes raise; FencedError where this worker was
     expelled and the others have gone on: its model is not theirs any more.
@@ -100,6 +102,7 @@ class DistributedDataParallel(nn.Module):
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
+        check_in_time(client, name)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
         shapes: dict[str, NDArray[np.float32]] = {
@@ -264,6 +267,17 @@ def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:
     if parameter.grad is None or parameter.grad.layout is not torch.strided:
         parameter.grad = torch.empty_like(parameter)
     write_into(parameter.grad, mean)
+
+
+def check_in_time(client: Client, name: str) -> None:
+    """Raises LateWorkerError where others train with the parameter set already: only they have the weights."""
+    if client.joins_late(name):
+        raise LateWorkerError(
+            f"this worker came, or was started again, when {name!r} was in use: the weights of a "
+            "DistributedDataParallel are with its workers alone, so that none can join them, and the others go on "
+            "without this one. To train with all workers stop the run and start it again from a checkpoint of the "
+            "script; psdist.torch.DistributedOptimizer has its weights on the servers, and takes workers back"
+        )
 
 
 def check_unsupported(given: Mapping[str, Any]) -> None:
