@@ -26,12 +26,12 @@ from psdist.client.sync_client import Client
 from psdist.compression import Codec
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
-from psdist.torch.broadcast import TensorBroadcast
+from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import FrozenParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
-from psdist.torch.values import share_fixed, write_into
+from psdist.torch.values import write_into
 
 #: A tensor that has 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
@@ -61,7 +61,7 @@ class DistributedDataParallel(nn.Module):
     module: as for ``DistributedOptimizer``. All workers begin with the values of the lowest rank.
     device_ids: None, or the one device that the module is on.
     broadcast_buffers: before each forward pass in training that is to be followed by a push, buffers become those of
-        rank 0. That is one more step of a parameter set.
+        the lowest rank. That is one more step of a parameter set.
     find_unused_parameters: a backward pass may reach some parameters only. Workers that do not reach one count with
         zeros; one that nobody reaches keeps the gradient that it had. False raises InvalidArgumentError then.
     gradient_as_bucket_view: ``parameter.grad`` is a view of the gradient vector, which saves memory and a copy.
@@ -113,7 +113,12 @@ class DistributedDataParallel(nn.Module):
             flags[_USED] = np.zeros(len(shapes), np.float32)
         #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
-        share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
+        #: Whose values all workers begin with, and whose buffers all have: also where a run is resumed, as a snapshot
+        #: has the values of its beginning, and a script those of its checkpoint.
+        self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
+        initial = TensorBroadcast(client, f"{name}/initial", lambda: {**tensors.trained, **tensors.fixed})
+        self._lowest_rank.send(initial)
+        initial.release_memory()
         self._buffers_in_step = TensorBroadcast(
             client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
         )
@@ -135,7 +140,7 @@ class DistributedDataParallel(nn.Module):
 
     def _begin(self) -> None:
         if self._join is None:
-            self._buffers_in_step.send(is_source=self.context.rank == 0)
+            self._lowest_rank.send(self._buffers_in_step)
         elif not self._join.is_begun:
             active = self._join.begin_step()
             self._buffers_in_step.send(is_source=self.context.rank == min(active))
