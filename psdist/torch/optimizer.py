@@ -29,6 +29,7 @@ from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
 from psdist.torch.gradients import GradientStream
 from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.uneven_inputs import UnevenInputs
@@ -41,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     model: its trained parameters, float32, bfloat16 or float16 on one device. All workers begin with the values of the
         lowest rank, those of frozen parameters and buffers included. A parameter that gets no gradient counts with
-        zeros. Buffers, such as running statistics, then stay with each worker.
+        zeros. Buffers, such as running statistics, then stay with each worker, and snapshots have them.
     optimizer: of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a specification of
         psdist.optim. It runs on the servers. Parameters that torch's optimizer does not have are not trained.
     scheduler: the learning-rate scheduler of torch's optimizer, for BSP; see ``convert_scheduler``. The servers follow
@@ -113,6 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
         self._wrapped = wrapped
         self._pull()
+        KeptBuffers(model).keep(client, self.handle)
         if self._overlaps:
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)

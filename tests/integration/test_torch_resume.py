@@ -11,23 +11,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import psdist
 from psdist.client.context import Context
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.torch import DistributedDataParallel
+from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
 
 Work = Callable[[Context], Any]
 
 
 @contextmanager
-def life(storage: Path) -> Iterator[Callable[[Work], list[Any]]]:
+def life(storage: Path, first_rank: int = 0) -> Iterator[Callable[[Work], list[Any]]]:
     """One life of the run. Gives what does the same in both workers, and returns what they return."""
     cluster = EmbeddedCluster(servers=1, storage=storage, run_id="resumed")
-    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(2)]
-    contexts = [Context(rank, 2, rank, client) for rank, client in enumerate(clients)]
+    clients = [psdist.Client(cluster.address, cluster.token, rank=first_rank + number) for number in range(2)]
+    contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
     with ThreadPoolExecutor(2) as threads:
         yield lambda work: list(threads.map(work, contexts))
         list(threads.map(lambda context: context.client.snapshot(), contexts))
@@ -69,3 +70,54 @@ def test_data_parallel_training_goes_on_from_what_the_script_loaded(tmp_path: Pa
             assert torch.equal(begun[name], value), f"{name} as rank 0 loaded it"
     (_, one), (_, other) = ends
     assert all(torch.equal(one[name], other[name]) for name in one if "running" not in name)
+
+
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_running_statistics_go_on_with_the_weights(
+    tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each worker's own. One that was not there before is told that it has none."""
+
+    def train(context: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = statistics_and_weights()
+        optimizer = wrap(model, psdist.optim.SGD(lr=0.1), context=context)
+        begun = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, context.rank)).pow(2).mean().backward()
+            optimizer.step()
+        return begun, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    with life(tmp_path) as both:
+        ends = [end for _, end in both(train)]
+    assert not torch.equal(ends[0]["1.running_mean"], ends[1]["1.running_mean"])
+    with life(tmp_path) as both:
+        begins = [begin for begin, _ in both(train)]
+    for end, begin in zip(ends, begins, strict=True):
+        assert all(torch.equal(end[name], begin[name]) for name in end)
+    assert "when training began" not in caplog.text
+    with life(tmp_path, first_rank=1) as both:
+        begins = [begin for begin, _ in both(train)]
+    assert int(begins[0]["1.num_batches_tracked"]) == 6 and int(begins[1]["1.num_batches_tracked"]) == 0
+    assert caplog.text.count("begin with the values that they had when training began") == 1
+
+
+def test_a_worker_that_joins_later_is_told_that_it_has_no_running_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = EmbeddedCluster(servers=1)
+
+    def wrapped(client: psdist.Client, model: nn.Module) -> DistributedOptimizer:
+        context = Context(client.rank, 2, client.rank, client)
+        return DistributedOptimizer(model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), context=context)
+
+    try:
+        with psdist.Client(cluster.address, cluster.token, rank=0) as first:
+            model = statistics_and_weights()
+            optimizer = wrapped(first, model)
+            model(batch(0, 0)).sum().backward()
+            optimizer.step()
+            assert "when training began" not in caplog.text
+            with psdist.Client(cluster.address, cluster.token, rank=1) as second:
+                wrapped(second, statistics_and_weights())
+    finally:
+        cluster.close()
+    assert "buffers of 'model' (1.running_mean, 1.running_var, 1.num_batches_tracked) begin with" in caplog.text
