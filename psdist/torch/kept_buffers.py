@@ -52,8 +52,9 @@ class KeptBuffers:
         handle.keep_state(self._save, self._restore, prefix=BUFFERS)
         if not self._is_restored and (client.joins_late(handle.name) or handle.restored):
             logger.warning(
-                "buffers of %r (%s) begin with the values that they had when training began: this worker joined later, "
-                "and what others have learned is in their own buffers. Save the model of a worker that was there",
+                "buffers of %r (%s) begin with the values that they had when training began, and not where it goes on: "
+                "no snapshot has those of this worker, or others train already, which have their own. Save the model "
+                "of a worker that has trained from the beginning",
                 handle.name, ", ".join(list(self._places)[:4]),
             )  # fmt: skip
 

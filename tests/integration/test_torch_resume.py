@@ -5,6 +5,7 @@ two workers, which are threads of this process.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import psdist
 from psdist.client.context import Context
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
+from tests.support.launched import Run
 
 Work = Callable[[Context], Any]
 
@@ -121,3 +123,37 @@ def test_a_worker_that_joins_later_is_told_that_it_has_no_running_statistics(cap
     finally:
         cluster.close()
     assert "buffers of 'model' (1.running_mean, 1.running_var, 1.num_batches_tracked) begin with" in caplog.text
+
+
+#: Ends without closing its client.
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import psdist, psdist.torch
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+optimizer = getattr(psdist.torch, sys.argv[1])(model, psdist.optim.SGD(lr=0.01))
+print("begins", optimizer.handle.step, model[1].running_var.tolist(), flush=True)
+for _ in range(4):
+    model(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
+print("ends", optimizer.handle.step, model[1].running_var.tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedOptimizer", "offload"])
+def test_the_snapshot_at_the_end_of_a_script_has_running_statistics(tmp_path: Path, wrapper: str) -> None:
+    outputs, storage = [], str(tmp_path / "storage")
+    for _ in range(2):
+        flags = ("--run-id", "resumed", "--nservers", "1", "--storage-path", storage)
+        run = Run(tmp_path, SCRIPT, wrapper, flags=flags)
+        try:
+            status, output = run.end()
+        finally:
+            run.stop()
+        assert status == 0, output
+        outputs.append(output)
+    (ended,) = set(re.findall(r"ends 4 (.*)", outputs[0]))
+    assert re.findall(r"begins 4 (.*)", outputs[1]) == [ended] * 2, outputs[1]

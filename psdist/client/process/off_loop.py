@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -15,7 +16,7 @@ async def off_loop(elements: int, work: Callable[[], T]) -> T:
     """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many."""
     if elements < LARGE_ELEMENTS:
         return work()
-    task = asyncio.ensure_future(asyncio.to_thread(work))
+    task = asyncio.ensure_future(in_thread(work))
     try:
         await asyncio.wait({task})
     except asyncio.CancelledError:
@@ -24,3 +25,11 @@ async def off_loop(elements: int, work: Callable[[], T]) -> T:
         task.exception()
         raise
     return task.result()
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """What ``work`` returns, in a thread. At the end of the process, when Python starts none any more, in this one:
+    then a client is closed that its script left open."""
+    if not threading.main_thread().is_alive():
+        return work()
+    return await asyncio.to_thread(work)

@@ -24,6 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
+from psdist.client.process.off_loop import in_thread
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
@@ -263,7 +264,7 @@ class StateUploads:
 
     async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
         try:
-            data = await asyncio.to_thread(_to_bytes, state)
+            data = await in_thread(lambda: _to_bytes(state))
             mine = self._membership.registration
             header = pb.HandInStateRequest.Header(
                 **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
