@@ -38,7 +38,8 @@ _USED: Final = "psdist/used"
 #: A tensor that has more than 0 where gradients of any worker are not finite.
 _OVERFLOWS: Final = "psdist/overflows"
 _AFTER_FAILURE: Final = (
-    "other workers go on with a step that this one did not make, so its model is not theirs any more: start it again"
+    "After a pass that failed this worker cannot go on, as the others make a step that it did not: stop the run, and "
+    "start it again from a checkpoint"
 )
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
@@ -253,8 +254,8 @@ class DistributedDataParallel(nn.Module):
         if not self._stream.collect(write):
             raise FencedError(
                 "this worker was expelled, and the others went on with a step that it did not make: its model is not "
-                "theirs any more. Start it again, or use psdist.torch.DistributedOptimizer, whose weights are on the "
-                "servers"
+                "theirs any more. Stop the run and start it again from a checkpoint, or use "
+                "psdist.torch.DistributedOptimizer, whose weights are on the servers"
             )
         if self._join is not None:
             self._join.end_step()

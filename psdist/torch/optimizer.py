@@ -186,7 +186,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clears the gradients, as torch's optimizers do.
 
         After a backward pass that failed, training goes on with the next batch. What the pass had pushed cannot be
-        taken back: then the step is made here, with zeros for all other parameters. Raises as ``step`` in that case.
+        taken back: then the step is made here, with zeros for all other parameters. So it is where ``step`` refused
+        gradients that were changed after they were pushed. Raises as ``step`` in that case; InvalidArgumentError, and
+        clears nothing, between a backward pass that pushed and ``step``.
         """
         if self._stream.discard():
             self._collect()

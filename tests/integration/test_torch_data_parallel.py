@@ -344,7 +344,7 @@ def test_a_pass_that_failed_after_a_bucket_was_pushed_cannot_be_made_good(
         with pytest.raises(MemoryError):
             loss_of(wrapped, BATCHES(0)).backward()
         hook.remove()
-        with pytest.raises(InvalidArgumentError, match="other workers go on with a step that this one did not make"):
+        with pytest.raises(InvalidArgumentError, match="the others make a step that it did not: stop the run"):
             loss_of(wrapped, BATCHES(0)).backward()
 
     both(worker)
