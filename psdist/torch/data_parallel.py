@@ -28,7 +28,7 @@ from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
-from psdist.torch.gradients import GradientStream
+from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import FrozenParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import write_into
@@ -99,6 +99,7 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes = bucket_bytes_of(8.0 if bucket_cap_mb is None else bucket_cap_mb)
         tensors = inspect(module)
         _check_devices(tensors, device_ids)
+        check_free({**tensors.trained, **tensors.fixed})
         self.module = module
         #: This script's place in its run.
         self.context = init() if context is None else context

@@ -53,6 +53,18 @@ class _Step:
     is_dropped: bool = False
 
 
+def check_free(parameters: Mapping[str, Tensor]) -> None:
+    """Raises InvalidArgumentError where some of these, by name, are trained through another parameter set."""
+    for stream in list(_streams.values()):
+        taken = set(map(id, stream._parameters))
+        if name := next((name for name, one in parameters.items() if id(one) in taken), None):
+            raise InvalidArgumentError(
+                f"parameter {name!r} is trained through the parameter set {stream.name!r} already, and a model has one "
+                "optimizer: give parameter groups to that, wrap parts of the model, each with an optimizer of its "
+                "own, instead of the whole, or close() the other one first"
+            )
+
+
 class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
 
@@ -208,6 +220,11 @@ class GradientStream:
         return self._handle.push_pull_async(names, self._step.weight)
 
     # --- at its end ---
+
+    @property
+    def name(self) -> str:
+        """Of the parameter set."""
+        return self._handle.name
 
     @property
     def is_paused(self) -> bool:

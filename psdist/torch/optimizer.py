@@ -27,7 +27,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
-from psdist.torch.gradients import GradientStream
+from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
@@ -88,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = inspect(model, parameters_of(wrapped))
+        check_free({**tensors.trained, **tensors.fixed})
         spec = specification_of(optimizer, tensors.trained, scheduler)
         if max_grad_norm is not None:
             spec = replace(spec, max_grad_norm=max_grad_norm)
