@@ -21,7 +21,7 @@ from psdist.errors import DTypeMismatchError, InvalidArgumentError
 #: Dtypes of trained parameters. The servers hold float32 and would round a float64.
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 #: What the module of ``torch.compile`` puts before the names.
-_COMPILED: Final = "_orig_mod."
+COMPILED: Final = "_orig_mod."
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise InvalidArgumentError(f"the model is wrapped in {type(model).__name__}: give its .module")
-    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     chosen = None if wanted is None else set(wanted)
     if chosen is not None:
         _check_known(chosen, named)
@@ -111,9 +111,9 @@ def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
 
 def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The parameters of ``model`` whose names are not in ``trained``, and its buffers, by name."""
-    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     frozen: dict[str, Tensor] = {name: tensor for name, tensor in named.items() if name not in trained}
-    buffers = {name.replace(_COMPILED, ""): buffer for name, buffer in model.named_buffers()}
+    buffers = {name.replace(COMPILED, ""): buffer for name, buffer in model.named_buffers()}
     return frozen | buffers
 
 

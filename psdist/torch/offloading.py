@@ -32,6 +32,7 @@ from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.inspection import fixed_tensors, inspect
+from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
@@ -106,6 +107,7 @@ def offload(
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
     share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
+    KeptBuffers(model).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
     return OffloadedOptimizer(context, made, passes, Rates(spec, wrapped, scheduler, made[0].handle), spec, wrapped)
 

@@ -102,11 +102,15 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
 
 def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
     """The bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    array: NDArray[np.float32] = flat.view(torch.uint8).numpy().astype(np.float32)
+    return raw_bytes(tensor).astype(np.float32)
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor of any dtype; they may lie where the tensor does."""
+    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 
-def from_bytes(array: NDArray[np.float32], like: Tensor) -> Tensor:
+def from_bytes(array: NDArray[Any], like: Tensor) -> Tensor:
     """The tensor of which ``array`` has the bytes: of one dimension, with the dtype of ``like``."""
     return torch.from_numpy(array.astype(np.uint8)).view(like.dtype)

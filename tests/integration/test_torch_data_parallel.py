@@ -344,7 +344,37 @@ def test_a_pass_that_failed_after_a_bucket_was_pushed_cannot_be_made_good(
         with pytest.raises(MemoryError):
             loss_of(wrapped, BATCHES(0)).backward()
         hook.remove()
-        with pytest.raises(InvalidArgumentError, match="other workers go on with a step that this one did not make"):
+        with pytest.raises(InvalidArgumentError, match="the others make a step that it did not: stop the run"):
             loss_of(wrapped, BATCHES(0)).backward()
 
     both(worker)
+
+
+def test_buffers_are_those_of_the_next_worker_when_the_first_is_gone() -> None:
+    cluster = EmbeddedCluster(servers=1)
+    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(3)]
+
+    def worker(client: psdist.Client) -> list[Tensor]:
+        context = Context(client.rank, 3, client.rank, client)
+        wrapped = DistributedDataParallel(nn.BatchNorm1d(2), context=context)
+        seen = []
+        for step in range(4):
+            if client.rank == 0 and step == 2:
+                client.close()
+                break
+            wrapped(torch.full((2, 2), 10.0 * step + client.rank)).sum().backward()
+            wrapped._begin_step() if step == 3 else None
+            seen.append(wrapped.module.running_mean.clone())
+        return seen
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            _, second, third = threads.map(worker, clients)
+    finally:
+        for client in clients:
+            client.close()
+        cluster.close()
+    expected = nn.BatchNorm1d(2)
+    for value in (0.0, 11.0, 21.0, 31.0):
+        expected(torch.full((2, 2), value))
+    assert torch.equal(second[-1], third[-1]) and torch.equal(second[-1], expected.running_mean)
