@@ -117,23 +117,30 @@ def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict
     return frozen | buffers
 
 
-class FrozenParameters:
-    """The parameters of a model that are not trained, because they were frozen when it was wrapped.
+class ModelParameters:
+    """The parameters that a model had when it was wrapped, and which of them were frozen then.
 
     wanted: as for ``inspect``; others may be unfrozen, as nobody expects them to be trained.
     """
 
     def __init__(self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> None:
         chosen = None if wanted is None else set(wanted)
-        self._parameters = {
+        self._model = model
+        self._all = list(model.parameters())
+        self._frozen = {
             name: parameter
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad and (chosen is None or parameter in chosen)
         }
 
     def check(self) -> None:
-        """Raises InvalidArgumentError for one that was unfrozen since."""
-        for name, parameter in self._parameters.items():
+        """Raises InvalidArgumentError where some were added, taken away, replaced or unfrozen since."""
+        if set(map(id, self._model.parameters())) != set(map(id, self._all)):
+            raise InvalidArgumentError(
+                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
+                "first, then wrap it"
+            )
+        for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidArgumentError(
                     f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients go nowhere: "
@@ -154,10 +161,8 @@ class ModelWatch:
         trained: Mapping[str, nn.Parameter],
         wanted: Iterable[nn.Parameter] | None = None,
     ) -> None:
-        self._model = model
         self._trained = dict(trained)
-        self._frozen = FrozenParameters(model, wanted)
-        self._all = {id(parameter) for parameter in model.parameters()}
+        self._parameters = ModelParameters(model, wanted)
         self._known: list[tuple[Any, ...]] = []
         self.accept()
 
@@ -168,18 +173,13 @@ class ModelWatch:
     def check(self) -> None:
         """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, unfrozen, moved, or
         written to since ``accept``."""
-        if {id(parameter) for parameter in self._model.parameters()} != self._all:
-            raise InvalidArgumentError(
-                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
-                "first, then wrap it"
-            )
+        self._parameters.check()
         for (name, parameter), known in zip(self._trained.items(), self._known, strict=True):
             if (state := _state(parameter)) != known:
                 raise InvalidArgumentError(
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
                 )
-        self._frozen.check()
 
 
 def _state(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
-from psdist.torch.inspection import fixed_tensors, inspect
+from psdist.torch.inspection import ModelParameters, fixed_tensors, inspect
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
 from psdist.torch.offloaded.division import divide
@@ -109,7 +109,9 @@ def offload(
     share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
     KeptBuffers(model).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
-    return OffloadedOptimizer(context, made, passes, Rates(spec, wrapped, scheduler, made[0].handle), spec, wrapped)
+    rates = Rates(spec, wrapped, scheduler, made[0].handle)
+    then = ModelParameters(model, parameters_of(wrapped))
+    return OffloadedOptimizer(context, made, passes, rates, then, spec, wrapped)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -121,6 +123,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         layers: Sequence[OffloadedLayer],
         passes: Passes,
         rates: Rates,
+        then: ModelParameters,
         spec: Optimizer,
         wrapped: torch.optim.Optimizer | None,
     ) -> None:
@@ -132,6 +135,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._layers = list(layers)
         self._passes = passes
         self._rates = rates
+        self._parameters_then = then
         self._trained = {name: one for layer in layers for name, one in layer.parameters.items()}
         super().__init__(groups_of(spec, self._trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
@@ -171,6 +175,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         self._rates.check(self.param_groups)
+        self._parameters_then.check()
         for name, parameter in self._trained.items():
             if not parameter.requires_grad:
                 raise InvalidArgumentError(

@@ -319,6 +319,25 @@ def test_a_copy_is_one_of_the_module(both: Callable[[Work], list[Any]], name: st
     both(worker)
 
 
+@pytest.mark.parametrize("change", [lambda model: model.append(nn.Linear(4, 4)), lambda model: replace(model, 1)])
+def test_a_layer_that_is_added_or_replaced_later_is_told(
+    both: Callable[[Work], list[Any]], name: str, change: Callable[[nn.Sequential], object]
+) -> None:
+    def worker(context: Context) -> None:
+        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4))
+        wrapped = DistributedDataParallel(model, name="".join(filter(str.isalnum, name)), context=context)
+        change(model)
+        with pytest.raises(InvalidArgumentError, match="added, replaced or taken away after it was wrapped"):
+            loss_of(wrapped, BATCHES(0)).backward()
+
+    both(worker)
+
+
+def replace(model: nn.Sequential, at: int) -> None:
+    """Puts a new layer in the place of one."""
+    model[at] = nn.Linear(4, 4)
+
+
 def test_a_parameter_that_is_unfrozen_later_is_told(both: Callable[[Work], list[Any]], name: str) -> None:
     def worker(context: Context) -> None:
         model = mlp()
