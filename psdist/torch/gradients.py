@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
@@ -125,7 +126,9 @@ class GradientStream:
         ]
 
     def set_weight(self, weight: float) -> None:
-        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed."""
+        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed, and
+        as ``weight_of``."""
+        weight = weight_of(weight, self._handle.spec.consistency)
         if self._step.given and weight != self._step.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward "

@@ -40,7 +40,7 @@ from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.optimizer import groups_of, parameters_of, specification_of
 from psdist.torch.rates import Rates, check_scheduler
-from psdist.torch.values import initial_values, share_fixed
+from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
 from psdist.wire.malloc_options import give_back_buffers
 
@@ -193,6 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def set_weight(self, weight: float) -> None:
         """As ``DistributedOptimizer.set_weight``. Raises InvalidArgumentError after gradients were pushed."""
+        weight = weight_of(weight, self.handle.spec.consistency)
         if self._passes.has_gradients and weight != self._passes.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward pass"
