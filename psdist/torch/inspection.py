@@ -45,8 +45,8 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
     has_values: False takes parameters on the meta device, too, and on several devices.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
-    that are not the model's, on several devices, on the meta device or lazy; DTypeMismatchError for a dtype that
-    cannot be trained.
+    that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that
+    cannot be written to; DTypeMismatchError for a dtype that cannot be trained.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
@@ -67,7 +67,11 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         _check_trained(name, parameter, has_values=has_values)
     if has_values:
         _check_devices(trained)
-    return ModelTensors(trained, fixed_tensors(model, trained))
+    fixed = fixed_tensors(model, trained)
+    for name, tensor in fixed.items():
+        if not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            _check_written(name, tensor, "buffer" if not isinstance(tensor, nn.Parameter) else "parameter")
+    return ModelTensors(trained, fixed)
 
 
 def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:
@@ -95,8 +99,25 @@ def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> N
             tensor=name,
             given=str(parameter.dtype),
         )
-    if parameter.layout is not torch.strided:
-        raise InvalidArgumentError(f"parameter {name!r} has layout {parameter.layout}: use a dense one")
+    _check_written(name, parameter, "parameter")
+
+
+def _check_written(name: str, tensor: Tensor, what: str) -> None:
+    """Raises InvalidArgumentError for a tensor to which the values of another worker cannot be written."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout} and dtype {tensor.dtype}"
+        raise InvalidArgumentError(
+            f"{what} {name!r} {kind}, and cannot be shared with other workers: use a dense one, or keep it in an "
+            "attribute that is not registered"
+        )
+    if tensor.is_inference():
+        raise InvalidArgumentError(
+            f"{what} {name!r} was made under torch.inference_mode(), and cannot be written to: make the model elsewhere"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgumentError(
+            f"{what} {name!r} is expanded, so that several of its elements are one in memory: make it by clone()"
+        )
 
 
 def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
