@@ -236,8 +236,10 @@ class GradientStream:
 
     @property
     def untaken(self) -> list[str]:
-        """Parameters that got no gradient in this step so far."""
-        got = self._step.taken.keys() | self._step.reached
+        """Parameters that got no gradient in this step so far. Those of a pass without a push do not count once the
+        script has cleared them."""
+        reached = {number for number in self._step.reached if self._parameters[number].grad is not None}
+        got = self._step.taken.keys() | reached
         return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:

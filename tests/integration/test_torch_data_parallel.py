@@ -261,6 +261,18 @@ def test_a_parameter_that_only_a_micro_batch_reaches_is_averaged(both: Callable[
     assert [gradient.flatten()[0].item() for gradient in one] == [1.5, 1.0, 1.5, 1.0]
 
 
+def test_a_micro_batch_that_was_dropped_reached_nothing(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[bool]:
+        wrapped = DistributedDataParallel(TwoWays(), name=name, context=context, find_unused_parameters=True)
+        with wrapped.no_sync():
+            wrapped(torch.ones(1, 3), "b").backward()
+        torch.optim.SGD(wrapped.parameters(), lr=0.1).zero_grad()
+        wrapped(torch.ones(1, 3), "a").backward()
+        return [parameter.grad is not None for parameter in wrapped.parameters()]
+
+    assert both(worker) == [[True, True, False, False]] * 2
+
+
 class Centered(nn.Module):
     """Its buffer becomes another tensor in each forward pass."""
 
