@@ -29,7 +29,7 @@ from psdist.optim import Mean
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
-from psdist.torch.inspection import FrozenParameters, ModelTensors, inspect
+from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import write_into
 
@@ -124,7 +124,7 @@ class DistributedDataParallel(nn.Module):
         self._buffers_in_step = TensorBroadcast(
             client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
         )
-        self._frozen = FrozenParameters(module)
+        self._parameters_then = ModelParameters(module)
         #: torch.compile leaves it out of its graphs, as it talks to servers.
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
         self._join: UnevenInputs | None = None
@@ -158,7 +158,7 @@ class DistributedDataParallel(nn.Module):
         tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
         of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
 
-        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()
@@ -226,7 +226,7 @@ class DistributedDataParallel(nn.Module):
                 "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
                 "module itself, in training mode and outside no_sync()"
             )
-        self._frozen.check()
+        self._parameters_then.check()
         self._stream.buffers[_OVERFLOWS].fill(0.0)
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)

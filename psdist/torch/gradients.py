@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
@@ -125,7 +126,9 @@ class GradientStream:
         ]
 
     def set_weight(self, weight: float) -> None:
-        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed."""
+        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed, and
+        as ``weight_of``."""
+        weight = weight_of(weight, self._handle.spec.consistency)
         if self._step.given and weight != self._step.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward "
@@ -233,8 +236,10 @@ class GradientStream:
 
     @property
     def untaken(self) -> list[str]:
-        """Parameters that got no gradient in this step so far."""
-        got = self._step.taken.keys() | self._step.reached
+        """Parameters that got no gradient in this step so far. Those of a pass without a push do not count once the
+        script has cleared them."""
+        reached = {number for number in self._step.reached if self._parameters[number].grad is not None}
+        got = self._step.taken.keys() | reached
         return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:

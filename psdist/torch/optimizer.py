@@ -220,7 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
         of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
 
-        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()

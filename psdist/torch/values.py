@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from psdist import optim
 from psdist.client.sync_client import Client
+from psdist.consistency import Consistency, check_weight
 
 #: Says that a parameter set is never pushed to.
 _NO_TRAINING: Final = optim.SGD(lr=0.0)
@@ -63,6 +64,18 @@ def from_array(array: NDArray[Any]) -> Tensor:
 def initial_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """What ``Client.parameters`` takes as ``init``."""
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+
+
+def weight_of(value: Any, consistency: Consistency) -> float:
+    """What a gradient is to count for: a number of Python or numpy, or a tensor or an array of one element. Raises
+    InvalidArgumentError for what ``Parameters.push`` does not take."""
+    try:
+        number = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) else value
+    except (RuntimeError, ValueError):  # of more elements
+        number = value
+    if type(number) in (int, float) and number in (0, 1):  # These count in every mode.
+        return float(number)
+    return check_weight(number, consistency)
 
 
 def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:

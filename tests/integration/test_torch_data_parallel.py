@@ -261,6 +261,18 @@ def test_a_parameter_that_only_a_micro_batch_reaches_is_averaged(both: Callable[
     assert [gradient.flatten()[0].item() for gradient in one] == [1.5, 1.0, 1.5, 1.0]
 
 
+def test_a_micro_batch_that_was_dropped_reached_nothing(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[bool]:
+        wrapped = DistributedDataParallel(TwoWays(), name=name, context=context, find_unused_parameters=True)
+        with wrapped.no_sync():
+            wrapped(torch.ones(1, 3), "b").backward()
+        torch.optim.SGD(wrapped.parameters(), lr=0.1).zero_grad()
+        wrapped(torch.ones(1, 3), "a").backward()
+        return [parameter.grad is not None for parameter in wrapped.parameters()]
+
+    assert both(worker) == [[True, True, False, False]] * 2
+
+
 class Centered(nn.Module):
     """Its buffer becomes another tensor in each forward pass."""
 
@@ -317,6 +329,25 @@ def test_a_copy_is_one_of_the_module(both: Callable[[Work], list[Any]], name: st
                 copy_it(wrapped)
 
     both(worker)
+
+
+@pytest.mark.parametrize("change", [lambda model: model.append(nn.Linear(4, 4)), lambda model: replace(model, 1)])
+def test_a_layer_that_is_added_or_replaced_later_is_told(
+    both: Callable[[Work], list[Any]], name: str, change: Callable[[nn.Sequential], object]
+) -> None:
+    def worker(context: Context) -> None:
+        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4))
+        wrapped = DistributedDataParallel(model, name="".join(filter(str.isalnum, name)), context=context)
+        change(model)
+        with pytest.raises(InvalidArgumentError, match="added, replaced or taken away after it was wrapped"):
+            loss_of(wrapped, BATCHES(0)).backward()
+
+    both(worker)
+
+
+def replace(model: nn.Sequential, at: int) -> None:
+    """Puts a new layer in the place of one."""
+    model[at] = nn.Linear(4, 4)
 
 
 def test_a_parameter_that_is_unfrozen_later_is_told(both: Callable[[Work], list[Any]], name: str) -> None:

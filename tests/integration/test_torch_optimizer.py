@@ -20,7 +20,7 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.torch import DistributedOptimizer
+from psdist.torch import DistributedOptimizer, offload
 from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
 
 STEPS = 12
@@ -222,9 +222,20 @@ def test_a_weight_comes_before_the_gradients(wrapped: tuple[nn.Module, Distribut
     with pytest.raises(InvalidArgumentError, match="set it before the backward pass"):
         optimizer.set_weight(4.0)
     optimizer.step()
-    optimizer.set_weight(-1.0)
-    with pytest.raises(InvalidArgumentError, match=r"weight=-1\.0 is out of range"):
+
+
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_a_weight_is_one_number(alone: Context, name: str, wrap: Callable[..., Any]) -> None:
+    model = mlp()
+    optimizer = wrap(model, optim.SGD(lr=0.1), name=name)
+    for weight in (torch.tensor(5), torch.tensor([5.0]), np.int64(3), np.float32(2.5), np.ones((1, 1)), 0, 1):
+        optimizer.set_weight(weight)
         loss_of(model, BATCHES(0)).backward()
+        optimizer.step()
+    assert optimizer.handle.step == 7
+    for weight in (-1.0, True, "5", None, float("nan"), torch.tensor([1, 2]), np.ones(2), torch.tensor(True), 1j):
+        with pytest.raises(InvalidArgumentError, match="out of range: use a number from 1e-18 to 1e18"):
+            optimizer.set_weight(weight)
 
 
 def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
