@@ -226,7 +226,7 @@ class GradientStream:
 
     @property
     def name(self) -> str:
-        """Of the parameter set."""
+        """The parameter set's name."""
         return self._handle.name
 
     @property

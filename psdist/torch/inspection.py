@@ -69,7 +69,7 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         _check_devices(trained)
     fixed = fixed_tensors(model, trained)
     for name, tensor in fixed.items():
-        if not isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if not isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
             _check_written(name, tensor, "buffer" if not isinstance(tensor, nn.Parameter) else "parameter")
     return ModelTensors(trained, fixed)
 

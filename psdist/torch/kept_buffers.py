@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ logger = logging.getLogger("psdist")
 class _BufferBytes(DeferredArray):
     """The bytes of a buffer, which are read when a snapshot wants them."""
 
-    dtype = np.dtype(np.uint8)
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
 
 
 class KeptBuffers:
@@ -63,7 +63,7 @@ class KeptBuffers:
 
     def _buffer(self, name: str) -> Tensor:
         module, key = self._places[name]
-        buffer = module._buffers[key]
+        buffer: Tensor | None = module._buffers[key]
         assert buffer is not None
         return buffer
 

@@ -17,7 +17,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import xxhash
@@ -49,7 +49,7 @@ class DeferredArray:
     read: gives its values, in an array that nobody else has.
     """
 
-    dtype = np.dtype(np.float32)
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
 
     def __init__(self, size: int, read: Callable[[], NDArray[Any]]) -> None:
         self.nbytes = self.dtype.itemsize * size

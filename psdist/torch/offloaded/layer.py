@@ -117,7 +117,7 @@ class OffloadedLayer:
     @property
     def storage_id(self) -> int:
         """What tells the storage of the weights from all others."""
-        return self._memory.storage._cdata
+        return int(self._memory.storage._cdata)
 
     def fetch(self) -> None:
         """Begins to bring the weights here, unless they are, or are coming."""

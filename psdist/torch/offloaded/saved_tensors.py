@@ -42,7 +42,7 @@ class SavedTensors:
             torch._C._autograd._push_saved_tensors_default_hooks(self._pack, self._unpack)
 
     def leave(self) -> None:
-        """It has ended, whether or not it failed."""
+        """The forward pass that began last has ended, whether or not it failed."""
         if self._listens.pop():
             torch._C._autograd._pop_saved_tensors_default_hooks()
 
