@@ -116,14 +116,14 @@ def main() -> None:
     text = read_text()
     model = CharGPT(options.width, options.layers, options.heads, options.context, options.recompute)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    rank, world = 0, 1
+    rank, world, begin = 0, 1, 0
     if not options.plain:
         import psdist.torch  # psdist
 
         optimizer = psdist.torch.DistributedOptimizer(model, optimizer, max_grad_norm=1.0)  # psdist
-        rank, world = optimizer.context.rank, optimizer.context.world_size  # psdist
+        rank, world, begin = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
     began = time.perf_counter()
-    for step in range(options.steps):
+    for step in range(begin, options.steps):  # a run that goes on from a snapshot does so at its step
         passages = samples(text, options.batch, options.context, step)[rank::world]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bfloat16):
             loss = loss_of(model, passages)

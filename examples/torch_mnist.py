@@ -88,16 +88,18 @@ def main() -> None:
     train, test = mnist(options.data) if options.data else digits()
     model = network(train[0].shape[-1])
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    rank, world = 0, 1
+    rank, world, begin = 0, 1, 0
     if not options.plain:
         import psdist.torch  # psdist
 
         optimizer = psdist.torch.DistributedOptimizer(model, optimizer)  # psdist
-        rank, world = optimizer.context.rank, optimizer.context.world_size  # psdist
-    for epoch in range(options.epochs):
+        rank, world, begin = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
+    steps = len(train[0]) // options.batch
+    for epoch in range(begin // steps, options.epochs):  # a run that goes on from a snapshot does so at its step
         began = time.perf_counter()
         order = torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(epoch))
-        for batch in order[: len(order) // options.batch * options.batch].split(options.batch):
+        batches = order.split(options.batch)[max(0, begin - epoch * steps) : steps]
+        for batch in batches:
             mine = batch[rank::world]
             optimizer.zero_grad()
             loss = nn.functional.cross_entropy(model(train[0][mine]), train[1][mine])
@@ -106,7 +108,7 @@ def main() -> None:
             if not options.plain:  # metrics
                 optimizer.context.report(loss=loss, samples=len(mine))  # metrics
         if rank == 0:
-            rate = len(order) / (time.perf_counter() - began)
+            rate = len(batches) * options.batch / (time.perf_counter() - began)
             progress = f"epoch {epoch + 1}  loss {loss.item():.4f}"
             print(f"{progress}  test accuracy {accuracy(model, test):.1%}  {rate:,.0f} images/s", flush=True)
 

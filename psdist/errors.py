@@ -224,6 +224,10 @@ class UnevenInputsError(PsdistError, code="uneven_inputs", status="FAILED_PRECON
     """A worker has no batch left, and ``join`` of ``psdist.torch`` was asked to raise then."""
 
 
+class LateWorkerError(PsdistError, code="late_worker", status="FAILED_PRECONDITION"):
+    """Training began without this worker, and nobody can give it what the others have learned since."""
+
+
 class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
     """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
 

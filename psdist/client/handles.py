@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from random import Random
+from typing import Final
 
 from numpy.typing import ArrayLike
 
@@ -25,6 +26,8 @@ from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMis
 from psdist.metrics.interval import Measurements
 from psdist.types import Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
+
+_REMEDY: Final = ". Another model, or other parameters, need a name of their own: give them another name="
 
 
 class Handles:
@@ -136,7 +139,7 @@ class Handles:
 
 def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:
     if difference := existing.layout.difference(layout):
-        raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}")
+        raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}{_REMEDY}")
     if difference := existing.spec.difference(spec):
-        raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}")
+        raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}{_REMEDY}")
     return existing

@@ -248,7 +248,7 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             return await self._steps.gradient_buffers(device)
 
-    async def keep_state(self, save: Save, restore: Restore) -> None:
+    async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
         that a codec left out of gradients so far.
 
@@ -257,13 +257,15 @@ class AsyncParameters(ProcessBound):
         restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
             a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
 
+        prefix: of names, for what psdist itself keeps beside it.
+
         Register before the first push. A client that is closed has a snapshot taken first, where the run takes one at
         its end: later ones cannot have what it keeps. A worker that joins later, or again, is not given what belonged
         to pushes of long ago.
         Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
         """
         async with self._steps.call():
-            await self._steps.keep_state(save, restore)
+            await self._steps.keep_state(save, restore, prefix)
 
     @asynccontextmanager
     async def quiesce(self) -> AsyncIterator[None]:

@@ -157,7 +157,7 @@ class Participation:
     # --- state that the worker keeps ----------------------------------------------------------------------------------
 
     async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
-        """See ``AsyncParameters.keep_state``. prefix: OWN for what psdist keeps itself."""
+        """See ``AsyncParameters.keep_state``. prefix: of what psdist keeps itself."""
         if state := part_of(await self.state(), prefix):
             restore(state)
         check_state(self.name, save())

@@ -248,11 +248,11 @@ class Steps:
             return self._gradients.buffers()
         return await in_thread(lambda: self._gradients.device_buffers(number))
 
-    async def keep_state(self, save: Save, restore: Restore) -> None:
+    async def keep_state(self, save: Save, restore: Restore, prefix: str) -> None:
         """See ``AsyncParameters.keep_state``."""
         _check_member(self._participation)
         await self._retry(self._exchange.open)
-        await self._participation.keep_state(save, restore)
+        await self._participation.keep_state(save, restore, prefix=prefix)
 
     async def finish(self) -> None:
         """Returns when all that was pushed is applied. Raises InvalidArgumentError where that takes another call."""

@@ -130,6 +130,12 @@ class Client(ProcessBound):
         """The number of registrations under this worker id, this one included."""
         return self._client.incarnation
 
+    def joins_late(self, name: str) -> bool:
+        """Whether the parameter set was in use before this worker was registered: by ``parameters`` it would join a
+        training under way."""
+        assert self._client.session is not None  # As in ``phases``.
+        return name in self._client.session.membership.ready_before
+
     @property
     def phases(self) -> PhaseTimer:
         """The clock that divides this worker's time into computing, pushing, waiting and pulling."""
@@ -438,7 +444,7 @@ class Parameters(ProcessBound):
         """
         loop.shared().call(self._handle.release_memory())
 
-    def keep_state(self, save: Save, restore: Restore) -> None:
+    def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
         that a codec left out of gradients so far. Register before the first push.
 
@@ -446,10 +452,11 @@ class Parameters(ProcessBound):
             it must be quick and make no calls of psdist.
         restore: gets the arrays that the worker of this rank had in the snapshot that the run goes on from; an empty
             dict where the run goes back to a snapshot that has none.
+        prefix: of names, for what psdist itself keeps beside it.
 
         Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
         """
-        loop.shared().call(self._handle.keep_state(save, restore))
+        loop.shared().call(self._handle.keep_state(save, restore, prefix=prefix))
 
     def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """Writable float32 arrays in the tensors' shapes, by name, always the same: pushing exactly these copies

@@ -5,6 +5,7 @@ While the run goes on:
 * A worker that fails is started again with its rank, up to ``restarts_max`` times, unless its settings are wrong. Then
   everything is stopped, and the first worker that was not started again is the *cause*: the run ends with its status.
 * In an elastic run the others go on instead. It succeeds if one of them does; else the first that failed is the cause.
+  A worker that came too late to take part is left out in the same way in every run.
 * A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
   for it for ever.
 * The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
@@ -54,6 +55,11 @@ from psdist.settings import exit_codes
 #: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_ALLOWED: Final = 5
 QUICK_SECONDS: Final = 10.0
+#: Exit statuses with which every attempt of a worker would end, and what is said of them.
+_RECURRING: Final = {
+    exit_codes.CONFIGURATION: " (wrong settings or arguments: not restarted)",
+    exit_codes.LATE: " (training that it cannot join had begun: not restarted)",
+}
 #: Nobody sends these to itself: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -227,20 +233,20 @@ class Supervisor:
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
-        recurs = event.returncode == exit_codes.CONFIGURATION
+        recurs = event.returncode in _RECURRING
         if process.attempt < most and not recurs:
             attempt = process.attempt + 1
             self.table.start(event.key, now, attempt)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
-        tried = " (wrong settings or arguments: not restarted)" if recurs else ""
-        if most and not recurs:
-            tried = f" (--max-restarts {most} used up)"
+        tried = _RECURRING.get(event.returncode, f" (--max-restarts {most} used up)" if most else "")
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
-        if not self._policy.elastic:
+        is_late = event.returncode == exit_codes.LATE
+        if not (self._policy.elastic or is_late):
             return self._shutdown.begin(cause, now)
         self._first_failure = self._first_failure or cause
         if others := self.table.of("worker"):
-            return [Say(f"{cause.message}; the run is elastic, so others go on: {enumerate_keys(others)}")]
+            why = "" if is_late else "the run is elastic, so "
+            return [Say(f"{cause.message}; {why}others go on: {enumerate_keys(others)}")]
         # The end of a run that fails says why by itself.
         is_cause = self._first_failure is cause and not self._succeeded
         return [*(() if is_cause else (Say(cause.message),)), *self._check_all_ended(now)]

@@ -14,6 +14,9 @@ FAILURE: Final = 1
 USAGE: Final = 2
 #: A script ended without having connected, while others wait for it.
 NEVER_CONNECTED: Final = 65
+#: A worker came, or came again, when training that it cannot join had begun: it is not started again, and the others go
+#: on without it.
+LATE: Final = 66
 #: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read or written.
 UNAVAILABLE: Final = 69
 #: What a dead server held is lost, or servers or the scheduler die again and again. A fenced server ends with it too.

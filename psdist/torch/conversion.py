@@ -185,6 +185,8 @@ def _sequence(scheduler: lr_scheduler.SequentialLR) -> Schedule:
 
 
 def _is_warm_up(scheduler: lr_scheduler.LinearLR) -> bool:
+    if scheduler.total_iters < 1:
+        raise _unknown(scheduler, f"total_iters={scheduler.total_iters} leaves the rate at start_factor for ever")
     return scheduler.end_factor == 1.0 and scheduler.start_factor < 1.0
 
 

@@ -22,22 +22,24 @@ from numpy.typing import NDArray
 from torch import nn
 
 from psdist.client.context import Context, init
+from psdist.client.sync_client import Client
 from psdist.compression import Codec
-from psdist.errors import FencedError, InvalidArgumentError
+from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
-from psdist.torch.broadcast import TensorBroadcast
+from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
-from psdist.torch.gradients import GradientStream
-from psdist.torch.inspection import FrozenParameters, ModelTensors, inspect
+from psdist.torch.gradients import GradientStream, check_free
+from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
-from psdist.torch.values import share_fixed, write_into
+from psdist.torch.values import write_into
 
 #: A tensor that has 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
 #: A tensor that has more than 0 where gradients of any worker are not finite.
 _OVERFLOWS: Final = "psdist/overflows"
 _AFTER_FAILURE: Final = (
-    "other workers go on with a step that this one did not make, so its model is not theirs any more: start it again"
+    "After a pass that failed this worker cannot go on, as the others make a step that it did not: stop the run, and "
+    "start it again from a checkpoint"
 )
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
@@ -60,7 +62,7 @@ class DistributedDataParallel(nn.Module):
     module: as for ``DistributedOptimizer``. All workers begin with the values of the lowest rank.
     device_ids: None, or the one device that the module is on.
     broadcast_buffers: before each forward pass in training that is to be followed by a push, buffers become those of
-        rank 0. That is one more step of a parameter set.
+        the lowest rank. That is one more step of a parameter set.
     find_unused_parameters: a backward pass may reach some parameters only. Workers that do not reach one count with
         zeros; one that nobody reaches keeps the gradient that it had. False raises InvalidArgumentError then.
     gradient_as_bucket_view: ``parameter.grad`` is a view of the gradient vector, which saves memory and a copy.
@@ -70,7 +72,8 @@ class DistributedDataParallel(nn.Module):
     name: of the parameter set; each model of a script has its own. context: None takes that of ``psdist.init()``.
     others: the other arguments of torch's class, which may only have their defaults.
 
-    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, and what ``psdist.init`` and
+    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, LateWorkerError where the others have
+    begun without this worker, and what ``psdist.init`` and
     ``Client.parameters`` raise. Where gradients of any worker are not finite, those of all become NaN, so that a
     GradScaler skips the step everywhere. Backward passes raise what pushes raise; FencedError where this worker was
     expelled and the others have gone on: its model is not theirs any more.
@@ -96,10 +99,12 @@ class DistributedDataParallel(nn.Module):
         bucket_bytes = bucket_bytes_of(8.0 if bucket_cap_mb is None else bucket_cap_mb)
         tensors = inspect(module)
         _check_devices(tensors, device_ids)
+        check_free({**tensors.trained, **tensors.fixed})
         self.module = module
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
+        check_in_time(client, name)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
         shapes: dict[str, NDArray[np.float32]] = {
@@ -110,11 +115,16 @@ class DistributedDataParallel(nn.Module):
             flags[_USED] = np.zeros(len(shapes), np.float32)
         #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
-        share_fixed(client, f"{name}/initial", {**tensors.trained, **tensors.fixed})
+        #: Whose values all workers begin with, and whose buffers all have: also where a run is resumed, as a snapshot
+        #: has the values of its beginning, and a script those of its checkpoint.
+        self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
+        initial = TensorBroadcast(client, f"{name}/initial", lambda: {**tensors.trained, **tensors.fixed})
+        self._lowest_rank.send(initial)
+        initial.release_memory()
         self._buffers_in_step = TensorBroadcast(
             client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
         )
-        self._frozen = FrozenParameters(module)
+        self._parameters_then = ModelParameters(module)
         #: torch.compile leaves it out of its graphs, as it talks to servers.
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
         self._join: UnevenInputs | None = None
@@ -132,7 +142,7 @@ class DistributedDataParallel(nn.Module):
 
     def _begin(self) -> None:
         if self._join is None:
-            self._buffers_in_step.send(is_source=self.context.rank == 0)
+            self._lowest_rank.send(self._buffers_in_step)
         elif not self._join.is_begun:
             active = self._join.begin_step()
             self._buffers_in_step.send(is_source=self.context.rank == min(active))
@@ -148,7 +158,7 @@ class DistributedDataParallel(nn.Module):
         tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
         of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
 
-        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()
@@ -216,7 +226,7 @@ class DistributedDataParallel(nn.Module):
                 "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
                 "module itself, in training mode and outside no_sync()"
             )
-        self._frozen.check()
+        self._parameters_then.check()
         self._stream.buffers[_OVERFLOWS].fill(0.0)
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
@@ -245,8 +255,8 @@ class DistributedDataParallel(nn.Module):
         if not self._stream.collect(write):
             raise FencedError(
                 "this worker was expelled, and the others went on with a step that it did not make: its model is not "
-                "theirs any more. Start it again, or use psdist.torch.DistributedOptimizer, whose weights are on the "
-                "servers"
+                "theirs any more. Stop the run and start it again from a checkpoint, or use "
+                "psdist.torch.DistributedOptimizer, whose weights are on the servers"
             )
         if self._join is not None:
             self._join.end_step()
@@ -264,6 +274,17 @@ def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:
     if parameter.grad is None or parameter.grad.layout is not torch.strided:
         parameter.grad = torch.empty_like(parameter)
     write_into(parameter.grad, mean)
+
+
+def check_in_time(client: Client, name: str) -> None:
+    """Raises LateWorkerError where others train with the parameter set already: only they have the weights."""
+    if client.joins_late(name):
+        raise LateWorkerError(
+            f"this worker came, or was started again, when {name!r} was in use: the weights of a "
+            "DistributedDataParallel are with its workers alone, so that none can join them, and the others go on "
+            "without this one. To train with all workers stop the run and start it again from a checkpoint of the "
+            "script; psdist.torch.DistributedOptimizer has its weights on the servers, and takes workers back"
+        )
 
 
 def check_unsupported(given: Mapping[str, Any]) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
@@ -39,7 +40,8 @@ class _Step:
     """A step that is made.
 
     taken: gradients that were taken over, and the version that they had then. reached: those that passes without a push
-    gave gradients to. given: tensors whose gradients were pushed, in buckets. is_dropped: this worker had been
+    gave gradients to. given: tensors whose gradients were pushed, in buckets. is_broken: gradients were changed after
+    they were pushed, so that what was pushed is all that this worker can give. is_dropped: this worker had been
     expelled.
     """
 
@@ -48,7 +50,20 @@ class _Step:
     reached: set[int] = field(default_factory=set)
     given: set[int] = field(default_factory=set)
     buckets: list[tuple[Bucket, tuple[int, ...]]] = field(default_factory=list)
+    is_broken: bool = False
     is_dropped: bool = False
+
+
+def check_free(parameters: Mapping[str, Tensor]) -> None:
+    """Raises InvalidArgumentError where some of these, by name, are trained through another parameter set."""
+    for stream in list(_streams.values()):
+        taken = set(map(id, stream._parameters))
+        if name := next((name for name, one in parameters.items() if id(one) in taken), None):
+            raise InvalidArgumentError(
+                f"parameter {name!r} is trained through the parameter set {stream.name!r} already, and a model has one "
+                "optimizer: give parameter groups to that, wrap parts of the model, each with an optimizer of its "
+                "own, instead of the whole, or close() the other one first"
+            )
 
 
 class GradientStream:
@@ -75,7 +90,8 @@ class GradientStream:
         as_views: bool = True,
         others: Iterable[str] = (),
         overflows: str | None = None,
-        after_failure: str = "call optimizer.zero_grad(): it makes the step with what was pushed",
+        after_failure: str = "After a pass that failed, or gradients that were changed, call zero_grad() of the "
+        "DistributedOptimizer: it makes the step with what was pushed",
     ) -> None:
         if id(handle) in _streams:
             raise InvalidArgumentError(
@@ -93,8 +109,8 @@ class GradientStream:
         self._after_failure = after_failure
         self._step = _Step()
         self._is_paused = False
-        #: Whether a backward pass has begun to give gradients, and has not ended, or never will.
-        self._is_in_pass = False
+        #: The backward pass, by autograd's number, that gave gradients and has not ended, or never will; -1 for none.
+        self._pass = -1
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _streams[id(handle)] = self
 
@@ -110,7 +126,9 @@ class GradientStream:
         ]
 
     def set_weight(self, weight: float) -> None:
-        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed."""
+        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed, and
+        as ``weight_of``."""
+        weight = weight_of(weight, self._handle.spec.consistency)
         if self._step.given and weight != self._step.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward "
@@ -142,15 +160,16 @@ class GradientStream:
             return
         if number in self._step.taken:
             if self._step.given:
+                self._step.is_broken = True  # Autograd has added to what was pushed.
                 raise InvalidArgumentError(
                     f"parameter {self._names[number]!r} got a second gradient before step(), and gradients of the "
-                    "first backward pass are under way already: put all passes of a step but the last into no_sync(). "
-                    f"After a pass that failed, {self._after_failure}"
+                    "first backward pass are under way already: put all passes of a step but the last into no_sync(), "
+                    f"and those of another model's loss. {self._after_failure}"
                 )
             # A pass that failed, or one more of the same step: autograd adds up, and nothing was sent.
             self._step.taken.clear()
-        if not self._step.taken:
-            self._is_in_pass = True
+        if self._pass != (current := torch._C._current_graph_task_id()):
+            self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         self._take(number)
         if ready := self._plan.on_ready(number):
@@ -158,7 +177,7 @@ class GradientStream:
 
     def _on_pass_end(self) -> None:
         """A backward pass has ended without an error."""
-        self._is_in_pass = False
+        self._pass = -1
 
     def _take(self, number: int) -> None:
         """Copies a gradient to its place in the vector; zeros where there is none."""
@@ -182,8 +201,11 @@ class GradientStream:
         except FencedError:
             self._step.is_dropped = True  # The next call says whether this worker takes part again.
             return
-        except NonFiniteGradientError:
-            self._forget_unsent()
+        except NonFiniteGradientError as error:
+            if self._step.given:
+                text = f"{error.message}. Of other parameters some was. {self._after_failure}"
+                raise NonFiniteGradientError(text, **error.details) from None
+            self._step.taken.clear()
             raise
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
@@ -203,14 +225,21 @@ class GradientStream:
     # --- at its end ---
 
     @property
+    def name(self) -> str:
+        """The parameter set's name."""
+        return self._handle.name
+
+    @property
     def is_paused(self) -> bool:
         """Whether backward passes push nothing."""
         return self._is_paused
 
     @property
     def untaken(self) -> list[str]:
-        """Parameters that got no gradient in this step so far."""
-        got = self._step.taken.keys() | self._step.reached
+        """Parameters that got no gradient in this step so far. Those of a pass without a push do not count once the
+        script has cleared them."""
+        reached = {number for number in self._step.reached if self._parameters[number].grad is not None}
+        got = self._step.taken.keys() | reached
         return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:
@@ -228,10 +257,11 @@ class GradientStream:
         for number, (gradient, version) in self._step.taken.items():
             now = self._parameters[number].grad
             if now is not gradient or (now is not None and now._version != version):
+                self._step.is_broken = True
                 raise InvalidArgumentError(
                     f"the gradient of {self._names[number]!r} was changed or taken away after the backward pass, which "
                     "had pushed it already. Clip by max_grad_norm=, scale the loss instead, or use overlap=False, "
-                    "which pushes in step()"
+                    f"which pushes in step(). {self._after_failure}"
                 )
 
     def collect(self, write: Write) -> bool:
@@ -265,7 +295,7 @@ class GradientStream:
         try:
             weights = self._handle.push_pull(self.buffers, copy=False, weight=self._step.weight)
         except NonFiniteGradientError:
-            self._forget_unsent()
+            self._step.taken.clear()  # They are taken anew.
             raise
         write(weights)
         self._end()
@@ -275,24 +305,27 @@ class GradientStream:
         self._end()
 
     def discard(self) -> bool:
-        """Forgets the gradients of a backward pass that failed, if the last one did. Where some were pushed, which
-        cannot be taken back, it pushes zeros for the others, and returns True: the step is still to be collected."""
+        """Forgets the gradients of a backward pass that failed, or were changed after it. Where some were pushed, which
+        cannot be taken back, it pushes zeros for the others, and returns True: the step is still to be collected.
+
+        Raises InvalidArgumentError where gradients were pushed that ``complete`` would make a step of.
+        """
         if not self._step.given:
             self._step.taken.clear()
             return False
-        if not self._is_in_pass:
-            return False
+        if self._pass == -1 and not self._step.is_broken:
+            raise InvalidArgumentError(
+                "zero_grad() comes after a backward pass and before step(), but the gradients of the pass are under "
+                "way, and the other workers wait for the rest of the step: call step(). Put passes that are not for "
+                "this optimizer into its no_sync(); to look at gradients before it is decided whether they count, use "
+                "overlap=False, which pushes in step()"
+            )
         rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
         for number in rest:
             self.buffers[self._names[number]].fill(0.0)
         if rest and not self._step.is_dropped:
             self._give(rest)
         return True
-
-    def _forget_unsent(self) -> None:
-        """The gradients of a step of which nothing was sent are taken anew."""
-        if not self._step.given:
-            self._step.taken.clear()
 
     def check_idle(self) -> None:
         """Raises InvalidArgumentError where gradients of a step were taken."""
@@ -313,4 +346,4 @@ class GradientStream:
                 self._take(number)
 
     def _end(self) -> None:
-        self._step, self._is_in_pass = _Step(), False
+        self._step, self._pass = _Step(), -1

@@ -21,7 +21,7 @@ from psdist.errors import DTypeMismatchError, InvalidArgumentError
 #: Dtypes of trained parameters. The servers hold float32 and would round a float64.
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 #: What the module of ``torch.compile`` puts before the names.
-_COMPILED: Final = "_orig_mod."
+COMPILED: Final = "_orig_mod."
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
     has_values: False takes parameters on the meta device, too, and on several devices.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
-    that are not the model's, on several devices, on the meta device or lazy; DTypeMismatchError for a dtype that
-    cannot be trained.
+    that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that
+    cannot be written to; DTypeMismatchError for a dtype that cannot be trained.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise InvalidArgumentError(f"the model is wrapped in {type(model).__name__}: give its .module")
-    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     chosen = None if wanted is None else set(wanted)
     if chosen is not None:
         _check_known(chosen, named)
@@ -67,7 +67,11 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
         _check_trained(name, parameter, has_values=has_values)
     if has_values:
         _check_devices(trained)
-    return ModelTensors(trained, fixed_tensors(model, trained))
+    fixed = fixed_tensors(model, trained)
+    for name, tensor in fixed.items():
+        if not isinstance(tensor, nn.parameter.UninitializedParameter | nn.parameter.UninitializedBuffer):
+            _check_written(name, tensor, "buffer" if not isinstance(tensor, nn.Parameter) else "parameter")
+    return ModelTensors(trained, fixed)
 
 
 def _check_known(chosen: set[nn.Parameter], named: Mapping[str, nn.Parameter]) -> None:
@@ -95,8 +99,25 @@ def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> N
             tensor=name,
             given=str(parameter.dtype),
         )
-    if parameter.layout is not torch.strided:
-        raise InvalidArgumentError(f"parameter {name!r} has layout {parameter.layout}: use a dense one")
+    _check_written(name, parameter, "parameter")
+
+
+def _check_written(name: str, tensor: Tensor, what: str) -> None:
+    """Raises InvalidArgumentError for a tensor to which the values of another worker cannot be written."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout} and dtype {tensor.dtype}"
+        raise InvalidArgumentError(
+            f"{what} {name!r} {kind}, and cannot be shared with other workers: use a dense one, or keep it in an "
+            "attribute that is not registered"
+        )
+    if tensor.is_inference():
+        raise InvalidArgumentError(
+            f"{what} {name!r} was made under torch.inference_mode(), and cannot be written to: make the model elsewhere"
+        )
+    if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgumentError(
+            f"{what} {name!r} is expanded, so that several of its elements are one in memory: make it by clone()"
+        )
 
 
 def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
@@ -111,29 +132,36 @@ def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
 
 def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """The parameters of ``model`` whose names are not in ``trained``, and its buffers, by name."""
-    named = {name.replace(_COMPILED, ""): parameter for name, parameter in model.named_parameters()}
+    named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     frozen: dict[str, Tensor] = {name: tensor for name, tensor in named.items() if name not in trained}
-    buffers = {name.replace(_COMPILED, ""): buffer for name, buffer in model.named_buffers()}
+    buffers = {name.replace(COMPILED, ""): buffer for name, buffer in model.named_buffers()}
     return frozen | buffers
 
 
-class FrozenParameters:
-    """The parameters of a model that are not trained, because they were frozen when it was wrapped.
+class ModelParameters:
+    """The parameters that a model had when it was wrapped, and which of them were frozen then.
 
     wanted: as for ``inspect``; others may be unfrozen, as nobody expects them to be trained.
     """
 
     def __init__(self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> None:
         chosen = None if wanted is None else set(wanted)
-        self._parameters = {
+        self._model = model
+        self._all = list(model.parameters())
+        self._frozen = {
             name: parameter
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad and (chosen is None or parameter in chosen)
         }
 
     def check(self) -> None:
-        """Raises InvalidArgumentError for one that was unfrozen since."""
-        for name, parameter in self._parameters.items():
+        """Raises InvalidArgumentError where some were added, taken away, replaced or unfrozen since."""
+        if set(map(id, self._model.parameters())) != set(map(id, self._all)):
+            raise InvalidArgumentError(
+                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
+                "first, then wrap it"
+            )
+        for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidArgumentError(
                     f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients go nowhere: "
@@ -154,10 +182,8 @@ class ModelWatch:
         trained: Mapping[str, nn.Parameter],
         wanted: Iterable[nn.Parameter] | None = None,
     ) -> None:
-        self._model = model
         self._trained = dict(trained)
-        self._frozen = FrozenParameters(model, wanted)
-        self._all = {id(parameter) for parameter in model.parameters()}
+        self._parameters = ModelParameters(model, wanted)
         self._known: list[tuple[Any, ...]] = []
         self.accept()
 
@@ -168,18 +194,13 @@ class ModelWatch:
     def check(self) -> None:
         """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, unfrozen, moved, or
         written to since ``accept``."""
-        if {id(parameter) for parameter in self._model.parameters()} != self._all:
-            raise InvalidArgumentError(
-                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
-                "first, then wrap it"
-            )
+        self._parameters.check()
         for (name, parameter), known in zip(self._trained.items(), self._known, strict=True):
             if (state := _state(parameter)) != known:
                 raise InvalidArgumentError(
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
                 )
-        self._frozen.check()
 
 
 def _state(parameter: nn.Parameter) -> tuple[Any, ...]:

@@ -31,7 +31,8 @@ from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
-from psdist.torch.inspection import fixed_tensors, inspect
+from psdist.torch.inspection import ModelParameters, fixed_tensors, inspect
+from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.offloaded import memory
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
@@ -39,7 +40,7 @@ from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.optimizer import groups_of, parameters_of, specification_of
 from psdist.torch.rates import Rates, check_scheduler
-from psdist.torch.values import initial_values, share_fixed
+from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
 from psdist.wire.malloc_options import give_back_buffers
 
@@ -106,8 +107,11 @@ def offload(
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
     share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
+    KeptBuffers(model).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
-    return OffloadedOptimizer(context, made, passes, Rates(spec, wrapped, scheduler, made[0].handle), spec, wrapped)
+    rates = Rates(spec, wrapped, scheduler, made[0].handle)
+    then = ModelParameters(model, parameters_of(wrapped))
+    return OffloadedOptimizer(context, made, passes, rates, then, spec, wrapped)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -119,6 +123,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         layers: Sequence[OffloadedLayer],
         passes: Passes,
         rates: Rates,
+        then: ModelParameters,
         spec: Optimizer,
         wrapped: torch.optim.Optimizer | None,
     ) -> None:
@@ -130,6 +135,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._layers = list(layers)
         self._passes = passes
         self._rates = rates
+        self._parameters_then = then
         self._trained = {name: one for layer in layers for name, one in layer.parameters.items()}
         super().__init__(groups_of(spec, self._trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
@@ -169,6 +175,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         self._rates.check(self.param_groups)
+        self._parameters_then.check()
         for name, parameter in self._trained.items():
             if not parameter.requires_grad:
                 raise InvalidArgumentError(
@@ -186,6 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def set_weight(self, weight: float) -> None:
         """As ``DistributedOptimizer.set_weight``. Raises InvalidArgumentError after gradients were pushed."""
+        weight = weight_of(weight, self.handle.spec.consistency)
         if self._passes.has_gradients and weight != self._passes.weight:
             raise InvalidArgumentError(
                 f"weight={weight!r:.40} comes after gradients of this step were pushed: set it before the backward pass"

@@ -27,8 +27,9 @@ from psdist.errors import InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_optimizer
-from psdist.torch.gradients import GradientStream
+from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.uneven_inputs import UnevenInputs
@@ -41,7 +42,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     model: its trained parameters, float32, bfloat16 or float16 on one device. All workers begin with the values of the
         lowest rank, those of frozen parameters and buffers included. A parameter that gets no gradient counts with
-        zeros. Buffers, such as running statistics, then stay with each worker.
+        zeros. Buffers, such as running statistics, then stay with each worker, and snapshots have them.
     optimizer: of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a specification of
         psdist.optim. It runs on the servers. Parameters that torch's optimizer does not have are not trained.
     scheduler: the learning-rate scheduler of torch's optimizer, for BSP; see ``convert_scheduler``. The servers follow
@@ -87,6 +88,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = inspect(model, parameters_of(wrapped))
+        check_free({**tensors.trained, **tensors.fixed})
         spec = specification_of(optimizer, tensors.trained, scheduler)
         if max_grad_norm is not None:
             spec = replace(spec, max_grad_norm=max_grad_norm)
@@ -113,6 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
         self._wrapped = wrapped
         self._pull()
+        KeptBuffers(model).keep(client, self.handle)
         if self._overlaps:
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
@@ -184,7 +187,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Clears the gradients, as torch's optimizers do.
 
         After a backward pass that failed, training goes on with the next batch. What the pass had pushed cannot be
-        taken back: then the step is made here, with zeros for all other parameters. Raises as ``step`` in that case.
+        taken back: then the step is made here, with zeros for all other parameters. So it is where ``step`` refused
+        gradients that were changed after they were pushed. Raises as ``step`` in that case; InvalidArgumentError, and
+        clears nothing, between a backward pass that pushed and ``step``.
         """
         if self._stream.discard():
             self._collect()
@@ -215,7 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
         of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
 
-        Raises InvalidArgumentError after that; the push does so for a weight that is out of range, and outside BSP.
+        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()

@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Constant, Optimizer
+from psdist.optim import Constant, Cosine, Optimizer
 
 #: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
 _RATE_TOLERANCE: Final = 1e-6
@@ -89,6 +89,12 @@ class Rates:
 
     def _check_scheduled(self, number: int, shown: float, expected: float) -> None:
         if abs(shown - expected) > _RATE_TOLERANCE * self._base[number]:
+            schedule, step = self._spec.schedule, self._handle.step
+            if isinstance(schedule, Cosine) and step - schedule.warmup_steps > schedule.total_steps:
+                raise InvalidArgumentError(
+                    f"step {step} is past T_max={schedule.total_steps} of the cosine scheduler, where torch's rate "
+                    "rises again, and the servers' stays at its end: give T_max all steps, or end there"
+                )
             raise InvalidArgumentError(
                 f"the scheduler gives parameter group {number} lr={shown:g} at step {self._handle.step}, but the "
                 f"servers follow it with {expected:g}: call scheduler.step() after each step of the optimizer, and "

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from psdist import optim
 from psdist.client.sync_client import Client
+from psdist.consistency import Consistency, check_weight
 
 #: Says that a parameter set is never pushed to.
 _NO_TRAINING: Final = optim.SGD(lr=0.0)
@@ -65,6 +66,18 @@ def initial_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
+def weight_of(value: Any, consistency: Consistency) -> float:
+    """What a gradient is to count for: a number of Python or numpy, or a tensor or an array of one element. Raises
+    InvalidArgumentError for what ``Parameters.push`` does not take."""
+    try:
+        number = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) else value
+    except (RuntimeError, ValueError):  # of more elements
+        number = value
+    if type(number) in (int, float) and number in (0, 1):  # These count in every mode.
+        return float(number)
+    return check_weight(number, consistency)
+
+
 def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
     """Gives the tensors that are not trained the values that the lowest rank has. name: of the parameter set for that.
 
@@ -102,11 +115,15 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
 
 def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
     """The bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    array: NDArray[np.float32] = flat.view(torch.uint8).numpy().astype(np.float32)
+    return raw_bytes(tensor).astype(np.float32)
+
+
+def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor of any dtype; they may lie where the tensor does."""
+    array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 
-def from_bytes(array: NDArray[np.float32], like: Tensor) -> Tensor:
+def from_bytes(array: NDArray[Any], like: Tensor) -> Tensor:
     """The tensor of which ``array`` has the bytes: of one dimension, with the dtype of ``like``."""
     return torch.from_numpy(array.astype(np.uint8)).view(like.dtype)

@@ -261,6 +261,18 @@ def test_a_parameter_that_only_a_micro_batch_reaches_is_averaged(both: Callable[
     assert [gradient.flatten()[0].item() for gradient in one] == [1.5, 1.0, 1.5, 1.0]
 
 
+def test_a_micro_batch_that_was_dropped_reached_nothing(both: Callable[[Work], list[Any]], name: str) -> None:
+    def worker(context: Context) -> list[bool]:
+        wrapped = DistributedDataParallel(TwoWays(), name=name, context=context, find_unused_parameters=True)
+        with wrapped.no_sync():
+            wrapped(torch.ones(1, 3), "b").backward()
+        torch.optim.SGD(wrapped.parameters(), lr=0.1).zero_grad()
+        wrapped(torch.ones(1, 3), "a").backward()
+        return [parameter.grad is not None for parameter in wrapped.parameters()]
+
+    assert both(worker) == [[True, True, False, False]] * 2
+
+
 class Centered(nn.Module):
     """Its buffer becomes another tensor in each forward pass."""
 
@@ -319,6 +331,25 @@ def test_a_copy_is_one_of_the_module(both: Callable[[Work], list[Any]], name: st
     both(worker)
 
 
+@pytest.mark.parametrize("change", [lambda model: model.append(nn.Linear(4, 4)), lambda model: replace(model, 1)])
+def test_a_layer_that_is_added_or_replaced_later_is_told(
+    both: Callable[[Work], list[Any]], name: str, change: Callable[[nn.Sequential], object]
+) -> None:
+    def worker(context: Context) -> None:
+        model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4))
+        wrapped = DistributedDataParallel(model, name="".join(filter(str.isalnum, name)), context=context)
+        change(model)
+        with pytest.raises(InvalidArgumentError, match="added, replaced or taken away after it was wrapped"):
+            loss_of(wrapped, BATCHES(0)).backward()
+
+    both(worker)
+
+
+def replace(model: nn.Sequential, at: int) -> None:
+    """Puts a new layer in the place of one."""
+    model[at] = nn.Linear(4, 4)
+
+
 def test_a_parameter_that_is_unfrozen_later_is_told(both: Callable[[Work], list[Any]], name: str) -> None:
     def worker(context: Context) -> None:
         model = mlp()
@@ -344,7 +375,37 @@ def test_a_pass_that_failed_after_a_bucket_was_pushed_cannot_be_made_good(
         with pytest.raises(MemoryError):
             loss_of(wrapped, BATCHES(0)).backward()
         hook.remove()
-        with pytest.raises(InvalidArgumentError, match="other workers go on with a step that this one did not make"):
+        with pytest.raises(InvalidArgumentError, match="the others make a step that it did not: stop the run"):
             loss_of(wrapped, BATCHES(0)).backward()
 
     both(worker)
+
+
+def test_buffers_are_those_of_the_next_worker_when_the_first_is_gone() -> None:
+    cluster = EmbeddedCluster(servers=1)
+    clients = [psdist.Client(cluster.address, cluster.token, rank=rank) for rank in range(3)]
+
+    def worker(client: psdist.Client) -> list[Tensor]:
+        context = Context(client.rank, 3, client.rank, client)
+        wrapped = DistributedDataParallel(nn.BatchNorm1d(2), context=context)
+        seen = []
+        for step in range(4):
+            if client.rank == 0 and step == 2:
+                client.close()
+                break
+            wrapped(torch.full((2, 2), 10.0 * step + client.rank)).sum().backward()
+            wrapped._begin_step() if step == 3 else None
+            seen.append(wrapped.module.running_mean.clone())
+        return seen
+
+    try:
+        with ThreadPoolExecutor(3) as threads:
+            _, second, third = threads.map(worker, clients)
+    finally:
+        for client in clients:
+            client.close()
+        cluster.close()
+    expected = nn.BatchNorm1d(2)
+    for value in (0.0, 11.0, 21.0, 31.0):
+        expected(torch.full((2, 2), value))
+    assert torch.equal(second[-1], third[-1]) and torch.equal(second[-1], expected.running_mean)

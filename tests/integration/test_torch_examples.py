@@ -109,6 +109,32 @@ def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointin
     assert losses[-1] < losses[0] and losses[-1] < 3.2
 
 
+@pytest.mark.parametrize(
+    ("name", "first", "then", "shown"),
+    [
+        ("torch_mnist", ("--epochs", "1"), ("--epochs", "2"), ["epoch 2"]),
+        pytest.param(
+            "torch_chargpt",
+            ("--steps", "20", *SMALL[2:]),
+            ("--steps", "40", *SMALL[2:]),
+            ["step    40"],
+            marks=pytest.mark.long,  # The other example shows it.
+        ),
+    ],
+)
+def test_a_run_that_goes_on_does_so_at_its_step(
+    tmp_path: Path, name: str, first: tuple[str, ...], then: tuple[str, ...], shown: list[str]
+) -> None:
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", "--storage-path", str(tmp_path)]
+    for words in (first, then):
+        done = subprocess.run(
+            [*command, "--run-id", f"goes-on-{name}", f"examples/{name}.py", *words],
+            capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    assert re.findall(r"(?:step|epoch) +\d+(?=  loss)", done.stdout) == shown
+
+
 @pytest.mark.parametrize("name", ["torch_mnist", "torch_cifar", "torch_chargpt"])
 def test_three_lines_differ(name: str) -> None:
     marked = re.findall(r"^.*\S  # psdist$", (ROOT / f"examples/{name}.py").read_text(), re.M)

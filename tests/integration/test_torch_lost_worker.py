@@ -66,3 +66,51 @@ def test_the_others_go_on_and_it_comes_back(tmp_path: Path, consistency: str) ->
     ends = re.findall(r"rank (\d) life (\d) ends with (\w+)", output)
     assert sorted((rank, life) for rank, life, _ in ends) == [("0", "1"), ("1", "2")], output
     assert ends[0][2] == ends[1][2], "the weights that both have at the end"
+
+
+#: Rank 1 dies in its first life. Rank 0 goes on when the second life has ended.
+AVERAGED = """
+import os, signal
+import torch
+from torch import nn
+import psdist.torch
+from psdist.errors import LateWorkerError
+
+context = psdist.init()
+if context.rank == 0:
+    os.mkfifo("refused")
+if context.client.incarnation == 1:
+    context.client.barrier()
+torch.manual_seed(context.client.incarnation)
+model = nn.Linear(3, 1)
+try:
+    wrapped = psdist.torch.DistributedDataParallel(model)
+except LateWorkerError:
+    with open("refused", "w"):
+        raise
+optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+for step in range(8):
+    if context.rank == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    wrapped(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    if step == 5:
+        with open("refused"):
+            pass
+    print("step", step, "gradient", model.weight.grad[0].tolist(), flush=True)
+"""
+
+
+def test_a_worker_of_data_parallel_training_that_is_started_again_ends_and_the_others_go_on(tmp_path: Path) -> None:
+    """Its weights would be those of the beginning, and its gradients would count in the mean of the others."""
+    run = Run(tmp_path, AVERAGED)
+    try:
+        status, output = run.end()
+    finally:
+        run.stop()
+    assert status == 0, output
+    assert "LateWorkerError" in output and "start it again from a checkpoint" in output
+    assert "worker 1 failed: exit code 66" in output and "others go on: worker 0" in output
+    assert output.count("restart 1 of 3") == 1 and "restart 2" not in output
+    assert output.count("[worker 0] step 7 gradient") == 1, output

@@ -166,3 +166,34 @@ def test_gradients_that_were_sent_cannot_be_clipped(name: str, use: Callable[[nn
     model.zero_grad()
     assert all(one.grad is None for one in model.parameters())
     assert_as_whole(name, optimizer, whole, 1)
+
+
+# --- a model that was changed -----------------------------------------------------------------------------------------
+
+
+def unfreeze(model: nn.Sequential) -> None:
+    """Of the first layer."""
+    model[0].requires_grad_(True)
+
+
+def replace(model: nn.Sequential) -> None:
+    """The second layer, by a new one."""
+    model[1] = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (unfreeze, r"'0\.0\.weight' was unfrozen"),
+        (replace, "added, replaced or taken away"),
+        (lambda model: model.append(nn.Linear(4, 4)), "added, replaced or taken away"),
+    ],
+)
+def test_a_model_that_is_changed_later_is_told(name: str, change: Callable[[nn.Sequential], object], said: str) -> None:
+    model = three()
+    model[0].requires_grad_(False)
+    optimizer = offload(model, psdist.optim.SGD(lr=0.1), name=name)
+    change(model)
+    with pytest.raises(InvalidArgumentError, match=said):
+        loss_of(model, 0).backward()
+    assert optimizer.handle.step == 0

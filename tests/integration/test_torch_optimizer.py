@@ -20,7 +20,7 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.launch.embedded import EmbeddedCluster
-from psdist.torch import DistributedOptimizer
+from psdist.torch import DistributedOptimizer, offload
 from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
 
 STEPS = 12
@@ -222,9 +222,20 @@ def test_a_weight_comes_before_the_gradients(wrapped: tuple[nn.Module, Distribut
     with pytest.raises(InvalidArgumentError, match="set it before the backward pass"):
         optimizer.set_weight(4.0)
     optimizer.step()
-    optimizer.set_weight(-1.0)
-    with pytest.raises(InvalidArgumentError, match=r"weight=-1\.0 is out of range"):
+
+
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_a_weight_is_one_number(alone: Context, name: str, wrap: Callable[..., Any]) -> None:
+    model = mlp()
+    optimizer = wrap(model, optim.SGD(lr=0.1), name=name)
+    for weight in (torch.tensor(5), torch.tensor([5.0]), np.int64(3), np.float32(2.5), np.ones((1, 1)), 0, 1):
+        optimizer.set_weight(weight)
         loss_of(model, BATCHES(0)).backward()
+        optimizer.step()
+    assert optimizer.handle.step == 7
+    for weight in (-1.0, True, "5", None, float("nan"), torch.tensor([1, 2]), np.ones(2), torch.tensor(True), 1j):
+        with pytest.raises(InvalidArgumentError, match="out of range: use a number from 1e-18 to 1e18"):
+            optimizer.set_weight(weight)
 
 
 def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
@@ -239,9 +250,10 @@ def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, Distribu
     [
         lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
         lambda model, _: model[0].weight.grad.zero_(),
-        lambda _, optimizer: optimizer.zero_grad(),
+        lambda model, _: nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+        lambda model, _: model.zero_grad(),
     ],
-    ids=["clipped", "written", "cleared"],
+    ids=["clipped", "written", "clipped by value", "cleared"],
 )
 def test_gradients_that_were_pushed_may_not_change(
     wrapped: tuple[nn.Module, DistributedOptimizer], change: Callable[[nn.Module, DistributedOptimizer], object]
@@ -249,8 +261,62 @@ def test_gradients_that_were_pushed_may_not_change(
     model, optimizer = wrapped
     loss_of(model, BATCHES(0)).backward()
     change(model, optimizer)
-    with pytest.raises(InvalidArgumentError, match="was changed or taken away after the backward pass"):
+    with pytest.raises(InvalidArgumentError, match=r"was changed or taken away.*zero_grad\(\).* makes the step"):
         optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.handle.step == 1 and all(parameter.grad is None for parameter in model.parameters())
+    train(model, optimizer)
+    assert optimizer.handle.step == 1 + STEPS
+
+
+def test_zero_grad_between_a_backward_pass_and_its_step_is_refused(
+    wrapped: tuple[nn.Module, DistributedOptimizer],
+) -> None:
+    model, optimizer = wrapped
+    other = copy.deepcopy(model)
+    loss_of(model, BATCHES(0)).backward()
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match=r"call step\(\).*no_sync\(\).*overlap=False"):
+            optimizer.zero_grad()
+    optimizer.step()
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    loss_of(other, BATCHES(0)).backward()
+    plain.step()
+    train(model, optimizer)
+    train(other, plain)
+    assert optimizer.handle.step == 1 + STEPS and distance(model, other) < 1e-5
+
+
+def test_a_pass_that_is_for_the_inputs_alone_is_one_without_a_push(
+    wrapped: tuple[nn.Module, DistributedOptimizer],
+) -> None:
+    """As in adversarial training, and for a loss of another model."""
+    model, optimizer = wrapped
+    inputs, classes = BATCHES(0)
+    with optimizer.no_sync():
+        inputs.requires_grad_()
+        loss_of(model, (inputs, classes)).backward()
+    optimizer.zero_grad()
+    assert inputs.grad is not None and optimizer.handle.step == 0
+    train(model, optimizer)
+    assert optimizer.handle.step == STEPS
+
+
+def test_zero_grad_after_the_second_of_two_passes_failed_makes_the_step(alone: Context, name: str) -> None:
+    """Each reaches a part of the model; the first one was pushed."""
+    model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, bucket_cap_mb=1e-6)
+    for _ in range(2):
+        model["a"](torch.ones(1, 3)).sum().backward()
+        message = r"nothing of it was sent.* Of other parameters some was\. .*zero_grad\(\)"
+        with pytest.raises(NonFiniteGradientError, match=message):
+            (model["b"](torch.ones(1, 3)).sum() * torch.nan).backward()
+        optimizer.zero_grad()
+    assert optimizer.handle.step == 2
+    model["a"](torch.ones(1, 3)).sum().backward()
+    model["b"](torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert optimizer.handle.step == 3
 
 
 def test_without_overlap_gradients_may_change(alone: Context, name: str) -> None:
@@ -370,7 +436,7 @@ def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_i
     optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name, bucket_cap_mb=1e-4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fail(model, BATCHES(0))
-    with pytest.raises(InvalidArgumentError, match=r"After a pass that failed, call optimizer\.zero_grad\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"After a pass that failed.* call zero_grad\(\)"):
         loss_of(model, BATCHES(1)).backward()
     optimizer.zero_grad()
     assert optimizer.handle.step == 1

@@ -356,8 +356,8 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
     cast = "" if infinite else f" after the cast to {dtype}"
     more = f" ({total} in all tensors)" if total > count else ""
     return NonFiniteGradientError(
-        f"gradient {tensor.name!r} holds {count} NaN or Inf of {tensor.size} elements{cast}{more}: nothing was sent; "
-        "lower the learning rate, scale the loss, or declare non_finite='skip'",
+        f"gradient {tensor.name!r} holds {count} NaN or Inf of {tensor.size} elements{cast}{more}: nothing of it was "
+        "sent; lower the learning rate, scale the loss, or declare non_finite='skip'",
         tensor=tensor.name,
         count=count,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -17,7 +18,13 @@ async def off_loop(elements: int, work: Callable[[], T], *, waits: bool = False)
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What ``work`` returns, which may wait: for a device, which first does all that the script gave to it."""
+    """What ``work`` returns, which may wait: for a device, which first does all that the script gave to it.
+
+    At the end of the process, when Python starts no thread any more, it runs in this one: then a client is closed that
+    its script left open.
+    """
+    if not threading.main_thread().is_alive():
+        return work()
     task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         await asyncio.wait({task})

@@ -6,7 +6,7 @@ An exception that is none of psdist's, and was raised within it, is printed whol
 
 The hook is installed when psdist is imported in such a process, since errors may be raised before ``psdist.init()``.
 The hook that was there before prints the traceback. An error that would come again with every attempt ends the script
-with ``exit_codes.CONFIGURATION``, at which launchers do not start it again.
+with ``exit_codes.CONFIGURATION`` or ``exit_codes.LATE``, at which launchers do not start it again.
 """
 
 from __future__ import annotations
@@ -33,11 +33,20 @@ def install() -> None:
         if os.environ.get(_FULL, "0") in ("", "0"):
             shorten(error)
         previous(kind, error, error.__traceback__)
-        if would_recur(error):
+        if status := status_of(error):
             # SystemExit is how a hook chooses the status.
-            raise SystemExit(exit_codes.CONFIGURATION)
+            raise SystemExit(status)
 
     sys.excepthook = hook
+
+
+def status_of(error: BaseException) -> int:
+    """The exit status by which a launcher knows that another attempt would fail in the same way; 0 for other errors."""
+    from psdist.errors import LateWorkerError
+
+    if isinstance(error, LateWorkerError):
+        return exit_codes.LATE
+    return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 
 def would_recur(error: BaseException) -> bool:

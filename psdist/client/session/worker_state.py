@@ -17,13 +17,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
+from psdist.client.process.off_loop import in_thread
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
@@ -43,12 +44,12 @@ State = dict[str, NDArray[Any]]
 
 
 class DeferredArray:
-    """float32[size] that does not lie in the host's memory: it is read where a snapshot wants it.
+    """``dtype``[size] that is read where a snapshot wants it, such as an array that lies in the memory of a device.
 
     read: gives its values, in an array that nobody else has.
     """
 
-    dtype = np.dtype(np.float32)
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
 
     def __init__(self, size: int, read: Callable[[], NDArray[Any]]) -> None:
         self.nbytes = self.dtype.itemsize * size
@@ -69,6 +70,9 @@ _PART_BYTES: Final = 1 << 20
 
 #: What psdist keeps itself, beside the user's state, has names that begin like this.
 OWN: Final = "psdist."
+#: What ``psdist.torch`` keeps has names that begin like this.
+BUFFERS: Final = "psdist-buffers."
+_RESERVED: Final = (OWN, BUFFERS)
 
 
 @dataclass(slots=True)
@@ -103,7 +107,7 @@ class WorkerStates:
         return tuple(self._kept)
 
     def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence, *, prefix: str = "") -> None:
-        """Keeps a state of this parameter set from now on. prefix: OWN for what is psdist's own."""
+        """Keeps a state of this parameter set from now on. prefix: of what is psdist's own."""
         kept = self._kept.setdefault(parameters, _Kept({}, session))
         kept.session, kept.parts[prefix] = session, (save, restore)
 
@@ -201,9 +205,10 @@ def check_state(parameters: str, state: object) -> SavedState:
                 f"{name!r:.80} in the state of {parameters!r} is {type(array).__name__} {getattr(array, 'dtype', '')}: "
                 "give numpy arrays of numbers by name"
             )
-        if name.startswith(OWN):
+        if name.startswith(_RESERVED):
             raise InvalidArgumentError(
-                f"{name!r:.80} in the state of {parameters!r} begins with {OWN!r}, which is psdist's own: rename it"
+                f"{name!r:.80} in the state of {parameters!r} begins with {name.split('.')[0] + '.'!r}, which is "
+                "psdist's own: rename it"
             )
     return check_size(parameters, dict(state))
 
@@ -222,7 +227,7 @@ def part_of(state: State, prefix: str) -> State:
     """What of a state that came back is for the part with this prefix, by its own names."""
     if prefix:
         return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
-    return {name: array for name, array in state.items() if not name.startswith(OWN)}
+    return {name: array for name, array in state.items() if not name.startswith(_RESERVED)}
 
 
 class StateUploads:
@@ -259,7 +264,7 @@ class StateUploads:
 
     async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
         try:
-            data = await asyncio.to_thread(_to_bytes, state)
+            data = await in_thread(lambda: _to_bytes(state))
             mine = self._membership.registration
             header = pb.HandInStateRequest.Header(
                 **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),

@@ -114,6 +114,11 @@ class OffloadedLayer:
 
     # --- weights ---
 
+    @property
+    def storage_id(self) -> int:
+        """What tells the storage of the weights from all others."""
+        return int(self._memory.storage._cdata)
+
     def fetch(self) -> None:
         """Begins to bring the weights here, unless they are, or are coming."""
         if self.state is not Residence.AWAY:

@@ -28,6 +28,7 @@ from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.torch.offloaded.division import Use
 from psdist.torch.offloaded.freed_parameters import drop_gradient
 from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
+from psdist.torch.offloaded.saved_tensors import SavedTensors
 
 #: Pushes that may be under way while the gradients of the next layer are put together.
 _PUSHES: Final = 1
@@ -89,6 +90,7 @@ class Passes:
         #: Whether gradients of this step were computed on weights of two steps, or a push of it was dropped.
         self.is_dropped = False
         self._hooks: list[RemovableHandle] = []
+        self._saved = SavedTensors(self._layers, self._bring_saved)
 
     def listen(self, on_begin: Callable[[], None]) -> None:
         """From now on passes bring weights and push gradients.
@@ -140,6 +142,7 @@ class Passes:
     def _before_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any) -> None:
         for layer in layers:  # First, because the hook after the pass is called whatever happens.
             layer.users += 1
+        self._saved.enter()
         if not _in_backward():
             self._check_forward(layers[0])
         for layer in layers:
@@ -158,6 +161,7 @@ class Passes:
             )
 
     def _after_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any, outputs: Any) -> None:
+        self._saved.leave()
         for layer in layers:
             layer.users -= 1
         if torch.is_grad_enabled() and outputs is not None:
@@ -175,6 +179,11 @@ class Passes:
                 "torch.no_grad()"
             )
         for tensor in tensors:
+            if (owner := self._saved.owner(tensor)) is not None:
+                raise InvalidArgumentError(
+                    f"the layer {layers[0].title!r} gave a weight of {owner.title!r}, or a view of one, whose values "
+                    "go away now: give the module that uses it in layers=, or return a copy, as by clone()"
+                )
             tensor.register_hook(partial(self._before_backward, layers))  # type: ignore[no-untyped-call]
 
     @staticmethod
@@ -185,16 +194,37 @@ class Passes:
     # --- gradients ---
 
     def _before_backward(self, layers: Sequence[OffloadedLayer], gradient: Tensor) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            self._backward.start()
-            # As torch's own classes have autograd call them at the end of the backward pass that is running.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._begin_backward(layers[0])
         for layer in layers:
             if len(layer.taken) == len(layer.parameters):
                 raise second_backward(layer)
             if layer.state is not Residence.HERE:
                 self._use(layer, self._backward)
+
+    def _begin_backward(self, layer: OffloadedLayer) -> None:
+        if torch.is_grad_enabled():
+            raise InvalidArgumentError(
+                f"a backward pass with create_graph=True came to the layer {layer.title!r}: a second one through its "
+                "gradients would need weights that are not here. Use psdist.torch.DistributedOptimizer"
+            )
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._backward.start()
+            # As torch's own classes have autograd call them at the end of the backward pass that is running.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _bring_saved(self, layer: OffloadedLayer) -> None:
+        """Has a layer here, a weight of which autograd kept."""
+        if layer.state is Residence.HERE:
+            return
+        if not _in_backward() or len(layer.taken) == len(layer.parameters):
+            raise InvalidArgumentError(
+                f"a weight of the layer {layer.title!r}, which autograd kept in the forward pass, was read outside of "
+                "a backward pass, or in one after all gradients of the layer were there: it is on the servers. Have "
+                "the layer return what depends on its weights"
+            )
+        self._begin_backward(layer)
+        self._use(layer, self._backward)
 
     def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
         if name in layer.taken:

@@ -194,6 +194,21 @@ def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
     assert machine.on(Exited(W1, 1, True), 2.0) == [Say("worker 1 failed: exit code 1"), Finish(0)]
 
 
+def test_who_came_too_late_to_join_is_left_out_and_the_others_go_on() -> None:
+    machine = supervisor(restarts=3)
+    assert Start(W1, 1) in machine.on(Exited(W1, -9, True), 1.0)
+    (said,) = machine.on(Exited(W1, 66, True), 2.0)
+    assert said == Say(
+        "worker 1 failed: exit code 66 (training that it cannot join had begun: not restarted); others go on: worker 0"
+    )
+    machine.on(Exited(W0, 0, True), 3.0)
+    assert finish(machine, {S0, S1, SCHEDULER}).status == 0
+    machine = supervisor()
+    machine.on(Exited(W1, 66, True), 2.0)
+    machine.on(Exited(W0, 3, True), 3.0)
+    assert finish(machine, {S0, S1, SCHEDULER}).status == 3
+
+
 def test_an_elastic_agent_whose_workers_all_failed_has_the_status_of_the_first() -> None:
     machine = elastic_agent()
     machine.on(Exited(W1, 3, True), 1.0)

@@ -159,6 +159,7 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
         (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "OneCycleLR cannot be converted"),
         (lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)]), "ChainedScheduler cannot be converted"),
         (lambda o: lr_scheduler.ConstantLR(o, factor=0.5), "factor=0.5 is not 1"),
+        (lambda o: lr_scheduler.LinearLR(o, total_iters=0), "total_iters=0 leaves the rate at start_factor"),
         (lambda o: lr_scheduler.LinearLR(o, 0.5, 0.8), "start_factor=0.5 is not 1"),
         (
             lambda o: lr_scheduler.SequentialLR(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
@@ -48,6 +48,23 @@ def test_names_are_those_of_the_model_before_it_was_compiled() -> None:
     assert list(inspect(torch.compile(model, backend="eager")).trained) == ["0.weight", "0.bias"]
 
 
+def with_buffer(buffer: Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("extra", buffer)
+    return model
+
+
+def under_inference_mode() -> nn.Module:
+    with torch.inference_mode():
+        return nn.Linear(2, 2)
+
+
+def with_expanded_parameter() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(torch.ones(2, 1).expand(2, 2))
+    return model
+
+
 def mixed() -> nn.Module:
     return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
 
@@ -56,6 +73,14 @@ def mixed() -> nn.Module:
     ("make", "error", "said"),
     [
         (lambda: [1], InvalidArgumentError, "model is of type list: give a torch.nn.Module"),
+        (
+            lambda: with_buffer(torch.eye(3).to_sparse()),
+            InvalidArgumentError,
+            "buffer 'extra' has layout torch.sparse_coo",
+        ),
+        (lambda: with_buffer(torch.ones(1).expand(5)), InvalidArgumentError, "buffer 'extra' is expanded.*clone"),
+        (with_expanded_parameter, InvalidArgumentError, "parameter 'weight' is expanded.*clone"),
+        (under_inference_mode, InvalidArgumentError, "parameter 'weight' was made under torch.inference_mode"),
         (lambda: nn.ReLU(), InvalidArgumentError, "no parameter to train"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), InvalidArgumentError, "no parameter to train"),
         (lambda: nn.Linear(2, 2).double(), DTypeMismatchError, "'weight' has dtype torch.float64.*model.float"),

@@ -145,3 +145,11 @@ def test_rates_that_were_changed_are_told_also_after_a_step_that_was_skipped() -
     rates.on_irregular_step(optimizer.param_groups)
     with pytest.raises(InvalidArgumentError, match=r"was changed from 0\.5 to 0\.25"):
         rates.check(optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("name", "last"), [("cosine", 50), ("warm-up, cosine", 38)])
+def test_a_loop_past_the_end_of_a_cosine_is_told_what_ended(name: str, last: int) -> None:
+    loop = Loop(SCHEDULERS[name])
+    loop.steps(last + 1)
+    with pytest.raises(InvalidArgumentError, match=r"is past T_max=\d+ of the cosine scheduler.* give T_max all steps"):
+        loop.steps(1)

@@ -8,12 +8,13 @@ Not here: the memory file (``psdist.wire.shm``), which servers have it (``attach
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from numpy.typing import NDArray
 
+from psdist.client.process.off_loop import in_thread
 from psdist.types import DType
 from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, reason_of
@@ -38,12 +39,12 @@ class OfferedArena:
             fd_passing.sweep()
             try:
                 # In a thread, because clearing a large file takes longer than heartbeats may.
-                self._arena = await asyncio.to_thread(GradientArena.create, self.elements, self.dtype)
+                self._arena = await in_thread(partial(GradientArena.create, self.elements, self.dtype))
             except OSError as error:
                 return reason_of(error)
         elif self._arena.has_holes:
             try:
-                await asyncio.to_thread(self._arena.fill)
+                await in_thread(self._arena.fill)
             except OSError as error:
                 return reason_of(error)
         return "" if self._arena.shareable else "no room in shared memory for another arena"

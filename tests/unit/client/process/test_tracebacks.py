@@ -20,6 +20,7 @@ from psdist.client.process import tracebacks
 from psdist.errors import (
     ConfigurationError,
     InternalError,
+    LateWorkerError,
     NonFiniteGradientError,
     SettingsMismatchError,
     ShapeMismatchError,
@@ -120,19 +121,20 @@ def test_causes_are_shortened_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "recurs"),
+    ("error", "status"),
     [
-        (ConfigurationError(""), True),
-        (ShapeMismatchError(""), True),
-        (SettingsMismatchError(""), True),
-        (NonFiniteGradientError(""), False),
-        (WaitTimeoutError(""), False),
-        (psdist.PsdistError(""), False),
-        (ValueError(""), False),
+        (ConfigurationError(""), 78),
+        (ShapeMismatchError(""), 78),
+        (SettingsMismatchError(""), 78),
+        (LateWorkerError(""), 66),
+        (NonFiniteGradientError(""), 0),
+        (WaitTimeoutError(""), 0),
+        (psdist.PsdistError(""), 0),
+        (ValueError(""), 0),
     ],
 )
-def test_errors_that_would_come_again(error: BaseException, recurs: bool) -> None:
-    assert tracebacks.would_recur(error) == recurs
+def test_errors_that_would_come_again(error: BaseException, status: int) -> None:
+    assert tracebacks.status_of(error) == status
 
 
 def test_an_error_of_an_installed_library_is_printed_whole() -> None:

@@ -1,0 +1,79 @@
+"""Buffers of a model, such as running statistics, in the snapshots of its run.
+
+Each worker has its own, so each hands in its own, and gets them back by its rank when the run goes on. A snapshot may
+have them with the batch in them that the worker was computing when it was taken.
+
+Not here: what all workers begin with (``values``), buffers that workers have in common (``data_parallel``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from psdist.client.session.worker_state import BUFFERS, DeferredArray
+from psdist.client.sync_client import Client, Parameters
+from psdist.torch.inspection import COMPILED
+from psdist.torch.values import from_bytes, raw_bytes
+
+logger = logging.getLogger("psdist")
+
+
+class _BufferBytes(DeferredArray):
+    """The bytes of a buffer, which are read when a snapshot wants them."""
+
+    dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
+
+
+class KeptBuffers:
+    """The buffers of ``model`` that its ``state_dict`` has. A module may replace one by another of its shape."""
+
+    def __init__(self, model: nn.Module) -> None:
+        #: Who has each buffer, and its name there.
+        self._places = {
+            f"{prefix}.{key}".replace(COMPILED, "").removeprefix("."): (module, key)
+            for prefix, module in model.named_modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
+        }
+        self._is_restored = False
+
+    def keep(self, client: Client, handle: Parameters) -> None:
+        """Has them in snapshots from now on, with the pushes of ``handle``. Where the run goes on from a snapshot, they
+        become what it has of this rank. A worker for which there is nothing logs a warning."""
+        if not self._places:
+            return
+        handle.keep_state(self._save, self._restore, prefix=BUFFERS)
+        if not self._is_restored and (client.joins_late(handle.name) or handle.restored):
+            logger.warning(
+                "buffers of %r (%s) begin with the values that they had when training began, and not where it goes on: "
+                "no snapshot has those of this worker, or others train already, which have their own. Save the model "
+                "of a worker that has trained from the beginning",
+                handle.name, ", ".join(list(self._places)[:4]),
+            )  # fmt: skip
+
+    def _save(self) -> dict[str, DeferredArray]:
+        return {name: _BufferBytes(self._buffer(name).nbytes, partial(self._read, name)) for name in self._places}
+
+    def _buffer(self, name: str) -> Tensor:
+        module, key = self._places[name]
+        buffer: Tensor | None = module._buffers[key]
+        assert buffer is not None
+        return buffer
+
+    def _read(self, name: str) -> NDArray[Any]:
+        return raw_bytes(self._buffer(name)).copy()
+
+    def _restore(self, state: Mapping[str, NDArray[Any]]) -> None:
+        """Is called again, on another thread, when the run goes back to a snapshot."""
+        for name in state.keys() & self._places.keys():
+            buffer = self._buffer(name)
+            # By data, as a backward pass that is under way would refuse a change.
+            buffer.data.copy_(from_bytes(state[name], buffer).view_as(buffer))
+            self._is_restored = True

@@ -1,0 +1,159 @@
+"""PyTorch scripts whose run goes on from a snapshot under its run id, with real servers: two lives of a cluster with
+two workers, which are threads of this process.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import psdist
+from psdist.client.context import Context
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
+from tests.support.launched import Run
+
+Work = Callable[[Context], Any]
+
+
+@contextmanager
+def life(storage: Path, first_rank: int = 0) -> Iterator[Callable[[Work], list[Any]]]:
+    """One life of the run. Gives what does the same in both workers, and returns what they return."""
+    cluster = EmbeddedCluster(servers=1, storage=storage, run_id="resumed")
+    clients = [psdist.Client(cluster.address, cluster.token, rank=first_rank + number) for number in range(2)]
+    contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
+    with ThreadPoolExecutor(2) as threads:
+        yield lambda work: list(threads.map(work, contexts))
+        list(threads.map(lambda context: context.client.snapshot(), contexts))
+        list(threads.map(lambda client: client.close(), clients))
+    cluster.close()
+
+
+def statistics_and_weights() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)) * 5
+
+
+def test_data_parallel_training_goes_on_from_what_the_script_loaded(tmp_path: Path) -> None:
+    """And not from the values of the first start, which the snapshot has."""
+
+    def train(context: Context, loaded: dict[str, Any] | None, first: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        torch.manual_seed(context.rank)
+        model = statistics_and_weights()
+        if loaded is not None:
+            model.load_state_dict(loaded)
+        wrapped = DistributedDataParallel(model, context=context)
+        begun = copy.deepcopy(model.state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            wrapped(batch(step, context.rank)).pow(2).mean().backward()
+            optimizer.step()
+        return begun, copy.deepcopy(model.state_dict())
+
+    with life(tmp_path) as both:
+        (_, saved), _ = both(lambda context: train(context, None, 0))
+    with life(tmp_path) as both:
+        ends = both(lambda context: train(context, saved if context.rank == 0 else None, 3))
+    for begun, _ in ends:
+        for name, value in saved.items():
+            assert torch.equal(begun[name], value), f"{name} as rank 0 loaded it"
+    (_, one), (_, other) = ends
+    assert all(torch.equal(one[name], other[name]) for name in one if "running" not in name)
+
+
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_running_statistics_go_on_with_the_weights(
+    tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each worker's own. One that was not there before is told that it has none."""
+
+    def train(context: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = statistics_and_weights()
+        optimizer = wrap(model, psdist.optim.SGD(lr=0.1), context=context)
+        begun = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(step, context.rank)).pow(2).mean().backward()
+            optimizer.step()
+        return begun, {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+    with life(tmp_path) as both:
+        ends = [end for _, end in both(train)]
+    assert not torch.equal(ends[0]["1.running_mean"], ends[1]["1.running_mean"])
+    with life(tmp_path) as both:
+        begins = [begin for begin, _ in both(train)]
+    for end, begin in zip(ends, begins, strict=True):
+        assert all(torch.equal(end[name], begin[name]) for name in end)
+    assert "when training began" not in caplog.text
+    with life(tmp_path, first_rank=1) as both:
+        begins = [begin for begin, _ in both(train)]
+    assert int(begins[0]["1.num_batches_tracked"]) == 6 and int(begins[1]["1.num_batches_tracked"]) == 0
+    assert caplog.text.count("begin with the values that they had when training began") == 1
+
+
+def test_a_worker_that_joins_later_is_told_that_it_has_no_running_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    cluster = EmbeddedCluster(servers=1)
+
+    def wrapped(client: psdist.Client, model: nn.Module) -> DistributedOptimizer:
+        context = Context(client.rank, 2, client.rank, client)
+        return DistributedOptimizer(model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), context=context)
+
+    try:
+        with psdist.Client(cluster.address, cluster.token, rank=0) as first:
+            model = statistics_and_weights()
+            optimizer = wrapped(first, model)
+            model(batch(0, 0)).sum().backward()
+            optimizer.step()
+            assert "when training began" not in caplog.text
+            with psdist.Client(cluster.address, cluster.token, rank=1) as second:
+                wrapped(second, statistics_and_weights())
+    finally:
+        cluster.close()
+    assert "buffers of 'model' (1.running_mean, 1.running_var, 1.num_batches_tracked) begin with" in caplog.text
+
+
+#: Ends without closing its client.
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+import psdist, psdist.torch
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
+optimizer = getattr(psdist.torch, sys.argv[1])(model, psdist.optim.SGD(lr=0.01))
+print("begins", optimizer.handle.step, model[1].running_var.tolist(), flush=True)
+for _ in range(4):
+    model(torch.randn(8, 3)).square().mean().backward()
+    optimizer.step()
+print("ends", optimizer.handle.step, model[1].running_var.tolist(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("wrapper", ["DistributedOptimizer", "offload"])
+def test_the_snapshot_at_the_end_of_a_script_has_running_statistics(tmp_path: Path, wrapper: str) -> None:
+    outputs, storage = [], str(tmp_path / "storage")
+    for _ in range(2):
+        flags = ("--run-id", "resumed", "--nservers", "1", "--storage-path", storage)
+        run = Run(tmp_path, SCRIPT, wrapper, flags=flags)
+        try:
+            status, output = run.end()
+        finally:
+            run.stop()
+        assert status == 0, output
+        outputs.append(output)
+    (ended,) = set(re.findall(r"ends 4 (.*)", outputs[0]))
+    assert re.findall(r"begins 4 (.*)", outputs[1]) == [ended] * 2, outputs[1]
