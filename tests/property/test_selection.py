@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 from psdist.compression.segments import numpy_sparse, sparse
 
 Floats = NDArray[np.float32]
+Kind = Callable[[np.random.Generator, int], Floats]
 
 
 def _normal(rng: np.random.Generator, size: int) -> Floats:
@@ -57,9 +60,9 @@ PARTS = st.sampled_from([0.0, 0.0001, 0.001, 0.01, 0.1, 0.5, 1.0])
 
 
 @given(KINDS, KINDS, SIZES, PARTS, st.sampled_from([1.0, -1.0, 0.25]), st.integers(0, 2**32))
-def test_the_largest(kind: object, other: object, size: int, part: float, factor: float, seed: int) -> None:
+def test_the_largest(kind: Kind, other: Kind, size: int, part: float, factor: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    values, addend = kind(rng, size), other(rng, size)  # type: ignore[operator]
+    values, addend = kind(rng, size), other(rng, size)
     kept = max(1, round(part * size))
     expected = numpy_sparse.select_largest(values, kept)
     assert sparse.select_largest(values, kept).tolist() == expected.tolist()
@@ -74,9 +77,9 @@ def test_the_largest(kind: object, other: object, size: int, part: float, factor
 
 
 @given(KINDS, KINDS, SIZES, st.integers(1, 5000), PARTS, st.integers(0, 2**32))
-def test_the_largest_of_chunks(kind: object, other: object, size: int, chunk: int, part: float, seed: int) -> None:
+def test_the_largest_of_chunks(kind: Kind, other: Kind, size: int, chunk: int, part: float, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    values, addend = kind(rng, size), other(rng, size)  # type: ignore[operator]
+    values, addend = kind(rng, size), other(rng, size)
     kept = max(1, round(part * chunk))
     expected = numpy_sparse.select_chunks(values, chunk, kept)
     assert sparse.select_chunks(values, chunk, kept).tolist() == expected.tolist()
