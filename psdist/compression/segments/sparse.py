@@ -30,8 +30,8 @@ _LIMIT8, _ONE_AND_HALF, _ZERO = _F(127.0), _F(1.5), _F(0.0)
 _SPLIT: Final = numpy_sparse.SPLIT
 #: Elements that are looked at together: most have none that is kept.
 _GROUP: Final = 8
-#: So many runs of as many elements are a sample. A run is a cache line: reading single ones would cost as much as
-#: reading four times as many.
+#: A sample has so many runs of so many elements. A run fills a cache line: single elements would be read from as many
+#: lines as there are elements.
 _RUNS: Final = 1024
 _RUN: Final = 16
 #: So far below the threshold of a chunk that of the next one is looked for: about a tenth of its size.

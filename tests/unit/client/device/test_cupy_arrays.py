@@ -193,7 +193,7 @@ def test_what_lies_on_another_device_is_refused(cupy: FakeCupy) -> None:
 
 def test_arrays_are_views_of_a_vector_or_copies_of_another_dtype(cupy: FakeCupy) -> None:
     owner = FakeArray(np.arange(10, dtype=np.float32))
-    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 10, owner)  # type: ignore[arg-type]  # no device is used
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 10, owner)  # No device is used
     made = CupyArrays("cuda").make(vector, 2, (2, 3), "float32")
     assert made.data.ptr == owner.data.ptr + 8 and made.shape == (2, 3)
     brain = CupyArrays("cuda").make(vector, 2, (2, 3), "bfloat16")
@@ -206,7 +206,7 @@ def test_without_cudas_headers_nothing_is_converted_and_it_says_what_is_missing(
 ) -> None:
     arrays, cupy.conversion = CupyArrays("cuda"), error
     owner = FakeArray(np.zeros(6, np.float32))
-    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 6, owner)  # type: ignore[arg-type]  # no device is used
+    vector = DeviceVector(SimpleNamespace(), owner.data.ptr, 6, owner)  # No device is used
     assert arrays.take("w", owner).address == owner.data.ptr
     for convert in (
         lambda: arrays.take("w", FakeArray(np.zeros(6, np.float16))),
