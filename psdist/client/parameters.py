@@ -223,15 +223,34 @@ class AsyncParameters(ProcessBound):
         async with self._steps.call():
             return await self._steps.give_bucket(gradients, weight, reads=False)
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, shared: bool = True) -> None:
         """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
         later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
 
         For a parameter set that is used for a small part of the time. What a codec left out of gradients, and what
         servers send differences to, is kept. Raises as ``push``, for a step in buckets that failed or misses tensors.
+
+        shared: gives memory of gradients back even if other parameter sets have theirs there, too
+            (``share_gradient_memory``). What they wrote to it is lost.
         """
         async with self._steps.call():
-            await self._steps.release_memory()
+            await self._steps.release_memory(shared=shared)
+
+    async def share_gradient_memory(self, other: AsyncParameters | None) -> None:
+        """Has the gradients in the memory from now on in which ``other``, of the same client, has those that servers of
+        this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
+        turns, so that memory is not given back and taken anew for each.
+
+        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push is
+        answered. Meanwhile nothing is written to the gradients of the others. Where no memory is shared with a server,
+        each has its own. Arrays of ``gradient_buffers`` that were got before are not valid any more.
+
+        Raises InvalidArgumentError where the sizes or the compression differ; and as ``push``, for a step in buckets
+        that failed or misses tensors.
+        """
+        async with self._steps.call():
+            await self._steps.release_memory(shared=False)
+            self.exchange.shared_memory.take_turns(None if other is None else other.exchange.shared_memory)
 
     async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this

@@ -118,7 +118,7 @@ class Steps:
             lambda: self.encoding is not None and self.encoding.works_on_device,
             casts_on_device=self.encoding is None and exchange.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
-        exchange.shared_memory.on_replaced(self._gradients.unregister)
+        exchange.shared_memory.before_replaced = self._gradients.unregister
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
@@ -176,6 +176,7 @@ class Steps:
         while True:
             incarnation = self._participation.incarnation
             try:
+                await self._exchange.shared_memory.share_gradients()
                 await self._begin()
                 target = make_target() if make_target is not None else None
                 if gathered is None:
@@ -243,6 +244,7 @@ class Steps:
     async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
         number = None if device is None else device_number(device)
+        await self._exchange.shared_memory.share_gradients()
         await self._retry(self._exchange.open)
         if number is None:
             return self._gradients.buffers()
@@ -263,13 +265,13 @@ class Steps:
                 "it: push its gradient again before a snapshot"
             )
 
-    async def release_memory(self) -> None:
+    async def release_memory(self, *, shared: bool = True) -> None:
         """See ``AsyncParameters.release_memory``."""
         await self._end_step()
         release = self._gradients.release_memory
         await in_thread(release) if self._gradients.has_device else release()
         self._results.release_memory()
-        self._exchange.shared_memory.release_memory()
+        self._exchange.shared_memory.release_memory(shared=shared)
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back."""
@@ -384,6 +386,8 @@ class Steps:
     async def _current_step(self, gradients: object, weight: float, reads: bool) -> BucketStep:
         """The step that the next bucket, ``gradients``, belongs to. A new one has this weight, and is kept with its
         first bucket."""
+        if self._bucket_step is None or not self._bucket_step.open:
+            await self._exchange.shared_memory.share_gradients()
         await self._exchange.open()
         if self._bucket_step is not None:
             await self._bucket_step.raise_failure()

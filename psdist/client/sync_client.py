@@ -435,14 +435,32 @@ class Parameters(ProcessBound):
         ``out`` is psdist's."""
         return loop.shared().start(self._handle.pull(out, copy), reading=True)
 
-    def release_memory(self) -> None:
+    def release_memory(self, *, shared: bool = True) -> None:
         """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
         later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
 
         For a parameter set that is used for a small part of the time. What a codec left out of gradients is kept.
         Raises as ``push``, for a step in buckets that failed or misses tensors.
+
+        shared: gives memory of gradients back even if other parameter sets have theirs there, too
+            (``share_gradient_memory``). What they wrote to it is lost.
         """
-        loop.shared().call(self._handle.release_memory())
+        loop.shared().call(self._handle.release_memory(shared=shared))
+
+    def share_gradient_memory(self, other: Parameters | None) -> None:
+        """Has the gradients in the memory from now on in which ``other``, of the same client, has those that servers of
+        this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
+        turns, so that memory is not given back and taken anew for each.
+
+        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push is
+        answered. Meanwhile nothing is written to the gradients of the others. Where no memory is shared with a server,
+        each has its own. Arrays of ``gradient_buffers`` that were got before are not valid any more.
+
+        Raises InvalidArgumentError where the sizes or the compression differ; and as ``push``, for a step in buckets
+        that failed or misses tensors.
+        """
+        handle = None if other is None else other._handle
+        loop.shared().call(self._handle.share_gradient_memory(handle))
 
     def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest

@@ -38,6 +38,7 @@ from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
+from psdist.torch.offloaded.turns import take_turns
 from psdist.torch.optimizer import groups_of, parameters_of, specification_of
 from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
@@ -107,6 +108,7 @@ def offload(
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
     share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
+    take_turns(made)
     KeptBuffers(model).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
     rates = Rates(spec, wrapped, scheduler, made[0].handle)

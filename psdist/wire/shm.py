@@ -139,27 +139,27 @@ class GradientArena:
             os.posix_fallocate(self.fd, 0, self._region.size)
             self.has_holes = False
 
-    def renew(self) -> None:
-        """Lets this arena be another file, with the same content at the same addresses; whoever has the old file keeps
-        its bytes as they are. Nobody may write meanwhile. Where there is no room for another file the memory is only
-        this process's own from then on.
+    def detach(self) -> None:
+        """Leaves the file to whoever has it, with its bytes as they are. The memory keeps its content and its
+        addresses, and is only this process's own from then on. It lasts as long as arrays look into it.
+
+        Other threads may write to the memory meanwhile, and lose nothing.
         """
-        old = self.fd
-        if old < 0:
-            return
-        try:
-            fd = self._copy()
-        except OSError:
-            fd = -1
-            # Pages are copied when they are next written to.
-            self._region.place(old, private=True)
-        assert self._closing is not None
-        self._closing()
-        self.has_holes = False
-        self._take_over(fd)
+        if self._closing is not None:
+            if self.fd >= 0:
+                # Pages are copied when they are next written to.
+                self._region.place(self.fd, private=True)
+            self._closing()
+        self.fd, self.has_holes = -1, False
+
+    def share(self) -> None:
+        """Has a new file, which others can be given, with the same content at the same addresses. Does nothing where
+        there is a file. Nobody may write meanwhile. Raises OSError where there is no room, and changes nothing then."""
+        if self.fd < 0:
+            self._take_over(self._copy())
 
     def _copy(self) -> int:
-        """Puts a new file with the same content in the place of the old one."""
+        """Puts a new file with the same content in the place of what is there."""
         copy = GradientArena.create(self.flat.size, self.flat.dtype.name)
         copy.flat[...] = self.flat
         fd = os.dup(copy.fd)
@@ -169,15 +169,6 @@ class GradientArena:
             os.close(fd)
             raise
         return fd
-
-    def close(self) -> None:
-        """Closes the file. The memory stays as long as arrays look into it, and is only this process's own from then
-        on: whoever has the file keeps its bytes as they are."""
-        if self._closing is not None:
-            if self.fd >= 0 and self._region.writable:
-                self._region.place(self.fd, private=True)
-            self._closing()
-        self.fd = -1
 
 
 class WeightsArena:

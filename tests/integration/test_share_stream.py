@@ -508,7 +508,7 @@ async def test_what_was_pushed_counts_when_the_stream_and_the_memory_are_gone(be
         assert await gone.call.read() is grpc.aio.EOF
     else:
         gone.call.cancel()
-    gone.arena.close()
+    gone.arena.detach()
     del gone
     gc.collect()
     again = await attached(bench)

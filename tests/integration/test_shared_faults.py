@@ -33,6 +33,7 @@ from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels, fd_passing
 from psdist.wire.shm import GradientArena, WeightsArena
+from tests.support.contributions import until_pushed
 
 SIZE = 1 << 20
 SGD = psdist.optim.SGD(lr=1.0)
@@ -317,22 +318,6 @@ async def test_a_worker_that_unmaps_its_arena_in_the_middle_of_a_step(cluster: E
         await clients[0].close()
         values = (await handles[1].push_pull(gradient()))["w"]
         assert set(values.tolist()) == {2.0}
-
-
-async def until_pushed(client: AsyncClient, name: str) -> None:
-    """Returns when both servers have told that they hold contributions."""
-    async with asyncio.timeout(60):
-        counted: list[int] = []
-        while len(counted) < 2 or not all(counted):
-            report = await client.status()
-            counted = [
-                sum(worker.pushes for worker in one.workers)
-                for server in report.members
-                for one in server.statistics.parameters
-                if one.parameters == name
-            ]
-            # Heartbeats tell it, every 2.5 s.
-            await client.session.membership.view.changed(0.1)
 
 
 # --- processes that are killed ----------------------------------------------------------------------------------------

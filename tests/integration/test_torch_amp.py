@@ -59,12 +59,6 @@ def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
     return run
 
 
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
-
-
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
     """The loss of a worker's part of a batch; one that overflows where it should."""
     loss = loss_of(model, part(BATCHES(step), rank, 2))

@@ -5,7 +5,7 @@ refused. Processes of their own are in ``test_torch_offload_exact``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,7 @@ from tests.support.torch_models import MODELS, loss_of
 
 STEPS = 4
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
-    with psdist.init() as context:
-        yield context
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Steps(nn.Module):

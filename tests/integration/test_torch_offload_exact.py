@@ -13,7 +13,7 @@ from tests.support.launched import Run
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "tests/support/torch_offload_comparison.py"
-MODELS = "mlp,cnn,transformer"
+MODELS = "mlp,cnn,transformer,stack"
 
 
 def check(seen: str, transport: str) -> None:

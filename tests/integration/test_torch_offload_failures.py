@@ -5,7 +5,7 @@ goes wrong in silence.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,22 +14,10 @@ import torch
 from torch import Tensor, nn
 
 import psdist
-from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError
 from psdist.torch import DistributedOptimizer, OffloadedOptimizer, offload
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
-    with psdist.init() as context:
-        yield context
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def batch(step: int) -> Tensor:

@@ -5,26 +5,18 @@ way it reaches the layer, or an error says why they cannot. Without that the pro
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import psdist
 from psdist import optim
-from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError
 from psdist.torch import offload
 from psdist.torch.offloaded import memory
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
-    with psdist.init() as context:
-        yield context
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 @pytest.fixture(params=["moved pages", "resized storage"])

@@ -5,7 +5,7 @@ optimizers, and what a loop may and may not do. And two workers in two threads, 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -25,20 +25,6 @@ from tests.support.torch_models import MODELS, Attention, loss_of, mlp, part
 
 STEPS = 12
 BATCHES = MODELS["mlp"][1]
-
-
-@pytest.fixture(scope="module")
-def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
-    with psdist.init() as context:
-        assert context.world_size == 1
-        yield context
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,27 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-import psdist
 from psdist import optim
-from psdist.client.context import Context
 from psdist.errors import InvalidArgumentError, PsdistError
 from psdist.torch import DistributedOptimizer
 from tests.support.torch_models import MODELS, loss_of, mlp
 
 BATCHES = MODELS["mlp"][1]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
-    with psdist.init() as context:
-        yield context
-
-
-@pytest.fixture
-def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
-    return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:

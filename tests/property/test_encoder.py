@@ -26,7 +26,13 @@ ONE: list[Codec] = [
     Int8(block=16), Int2(block=32, stochastic=True, error_feedback=True), OneBit(block=64), TopK(0.1),
     ChunkedTopK(2, 64, bits=2), RandomK(0.2), PowerSGD(1), TopK(0.3, momentum=0.5), Chain(TopK(0.2), Int2(), chunk=128),
 ]  # fmt: skip
-CODECS = st.sampled_from(ONE).map(lambda codec: PerTensor({"t1": Int8(), "*": codec}, min_elements=64, min_vector=64))
+
+
+def each_tensor(codec: Codec) -> PerTensor:
+    return PerTensor({"t1": Int8(), "*": codec}, min_elements=64, min_vector=64)
+
+
+CODECS = st.sampled_from(ONE).map(each_tensor)
 
 
 def decoded(push: EncodedSlices, index: int) -> np.ndarray:
@@ -35,10 +41,11 @@ def decoded(push: EncodedSlices, index: int) -> np.ndarray:
     return out
 
 
-@given(st.data(), SHAPES, CODECS, st.integers(16, 400))
+@given(st.data(), SHAPES, st.sampled_from(ONE), st.integers(16, 400))
 def test_what_is_sent_and_what_is_kept_is_what_was_given(
-    data: st.DataObject, shapes: list[Any], codec: Codec, slice_elements: int
+    data: st.DataObject, shapes: list[Any], one: Codec, slice_elements: int
 ) -> None:
+    codec, adds_up = each_tensor(one), not getattr(one, "momentum", 0)  # With momentum a gradient counts several times.
     layout = Layout(tuple(TensorSpec(f"t{number}", shape) for number, shape in enumerate(shapes)))
     slicing = Slicing(layout.total, slice_elements)
     encoder, other = (GradientEncoder(codec, layout, slicing, rank=2) for _ in range(2))
@@ -65,7 +72,8 @@ def test_what_is_sent_and_what_is_kept_is_what_was_given(
             balance[part] += flat[part] - decoded(push, index).astype(np.float64)
         assert encoder.end_push() == other.end_push() == bool(chosen)
         kept = encoder.residual.copy()
-        np.testing.assert_allclose(kept if kept.size else 0.0, balance if kept.size else 0.0, atol=1e-4)
+        if adds_up:
+            np.testing.assert_allclose(kept if kept.size else 0.0, balance if kept.size else 0.0, atol=1e-4)
         assert {name: array.tobytes() for name, array in encoder.state().items()} == {
             name: array.tobytes() for name, array in other.state().items()
         }

@@ -249,7 +249,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
         return Outcome(await serving, lsn)
     finally:
         await host.close()
-        arena.close()
+        arena.detach()
 
 
 async def serve(stream: StreamFromPrimary) -> PsdistError | None:

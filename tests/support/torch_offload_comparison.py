@@ -13,11 +13,22 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 
 sys.path.insert(0, sys.argv[1])
 
 from psdist.torch import DistributedOptimizer, offload  # the path is an argument
-from tests.support.torch_models import MODELS, loss_of, part  # as above
+from tests.support import torch_models  # as above
+from tests.support.torch_models import loss_of, part  # as above
+
+
+def stack() -> nn.Module:
+    """Layers of one size, and others. Inputs float[batch, 12], 4 classes."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(7)), nn.Linear(12, 4))
+
+
+_, _BATCH, _OPTIMIZER = torch_models.MODELS["mlp"]
+MODELS = torch_models.MODELS | {"stack": (stack, _BATCH, _OPTIMIZER)}
 
 
 def main() -> None:

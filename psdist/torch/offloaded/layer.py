@@ -20,13 +20,14 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from psdist.client.process.loop import StartedCall
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError
 from psdist.torch.offloaded.freed_parameters import drop_gradient, mark_freed, mark_present
 from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
+from psdist.torch.offloaded.turns import GradientPlace
 
 #: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
 _ALIGNMENT: Final = 64
@@ -74,8 +75,8 @@ class OffloadedLayer:
         self.state = Residence.AWAY
         #: Forward passes that use it now.
         self.users = 0
-        #: The gradient's place in memory by name, while it is put together.
-        self._buffers: dict[str, Tensor] = {}
+        #: Where gradients are put together.
+        self.place = GradientPlace(is_shared=False)
         #: Parameters whose gradient of this step was taken over.
         self.taken: set[str] = set()
         #: The push of this step, once it is under way.
@@ -155,7 +156,7 @@ class OffloadedLayer:
                         # By ``data``, which does not count as a change. float32 holds all that may come.
                         parameter.data.copy_(torch.from_numpy(np.array(arrays[name], np.float32)))
                 if not self.taken:  # A server that was connected to has a place for gradients, which has memory.
-                    self.handle.release_memory()
+                    self.handle.release_memory(shared=not again and self.place.holder is None)
             except BaseException:
                 self._drop_memory()
                 raise
@@ -194,11 +195,19 @@ class OffloadedLayer:
 
     # --- gradients ---
 
+    def share_place(self, place: GradientPlace, first: OffloadedLayer) -> None:
+        """Takes turns with other layers from now on. The memory is that of ``first``."""
+        self.handle.share_gradient_memory(first.handle)
+        self.place = place
+
+    def leave_place(self) -> None:
+        """Has its gradients in memory of its own from now on."""
+        self.handle.share_gradient_memory(None)
+        self.place = GradientPlace(is_shared=False)
+
     def take(self, name: str) -> bool:
         """Takes over the gradient of a parameter; zeros where it has none. Returns whether it was the last one."""
-        if not self._buffers:
-            self._buffers = {key: torch.from_numpy(one) for key, one in self.handle.gradient_buffers().items()}
-        parameter, place = self.parameters[name], self._buffers[name]
+        parameter, place = self.parameters[name], self.place.of(self, name)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             place.zero_()
@@ -248,23 +257,27 @@ class OffloadedLayer:
 
     def _end_push(self) -> None:
         self.is_begun = self.is_pushed = True
-        self._buffers = {}
-        self.handle.release_memory()
+        self.place.leave(self)
+        self.handle.release_memory(shared=False)
 
     def forget(self) -> None:
         """The gradients of this step that are not on their way are lost. What brings weights gives their memory back,
         or the next gradient takes it."""
         if self.push is None and not self.is_pushed:
             self.taken.clear()
-            self._buffers = {}
+            self.place.leave(self)
             for parameter in self.parameters.values():
                 drop_gradient(parameter)
 
     def begin_step(self) -> None:
-        """The step is over: gradients are of the next one."""
+        """The step is over: gradients are of the next one, and the weights are let go of."""
         self.taken.clear()
         self.is_begun = self.is_pushed = False
         self.users = 0
+        self.free()
+        if self.place.is_shared and self.place.is_used:
+            self.handle.release_memory()
+            self.place.is_used = False
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -237,9 +237,17 @@ class Passes:
             self.is_dropped = self.is_dropped or len({one.handle.step for one in self._layers}) > 1
         if not layer.taken:
             self._reap(_PUSHES)
+            self._give_place(layer)
         if layer.take(name):
             self._free(layer)
             self._push(layer)
+
+    def _give_place(self, layer: OffloadedLayer) -> None:
+        """Has a place free for the gradients of ``layer``."""
+        while layer.place.holder in self._pushes:
+            self._reap(len(self._pushes) - 1)
+        if layer.place.holder not in (None, layer):  # Gradients of that layer are missing, and may come any time.
+            layer.leave_place()
 
     def _push(self, layer: OffloadedLayer) -> None:
         try:
@@ -311,6 +319,7 @@ class Passes:
         self._reap(0)
         for layer in self._layers:
             if not layer.is_pushed:
+                self._give_place(layer)
                 layer.complete()
                 self._push(layer)
                 self._reap(_PUSHES)
@@ -320,7 +329,6 @@ class Passes:
         """The step is over."""
         for layer in self._layers:
             layer.begin_step()
-            layer.free()
         self.has_gradients = self._is_broken = False
         self.weight = 1.0
         self.is_dropped = False

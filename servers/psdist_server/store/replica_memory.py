@@ -105,5 +105,5 @@ class UpdateMemory:
     def close(self) -> None:
         """Gives the arena back; gradients that are in it can be read as long as they are referred to."""
         if self._arena is not None:
-            self._arena.close()
+            self._arena.detach()
         self._arena, self._free, self._lost = None, [], []

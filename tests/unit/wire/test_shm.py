@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_server_reads_what_the_worker_writes(dtype: str) -> None:
     assert theirs.part(7, 21).tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0] * 2
     assert theirs.flat.dtype == mine.flat.dtype and theirs.flat.dtype.name == dtype
     assert not theirs.flat.flags.writeable
-    mine.close()
+    mine.detach()
 
 
 def test_nonces_differ() -> None:
@@ -209,41 +210,70 @@ def test_views_outlive_their_arena() -> None:
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32")
     written, read = mine.flat, theirs.part(10, 20)
     written[15] = 3.0
-    mine.close()
+    mine.detach()
     del mine, theirs
     gc.collect()
     written[16] = 4.0  # the file is no longer what is written to
     assert read[5] == written[15] == 3.0 and read[6] == 0.0 and written[16] == 4.0
 
 
-# --- renewing ---------------------------------------------------------------------------------------------------------
+# --- what servers lose ------------------------------------------------------------------------------------------------
 
 
-def test_a_renewed_arena_has_its_place_and_content_and_the_old_file_keeps_its_own() -> None:
+def test_an_arena_that_is_shared_anew_has_its_place_and_content_and_the_old_file_keeps_its_own() -> None:
     mine = GradientArena.create(5000, "float32")
     view = mine.flat[100:200]
     view[...] = 1.0
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").part(100, 200)
     nonce, address = mine.nonce, mine.address
-    mine.renew()
-    assert mine.shareable and mine.nonce != nonce and mine.address == address
-    assert view.tolist() == [1.0] * 100
+    mine.detach()
+    assert not mine.shareable and view.tolist() == [1.0] * 100
     view[...] = 2.0
+    mine.share()
+    assert mine.shareable and mine.nonce != nonce and mine.address == address
+    assert view.tolist() == [2.0] * 100
+    view[...] = 3.0
     assert theirs.tolist() == [1.0] * 100
     again = GradientArena.open(os.dup(mine.fd), 5000, "float32")
-    assert again.part(100, 200).tolist() == [2.0] * 100 and again.nonce == mine.nonce
+    assert again.part(100, 200).tolist() == [3.0] * 100 and again.nonce == mine.nonce
+    mine.share()
+    assert again.nonce == mine.nonce
 
 
-def test_without_room_a_renewed_arena_is_its_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_lost_that_is_written_while_an_arena_is_detached() -> None:
+    """Each element is written once, by another thread; a copy that is put in place would miss what came meanwhile."""
+    size, parts, written = 1 << 21, 1 << 11, threading.Event()
+    for _ in range(8):
+        mine = GradientArena.create(size, "float32")
+
+        def write(flat: np.ndarray = mine.flat) -> None:
+            for number, part in enumerate(np.split(flat, parts), 1):
+                part[...] = number
+                written.set()
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        written.wait()
+        mine.detach()
+        thread.join()
+        written.clear()
+        assert np.array_equal(mine.flat, np.repeat(np.arange(1, parts + 1), size // parts))
+
+
+def test_without_room_an_arena_stays_its_process_own(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = GradientArena.create(5000, "float32")
     mine.flat[...] = 1.0
     theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
-    monkeypatch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
-    mine.renew()
+    mine.detach()
+    with monkeypatch.context() as patch:
+        patch.setattr(shm.psutil, "virtual_memory", lambda: SimpleNamespace(available=0))
+        with pytest.raises(OSError, match="available"):
+            mine.share()
     assert not mine.shareable
     mine.flat[...] = 2.0
     assert set(theirs.tolist()) == {1.0} and set(mine.flat.tolist()) == {2.0}
-    mine.renew()
+    mine.share()
+    assert mine.shareable and set(mine.flat.tolist()) == {2.0}
 
 
 # --- stitching --------------------------------------------------------------------------------------------------------

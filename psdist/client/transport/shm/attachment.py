@@ -37,6 +37,7 @@ from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Here loads are done in the order in which the program has them, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
+_DETACHED: Final = "a push did not end well, and memory is shared again with the next one"
 
 
 class SharedMemory(NegotiatedTransport[SharedStream]):
@@ -68,6 +69,11 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         self._stable = stable
         self._settled = True
         self._arena = OfferedArena(entry.total if member else 0, dtype)
+        self._arena.join(self)
+        #: Counts how often servers lost the arena, so that who waited can see that.
+        self._detachments = 0
+        #: Called before other pages lie where ``gradients`` does.
+        self.before_replaced: Callable[[], None] = lambda: None
         self._weights = WeightsView()
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
@@ -83,7 +89,10 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         super()._streams_changed()
 
     async def _open_all(self, routes: Sequence[Route]) -> None:
-        if reason := await self._make_arena():
+        reason = "" if self._arena.is_detached else await self._make_arena()
+        if self._arena.is_detached:  # Only until gradients are given again; until then another transport is used.
+            self._reasons.update((route.server_id, _DETACHED) for route in routes)
+        elif reason:
             for route in routes:
                 self._refuse(route, SharingUnavailableError(reason))
         else:
@@ -96,17 +105,17 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         return await self._arena.prepare()
 
     async def _open(self, route: Route) -> None:
-        arena, generation = self._arena.offer(), self._arena.generation
+        arena, detachments = self._arena.offer(), self._detachments
         stream: SharedStream | None = None
         try:
             stream = await self._attached(route, arena)
         except SharingUnavailableError as error:
-            if generation == self._arena.generation:
+            if detachments == self._detachments:
                 self._refuse(route, error)
         except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
-        if generation != self._arena.generation:
-            # The arena is another one since, or gone: what was attached, or refused, is not it. The next call tries
+        if detachments != self._detachments:
+            # The file is another one since, or gone: what was attached, or refused, is not it. A later call tries
             # again; until then another transport is used.
             self._reasons[route.server_id] = "the memory was replaced while it was offered"
             if stream is not None:
@@ -142,9 +151,30 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         """The whole gradient vector in the arena, if there is one and it is float32."""
         return self._arena.gradients
 
-    def on_replaced(self, call: Callable[[], None]) -> None:
-        """Has ``call`` made before other pages lie where ``gradients`` does."""
-        self._arena.before_replaced = call
+    def on_pages_replaced(self) -> None:
+        """See ``ArenaUser``."""
+        self.before_replaced()
+
+    def on_detached(self) -> None:
+        """See ``ArenaUser``."""
+        self._detachments += 1
+        for stream in self.streams.values():
+            stream.close()
+
+    async def share_gradients(self) -> None:
+        """Has memory that servers lost shared again. Nobody writes to ``gradients`` meanwhile."""
+        if self._arena.is_detached:
+            await self._arena.share()
+
+    def take_turns(self, other: SharedMemory | None) -> None:
+        """Has gradients where ``other`` has its from now on; None: in memory of its own. No push is under way."""
+        arena = OfferedArena(self._arena.elements, self._arena.dtype) if other is None else other._arena
+        arena.check_like(self._arena)
+        if arena is not self._arena:
+            self._arena.leave(self)
+            self.on_detached()
+            self._arena = arena
+            arena.join(self)
 
     @property
     def weights(self) -> Flat | None:
@@ -180,18 +210,18 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             for stream in self.streams.values():
                 stream.stable = self._stable
 
-    def release_memory(self) -> None:
-        """Gives the memory of gradients back to the system until some are written again. No push is under way."""
-        self._arena.release()
+    def release_memory(self, *, shared: bool) -> None:
+        """Gives the memory of gradients back to the system until some are written again. No push is under way.
+
+        shared: even if other handles have their gradients there."""
+        if shared or not self._arena.is_shared:
+            self._arena.release()
 
     def renew(self) -> None:
-        """A push did not end well: its servers lose the gradient arena, and memory that no server has takes its
-        place."""
+        """A push did not end well: its servers lose the gradient arena."""
         self._settled = False
         if self._arena.is_offered:
-            for stream in self.streams.values():
-                stream.close()
-            self._arena.renew()
+            self._arena.detach()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
         """See ``NegotiatedTransport.rejoin``."""
@@ -200,8 +230,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
     async def close(self) -> None:
         """Ends the streams, and what is shared."""
-        for stream in self.streams.values():
-            stream.close()
-        self._arena.close()
+        self.on_detached()
+        self._arena.leave(self)
         await super().close()
         self._weights.close()

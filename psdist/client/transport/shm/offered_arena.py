@@ -1,23 +1,35 @@
-"""The gradient arena of one handle, and whether a server may have its file.
+"""The gradient arena of one handle, or of several that take turns with it, and whether a server may have its file.
 
-After a push that did not end well a server may read the arena for as long as it likes. So the arena is renewed: a file
-that no server has takes its place, with the same content at the same address.
+After a push that did not end well a server may read the arena for as long as it likes. So the arena is detached from
+its file, and the memory, with its content and addresses, is this process's own. It is shared anew, by another file, in
+the next call in which the user is known not to write to it.
 
 Not here: the memory file (``psdist.wire.shm``), which servers have it (``attachment``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
 from psdist.client.process.off_loop import in_thread
+from psdist.errors import InvalidArgumentError
 from psdist.types import DType
 from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, reason_of
+
+
+class ArenaUser(Protocol):
+    """A handle that has its gradients in an arena."""
+
+    def on_pages_replaced(self) -> None:
+        """Is called before other pages lie at the arena's addresses, or none."""
+
+    def on_detached(self) -> None:
+        """Is called before servers lose the arena: those that were given it are not to be used any more."""
 
 
 class OfferedArena:
@@ -26,28 +38,63 @@ class OfferedArena:
     def __init__(self, elements: int, dtype: DType) -> None:
         self.elements = elements
         self.dtype: DType = dtype
-        #: Counts the files that were in the place of the arena, so that who waited can see that it is another.
-        self.generation = 0
+        self._users: list[ArenaUser] = []
         self._arena: GradientArena | None = None
         self._offered = False
-        #: Called before other pages lie at the arena's addresses, and its memory is given back.
-        self.before_replaced: Callable[[], None] = lambda: None
+        #: Why there is no file, once one could not be had.
+        self._no_file = ""
+        self._making = asyncio.Lock()
+
+    # --- users --------------------------------------------------------------------------------------------------------
+
+    def join(self, user: ArenaUser) -> None:
+        """``user`` has its gradients here from now on."""
+        self._users.append(user)
+
+    def leave(self, user: ArenaUser) -> None:
+        """``user`` has its gradients here no more. Its last push has ended. Without users the arena ends."""
+        if self._users == [user]:
+            self.detach()
+        self._users = [one for one in self._users if one is not user]
+
+    def check_like(self, other: OfferedArena) -> None:
+        """Raises InvalidArgumentError where the gradients of ``other`` cannot lie here."""
+        if (self.elements, self.dtype) != (other.elements, other.dtype):
+            raise InvalidArgumentError(
+                f"{other.elements:,} gradients in {other.dtype} cannot take turns with {self.elements:,} in "
+                f"{self.dtype}: the sizes and the compression must be the same"
+            )
+
+    # --- its memory ---------------------------------------------------------------------------------------------------
 
     async def prepare(self) -> str:
         """Makes the arena. Returns why that cannot be; empty if it is there."""
-        if self._arena is None:
-            fd_passing.sweep()
+        async with self._making:
             try:
-                # In a thread, because clearing a large file takes longer than heartbeats may.
-                self._arena = await in_thread(partial(GradientArena.create, self.elements, self.dtype))
+                if self._arena is None:
+                    fd_passing.sweep()
+                    # In a thread, because clearing a large file takes longer than heartbeats may.
+                    self._arena = await in_thread(partial(GradientArena.create, self.elements, self.dtype))
+                elif self._arena.has_holes:
+                    await in_thread(self._arena.fill)
             except OSError as error:
                 return reason_of(error)
-        elif self._arena.has_holes:
-            try:
-                await in_thread(self._arena.fill)
-            except OSError as error:
-                return reason_of(error)
-        return "" if self._arena.shareable else "no room in shared memory for another arena"
+        return self._no_file
+
+    async def share(self) -> None:
+        """Has a file again, after ``detach``. Nobody writes to the arena meanwhile."""
+        async with self._making:
+            if self._arena is not None and self.is_detached:
+                self._pages_replaced()
+                try:
+                    await in_thread(self._arena.share)
+                except OSError as error:
+                    self._no_file = reason_of(error)
+
+    @property
+    def is_detached(self) -> bool:
+        """Whether there is no file until ``share`` is called."""
+        return self._arena is not None and not self._arena.shareable and not self._no_file
 
     def offer(self) -> GradientArena:
         """The arena, of which a server gets the file."""
@@ -65,23 +112,26 @@ class OfferedArena:
         """Whether a server may have the arena's file."""
         return self._arena is not None and self._offered
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several handles take turns with it."""
+        return len(self._users) > 1
+
     def release(self) -> None:
         """Gives the arena's memory back to the system until it is written again. No push is under way."""
         if self._arena is not None:
-            self.before_replaced()
+            self._pages_replaced()
             self._arena.release()
 
-    def renew(self) -> None:
-        """Puts a file that no server has in the place of the arena."""
-        assert self._arena is not None
+    def detach(self) -> None:
+        """Leaves the file to the servers that have it. Anybody may write to the arena meanwhile."""
+        for user in self._users:
+            user.on_detached()
         self._offered = False
-        self.generation += 1
-        self.before_replaced()
-        self._arena.renew()
-
-    def close(self) -> None:
-        """Ends the arena."""
-        self.generation += 1
         if self._arena is not None:
-            self.before_replaced()
-            self._arena.close()
+            self._pages_replaced()
+            self._arena.detach()
+
+    def _pages_replaced(self) -> None:
+        for user in self._users:
+            user.on_pages_replaced()

@@ -214,12 +214,27 @@ async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place
     assert await arena.prepare() == ""
     layout = layout_of(INIT)
     vector = GradientVector(layout, "float32", "reject", lambda: arena.gradients, StaleBufferCheck("p"))
-    arena.before_replaced = lambda: (registered.append(len(made.device.registered)), vector.unregister())[1]
-    for replace in (arena.renew, arena.release, arena.close):
+
+    class User:
+        def on_pages_replaced(self) -> None:
+            registered.append(len(made.device.registered))
+            vector.unregister()
+
+        def on_detached(self) -> None:
+            """No server has it."""
+
+    async def release() -> None:
+        arena.release()
+
+    async def detach() -> None:
+        arena.detach()
+
+    arena.join(User())
+    for replace in (release, detach, arena.share):
         flat = vector.gather(there(gradient(0)), 0)
         assert flat is vector.vector and len(made.device.registered) == 1
         np.testing.assert_array_equal(flat, joined(gradient(0)))
-        replace()
+        await replace()
         assert not made.device.registered
     assert registered == [1, 1, 1]
 

@@ -1,0 +1,59 @@
+"""Layers of equal size take turns with the memory for their gradients, so that it is not taken anew for each of them.
+
+A push reads that memory until it is answered. Two places are enough for layers of which one is pushed while the next
+one's gradients are put together.
+
+Not here: the memory (``Parameters.share_gradient_memory``), who waits for a turn (``passes``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from psdist.torch.offloaded.layer import OffloadedLayer
+
+#: Places for the gradients of all layers of one size.
+_PLACES: Final = 2
+
+
+class GradientPlace:
+    """Memory for the gradients of one layer, or of several that take turns."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        self.is_shared = is_shared
+        #: The layer whose gradients are there.
+        self.holder: OffloadedLayer | None = None
+        #: Where they are, by name.
+        self._buffers: dict[str, Tensor] = {}
+        #: Whether it was written to in this step.
+        self.is_used = False
+
+    def of(self, layer: OffloadedLayer, name: str) -> Tensor:
+        """Where the gradient of a parameter of ``layer`` is put. Begins the layer's turn; nobody else has one."""
+        if self.holder is None:
+            self.holder, self.is_used = layer, True
+            self._buffers = {key: torch.from_numpy(one) for key, one in layer.handle.gradient_buffers().items()}
+        assert self.holder is layer, "the place has gradients of another layer"
+        return self._buffers[name]
+
+    def leave(self, layer: OffloadedLayer) -> None:
+        """Ends the turn of ``layer``, if it has one."""
+        if self.holder is layer:
+            self.holder, self._buffers = None, {}
+
+
+def take_turns(layers: Sequence[OffloadedLayer]) -> None:
+    """Gives layers of equal size, which are used in this order, places that they share."""
+    by_size: dict[int, list[OffloadedLayer]] = {}
+    for layer in layers:
+        by_size.setdefault(sum(one.numel() for one in layer.parameters.values()), []).append(layer)
+    for alike in by_size.values():
+        for first in range(_PLACES if len(alike) > _PLACES else 0):
+            place = GradientPlace(is_shared=True)
+            for layer in alike[first::_PLACES]:
+                layer.share_place(place, alike[first])

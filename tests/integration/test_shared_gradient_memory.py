@@ -1,0 +1,167 @@
+"""Parameter sets that take turns with the memory in which servers read their gradients.
+
+Each update adds 1 to every weight for a mean gradient of -1, so that the weights say what was contributed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+import psdist
+from psdist import AsyncClient, AsyncParameters
+from psdist.compression import Codec
+from psdist.errors import InvalidArgumentError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import TransportName
+from tests.support.contributions import until_pushed
+
+SIZE = 1 << 18
+SGD = psdist.optim.SGD(lr=1.0)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[EmbeddedCluster]:
+    cluster = EmbeddedCluster(servers=2)
+    yield cluster
+    cluster.close()
+
+
+@asynccontextmanager
+async def workers(
+    cluster: EmbeddedCluster, count: int = 1, transport: TransportName = "auto"
+) -> AsyncIterator[list[AsyncClient]]:
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(count)]
+    await asyncio.gather(*(client.connect() for client in clients))
+    try:
+        yield clients
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+async def opened(
+    client: AsyncClient, *names: str, size: int = SIZE, compression: Codec | str | None = None
+) -> list[AsyncParameters]:
+    init = {"w": np.zeros(size, np.float32)}
+    return [await client.parameters(name, init, SGD, compression=compression) for name in names]
+
+
+async def turn(handle: AsyncParameters, value: float) -> np.ndarray:
+    """One step whose gradient is written to the buffers; the weights after it. Shared memory is kept."""
+    buffer = await handle.gradient_buffers()
+    buffer["w"][...] = value
+    weights = (await handle.push_pull(buffer))["w"]
+    await handle.release_memory(shared=False)
+    return weights
+
+
+async def address(handle: AsyncParameters) -> int:
+    """Where the gradients lie."""
+    return int((await handle.gradient_buffers())["w"].__array_interface__["data"][0])
+
+
+@pytest.mark.parametrize("compression", [None, "bfloat16"])
+async def test_sets_that_take_turns_have_the_weights_that_they_would_have_alone(
+    cluster: EmbeddedCluster, compression: str | None
+) -> None:
+    async with workers(cluster) as (client,):
+        names = [f"turns-{compression}-{number}" for number in range(3)]
+        handles = await opened(client, *names, compression=compression)
+        for handle in handles[1:]:
+            await handle.share_gradient_memory(handles[0])
+        for step in range(1, 4):
+            for number, handle in enumerate(handles, 1):
+                assert set((await turn(handle, -float(number))).tolist()) == {float(step * number)}
+        assert [handle.statistics().transport for handle in handles] == ["shm"] * 3
+        if compression is None:
+            assert len({await address(handle) for handle in handles}) == 1
+
+
+async def test_memory_is_kept_for_the_next_turn_until_it_is_released(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster) as (client,):
+        first, second = await opened(client, "kept-0", "kept-1")
+        await second.share_gradient_memory(first)
+        await second.pull()
+        await turn(first, -3.0)
+        assert set((await second.gradient_buffers())["w"].tolist()) == {-3.0}
+        await second.release_memory()
+        assert set((await first.gradient_buffers())["w"].tolist()) == {0.0}
+
+
+async def test_what_a_given_up_push_left_is_not_changed_by_who_has_the_next_turn(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster, 2) as clients:
+        names = ["given-up-0", "given-up-1"]
+        (first, second), others = await asyncio.gather(*(opened(client, *names) for client in clients))
+        await second.share_gradient_memory(first)
+        await asyncio.gather(turn(first, -1.0), turn(others[0], -1.0))
+        await asyncio.gather(turn(second, -1.0), turn(others[1], -1.0))
+        before = await address(first)
+        buffer = await first.gradient_buffers()
+        buffer["w"][...] = -3.0
+        pushing = asyncio.create_task(first.push(buffer))
+        await until_pushed(clients[1], names[0])
+        pushing.cancel()
+        await asyncio.wait({pushing})
+        # The servers read that gradient once the other worker has pushed. What the second writes now is not theirs.
+        results = await asyncio.gather(turn(second, -5.0), turn(others[1], -1.0))
+        assert set(results[0].tolist()) == set(results[1].tolist()) == {4.0}
+        assert set((await turn(others[0], -1.0)).tolist()) == {3.0}
+        await first.push({"w": np.full(SIZE, -3.0, np.float32)})  # was taken already
+        # Both share memory again, at the same place.
+        results = await asyncio.gather(turn(first, -3.0), turn(others[0], -1.0))
+        assert set(results[0].tolist()) == {5.0}
+        assert await address(first) == await address(second) == before
+        assert [one.statistics().transport for one in (first, second)] == ["shm", "shm"]
+
+
+async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster) as (client,):
+        first, second = await opened(client, "closed-0", "closed-1")
+        await second.share_gradient_memory(first)
+        await turn(first, -1.0)
+        await turn(second, -1.0)
+        streams = dict(second.exchange.shared_memory.streams)
+        await first.close()
+        assert set((await turn(second, -1.0)).tolist()) == {2.0}
+        assert second.exchange.shared_memory.streams == streams and all(one.is_open for one in streams.values())
+
+
+async def test_memory_of_its_own_again(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster) as (client,):
+        first, second = await opened(client, "apart-0", "apart-1")
+        await second.share_gradient_memory(first)
+        for handle in (first, second):
+            await turn(handle, -1.0)
+        (await first.gradient_buffers())["w"][...] = -7.0
+        await second.share_gradient_memory(None)
+        assert set((await turn(second, -2.0)).tolist()) == {3.0}
+        assert await address(second) != await address(first)
+        assert set((await first.gradient_buffers())["w"].tolist()) == {-7.0}
+        assert set((await first.push_pull(await first.gradient_buffers()))["w"].tolist()) == {8.0}
+        assert [one.statistics().transport for one in (first, second)] == ["shm", "shm"]
+
+
+async def test_without_shared_memory_each_has_its_own(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster, transport="tcp") as (client,):
+        first, second = await opened(client, "tcp-0", "tcp-1")
+        await second.share_gradient_memory(first)
+        assert await address(first) != await address(second)
+        assert set((await turn(second, -2.0)).tolist()) == {2.0}
+
+
+async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster) as (client,):
+        (first,) = await opened(client, "differ-0")
+        (longer,) = await opened(client, "differ-1", size=SIZE + 1)
+        (narrow,) = await opened(client, "differ-2", compression="bfloat16")
+        for other, what in ((longer, "262,145"), (narrow, "bfloat16")):
+            await turn(other, -1.0)
+            before = other.exchange.shared_memory.streams.copy()
+            with pytest.raises(InvalidArgumentError, match=what):
+                await other.share_gradient_memory(first)
+            assert other.exchange.shared_memory.streams == before
+            assert set((await turn(other, -1.0)).tolist()) == {2.0}

@@ -1,0 +1,115 @@
+"""``offload`` in a world of one: layers of equal size take turns with the memory of their gradients, in whatever order
+a model uses them, and the bytes stay those of ``DistributedOptimizer``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from psdist.torch import DistributedOptimizer, OffloadedOptimizer, offload
+
+pytestmark = pytest.mark.usefixtures("alone")
+
+
+class Pair(nn.Module):
+    """Two linear layers, one of which is used at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        """Float[batch, 4] to the same. which: 0, 1, or 2 for both."""
+        for number, layer in enumerate((self.one, self.other)):
+            x = torch.tanh(layer(x)) if which in (number, 2) else x
+        return x
+
+
+class Pairs(nn.Module):
+    """Five layers of equal size. uses: in each step, the layer's number and what of it is used."""
+
+    def __init__(self, uses: Sequence[Sequence[tuple[int, int]]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(5))
+        self.uses = uses
+
+    def loss(self, step: int) -> Tensor:
+        """Of a batch."""
+        return self(torch.randn(6, 4, generator=torch.Generator().manual_seed(step)), step)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        """Mean of squares after all layers of the step."""
+        for number, which in self.uses[step % len(self.uses)]:
+            x = self.layers[number](x, which)
+        return x.square().mean()
+
+
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def train(model: Pairs, optimizer: DistributedOptimizer | OffloadedOptimizer, steps: int = 6) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model.loss(step).backward()
+        optimizer.step()
+
+
+def places(optimizer: OffloadedOptimizer) -> list[int]:
+    """Where each layer's gradients lie."""
+    addresses = []
+    for handle in optimizer.handles.values():
+        buffer = next(iter(handle.gradient_buffers().values()))
+        addresses.append(int(buffer.__array_interface__["data"][0]))
+        handle.release_memory()
+    return addresses
+
+
+ALL = [(number, 2) for number in range(5)]
+#: By what the order does, and how many layers have a place of their own after it.
+ORDERS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
+    "one after the other": ([ALL], 0),
+    "backwards": ([ALL[::-1]], 0),
+    "in steps of two": ([[(0, 2), (2, 2), (4, 2), (1, 2), (3, 2)]], 0),
+    "some layers are left out": ([ALL, ALL[::2], ALL[1::2], ALL[:1]], 0),
+    # The gradients of layer 0 are complete after those of layers 2 and 4 only, in the memory that it has first.
+    "one layer is around others": ([[(0, 0), *ALL[1:], (0, 1)]], 2),
+    "a part of a layer is left out": ([[(0, 0), *ALL[1:4], (4, 1)], ALL], 2),
+}
+
+
+@pytest.mark.parametrize(("uses", "apart"), ORDERS.values(), ids=ORDERS)
+def test_bytes_are_those_of_a_whole_model(name: str, uses: list[list[tuple[int, int]]], apart: int) -> None:
+    model = Pairs(uses)
+    whole = copy.deepcopy(model)
+    optimizer = offload(model, adam(model), name=name)
+    train(model, optimizer)
+    train(whole, DistributedOptimizer(whole, adam(whole), name=f"{name}-whole"))
+    for key, one in optimizer.weights():
+        assert np.array_equal(one, whole.get_parameter(key).detach().numpy()), key
+    assert {handle.statistics().transport for handle in optimizer.handles.values()} == {"shm"}
+    assert len(set(places(optimizer))) == 2 + apart
+
+
+def test_a_backward_pass_that_failed_leaves_no_layer_with_a_turn(name: str) -> None:
+    def fail(gradient: Tensor) -> Tensor:
+        raise RuntimeError("no memory")
+
+    model = Pairs([ALL])
+    optimizer = offload(model, adam(model), name=name)
+    # Layer 0 has half of its gradients then.
+    hook = model.layers[0].one.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
+    with pytest.raises(RuntimeError, match="no memory"):
+        model.loss(0).backward()
+    hook.remove()
+    optimizer.zero_grad()
+    train(model, optimizer, 2)
+    assert optimizer.handle.step == 3
+    assert len(set(places(optimizer))) == 2
