@@ -235,9 +235,9 @@ class Passes:
             self.has_gradients = True
             # Else this worker was expelled in the forward pass, and weights of two steps were used.
             self.is_dropped = self.is_dropped or len({one.handle.step for one in self._layers}) > 1
-        if not layer.taken:
-            self._reap(_PUSHES)
-            self._give_place(layer)
+        # What has been answered meanwhile gives its memory back at once.
+        self._reap(len(self._pushes) if layer.taken else _PUSHES)
+        self._give_place(layer)
         if layer.take(name):
             self._free(layer)
             self._push(layer)
