@@ -45,6 +45,7 @@ from psdist.settings.config import TransportName
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
+from psdist.wire import malloc_options
 
 
 class AsyncClient(ProcessBound):
@@ -79,6 +80,7 @@ class AsyncClient(ProcessBound):
         rejoin: bool = True,
     ) -> None:
         default_log.install()
+        malloc_options.keep_buffers()  # Before gRPC has threads, of which each would have a heap.
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin

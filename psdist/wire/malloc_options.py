@@ -10,7 +10,8 @@ arrays are still returned at once, and at most 64 MiB of free memory are kept. S
 
 glibc gives threads heaps of their own, up to eight for each core. gRPC receives in threads that come and go, and each
 new one left some 6 MB of free buffers in a new heap: the resident memory of a worker grew by 10 MB in 5,000 steps,
-while what it had allocated did not. So the number of heaps is limited, unless ``MALLOC_ARENA_MAX`` does that.
+while what it had allocated did not. So the number of heaps is limited, unless ``MALLOC_ARENA_MAX`` does that. Threads
+that have a heap already keep it, so this comes before gRPC starts any.
 """
 
 from __future__ import annotations

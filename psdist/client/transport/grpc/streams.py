@@ -20,7 +20,7 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import Loss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, again
-from psdist.wire import channels, malloc_options, status
+from psdist.wire import channels, status
 
 #: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream
 #: (grpc issue 36066). The next attempt meets that status, or a server that is well again.
@@ -34,7 +34,6 @@ class GrpcTransport(Transport):
     name = "grpc"
 
     def __init__(self, metadata: Any) -> None:
-        malloc_options.keep_buffers()
         self._metadata = metadata
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
