@@ -207,7 +207,7 @@ class Exchange:
         try:
             yield
         except BaseException:
-            self.shared_memory.renew()
+            self.shared_memory.withdraw()
             raise
 
     async def _deliver(self, request: Request) -> None:

@@ -216,9 +216,8 @@ class GradientVector:
         return self._is_finite_there(self._device, step, numbers)
 
     def gather_here(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
-        """Gathers them in the host's vector, where the step is gathered there. Not in a thread: buckets that are under
-        way may have other memory put in the vector's place, with what it holds then. Returns and raises as
-        ``gather_there``."""
+        """Gathers them in the host's vector, where the step is gathered there. Not in a thread: where a bucket fails,
+        the vector's registration with a device ends on the loop. Returns and raises as ``gather_there``."""
         if self._step is not None and not isinstance(self._step, np.ndarray):
             return True
         if (device := self._device_of(gradients)) is not None:

@@ -241,16 +241,20 @@ class AsyncParameters(ProcessBound):
         this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
         turns, so that memory is not given back and taken anew for each.
 
-        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push is
-        answered. Meanwhile nothing is written to the gradients of the others. Where no memory is shared with a server,
-        each has its own. Arrays of ``gradient_buffers`` that were got before are not valid any more.
+        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push has
+        returned, or all of its buckets were waited for. Meanwhile nothing is written to the gradients of the others.
+        Where no memory is shared with a server, each has its own. Arrays of ``gradient_buffers`` that were got before
+        are not valid any more.
 
-        Raises InvalidArgumentError where the sizes or the compression differ; and as ``push``, for a step in buckets
+        Raises InvalidArgumentError where sizes or dtypes on the wire differ; and as ``push``, for a step in buckets
         that failed or misses tensors.
         """
         async with self._steps.call():
+            mine, theirs = self.exchange.shared_memory, None if other is None else other.exchange.shared_memory
+            if theirs is not None:
+                mine.check_turns(theirs)
             await self._steps.release_memory(shared=False)
-            self.exchange.shared_memory.take_turns(None if other is None else other.exchange.shared_memory)
+            mine.take_turns(theirs)
 
     async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this

@@ -239,12 +239,15 @@ class Steps:
         if not step.open:
             self._gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
+        if not step.open:  # Gradients stand still now.
+            await self._exchange.shared_memory.share_gradients()
         return bucket
 
     async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
         number = None if device is None else device_number(device)
-        await self._exchange.shared_memory.share_gradients()
+        if self._bucket_step is None or not self._bucket_step.open:
+            await self._exchange.shared_memory.share_gradients()
         await self._retry(self._exchange.open)
         if number is None:
             return self._gradients.buffers()
@@ -386,8 +389,6 @@ class Steps:
     async def _current_step(self, gradients: object, weight: float, reads: bool) -> BucketStep:
         """The step that the next bucket, ``gradients``, belongs to. A new one has this weight, and is kept with its
         first bucket."""
-        if self._bucket_step is None or not self._bucket_step.open:
-            await self._exchange.shared_memory.share_gradients()
         await self._exchange.open()
         if self._bucket_step is not None:
             await self._bucket_step.raise_failure()

@@ -452,11 +452,12 @@ class Parameters(ProcessBound):
         this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
         turns, so that memory is not given back and taken anew for each.
 
-        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push is
-        answered. Meanwhile nothing is written to the gradients of the others. Where no memory is shared with a server,
-        each has its own. Arrays of ``gradient_buffers`` that were got before are not valid any more.
+        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push has
+        returned, or all of its buckets were waited for. Meanwhile nothing is written to the gradients of the others.
+        Where no memory is shared with a server, each has its own. Arrays of ``gradient_buffers`` that were got before
+        are not valid any more.
 
-        Raises InvalidArgumentError where the sizes or the compression differ; and as ``push``, for a step in buckets
+        Raises InvalidArgumentError where sizes or dtypes on the wire differ; and as ``push``, for a step in buckets
         that failed or misses tensors.
         """
         handle = None if other is None else other._handle

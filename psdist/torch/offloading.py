@@ -191,7 +191,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             for layer in self._layers:
                 if layer.handle.step < max(steps):
                     layer.handle.push({key: _zeros(one) for key, one in layer.parameters.items()}, weight=0)
-                    layer.handle.release_memory()
+                    layer.handle.release_memory(shared=layer.place.holder is None)
 
     def set_weight(self, weight: float) -> None:
         """As ``DistributedOptimizer.set_weight``. Raises InvalidArgumentError after gradients were pushed."""
@@ -207,7 +207,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         memory. Call it between steps. Each worker may call it alone."""
         for layer in self._layers:
             arrays = layer.handle.pull()
-            layer.handle.release_memory()
+            layer.handle.release_memory(shared=layer.place.holder is None)
             yield from arrays.items()
 
     def close(self) -> None:

@@ -86,11 +86,11 @@ class GradientArena:
 
     def _take_over(self, fd: int) -> None:
         """``fd`` belongs to this object now; -1 for none."""
-        self.fd = fd
         self.nonce = self._region.nonce()
         self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
         if self._closing is not None:
             self._closing.atexit = False  # Clients are closed at exit too, and need it.
+        self.fd = fd  # Last: ``detach`` may be called in another thread.
 
     @staticmethod
     def size(elements: int, dtype: str) -> int:
@@ -126,18 +126,24 @@ class GradientArena:
 
     def release(self) -> None:
         """Gives the memory of all elements back to the system, for everybody who has the file mapped. They are zeros
-        then, and take memory again where they are written. Does nothing where the file is gone."""
-        if self.fd >= 0 and self._region.size > PAGE:
+        then, and take memory again where they are written."""
+        if self.flat.size and self.fd >= 0:
             self.has_holes = True
             _punch_hole(self.fd, PAGE, self._region.size - PAGE)
+        elif self.flat.size:
+            self._region.clear(PAGE)
 
     def fill(self) -> None:
         """Has memory for all elements again, as another process wants to see it. Raises OSError where there is no
         room."""
         if self.has_holes:
             _check_room(self._region.size)
-            os.posix_fallocate(self.fd, 0, self._region.size)
-            self.has_holes = False
+            self.has_holes = False  # First: ``release`` may be called in another thread.
+            try:
+                os.posix_fallocate(self.fd, 0, self._region.size)
+            except BaseException:
+                self.has_holes = True
+                raise
 
     def detach(self) -> None:
         """Leaves the file to whoever has it, with its bytes as they are. The memory keeps its content and its
@@ -336,6 +342,11 @@ class _Region:
         shared_memory = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if prefault else 0)
         address = self.address + at
         _checked(_libc.mmap(address, size, self._prot, shared_memory | _MAP_FIXED, fd, offset))
+
+    def clear(self, at: int) -> None:
+        """Puts private zeros, which have no memory, in the place of all from byte ``at`` on. Raises OSError."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _checked(_libc.mmap(self.address + at, self.size - at, self._prot, flags, -1, 0))
 
     def keep(self, at: int, size: int) -> None:
         """Puts private memory with the same content in the place of ``size`` bytes. Raises OSError."""

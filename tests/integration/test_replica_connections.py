@@ -52,7 +52,7 @@ class Primary:
     async def share(self) -> None:
         """Opens the stream with an arena."""
         self.arena = GradientArena.create(ARENA, "float32")
-        self._stack.callback(self.arena.close)
+        self._stack.callback(self.arena.detach)
         with fd_passing.listening() as (name, listener):
             handing = asyncio.create_task(fd_passing.offer(listener, self.arena.fd))
             await self.hello(socket=name, arena_elements=ARENA)

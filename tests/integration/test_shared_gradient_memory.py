@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
+from psdist.client.transport.shm import attachment
 from psdist.compression import Codec
 from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
@@ -165,3 +167,58 @@ async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> N
                 await other.share_gradient_memory(first)
             assert other.exchange.shared_memory.streams == before
             assert set((await turn(other, -1.0)).tolist()) == {2.0}
+
+
+# --- servers that lose the memory -------------------------------------------------------------------------------------
+
+
+async def test_what_is_written_after_one_is_closed_in_the_middle_of_a_push_is_not_its_gradient(
+    cluster: EmbeddedCluster,
+) -> None:
+    async with workers(cluster, 2) as clients:
+        names = ["middle-0", "middle-1"]
+        (first, second), others = await asyncio.gather(*(opened(client, *names) for client in clients))
+        await second.share_gradient_memory(first)
+        await asyncio.gather(turn(second, -1.0), turn(others[1], -1.0))
+        buffer = await first.gradient_buffers()
+        buffer["w"][...] = -3.0
+        pushing = asyncio.create_task(first.push(buffer))
+        await until_pushed(clients[1], names[0])
+        await first.close()
+        results = await asyncio.gather(turn(second, -5.0), turn(others[1], -1.0))
+        assert set(results[0].tolist()) == {4.0}
+        assert set((await turn(others[0], -1.0)).tolist()) == {2.0}
+        pushing.cancel()
+        await asyncio.wait({pushing})
+
+
+async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
+    async with workers(cluster) as (client,):
+        (trained,) = await opened(client, "only-read")
+        await turn(trained, -1.0)
+        async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
+            read = await reader.parameters("only-read")
+            await read.pull()
+            read.exchange.shared_memory.rejoin(read.exchange.participation.sender, read.exchange.participation.entry)
+            assert set((await read.pull())["w"].tolist()) == {1.0} and read.statistics().transport == "shm"
+
+
+async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
+    cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with workers(cluster) as (client,):
+        first, second = await opened(client, "holes-0", "holes-1")
+        await second.share_gradient_memory(first)
+        await turn(first, -1.0)
+        attach = attachment.attach
+
+        async def slow(*arguments: Any) -> Any:
+            first.exchange.shared_memory.release_memory(shared=True)
+            return await attach(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(attachment, "attach", slow)
+            await second.pull()
+            assert second.statistics().transport != "shm"
+        await second.pull()
+        assert second.statistics().transport == "shm"

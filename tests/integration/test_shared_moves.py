@@ -201,12 +201,12 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
             attached = await attach(*arguments)
             if not replaced:
                 replaced.append(arguments)
-                shared_memory.renew()  # as after another call's push that did not end well
+                shared_memory.withdraw()  # as after another call's push that did not end well
             return attached
 
         monkeypatch.setattr(attachment, "attach", slow)
         buffer = await handles[0].gradient_buffers()
-        assert "replaced while it was offered" in str(handles[0].statistics().transports)
+        assert "withdrawn while it was offered" in str(handles[0].statistics().transports)
         assert not shared_memory.streams
         # What servers would read by the file that they were given is not what is written now.
         for array in buffer.values():
@@ -235,7 +235,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
             shared_memory = handles[0].exchange.shared_memory
             streams = [weakref.ref(stream) for stream in shared_memory.streams.values()]
             before = count()
-            shared_memory.renew()  # ends the streams; the next call opens others
+            shared_memory.withdraw()  # ends the streams; the next call opens others
             await step(handles, copy=False)
             assert [stream() for stream in streams] == [None] * len(streams) and count() == before > 0
             await handles[0].close()

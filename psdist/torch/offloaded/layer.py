@@ -245,18 +245,20 @@ class OffloadedLayer:
 
         Raises what the push failed with; ``send`` goes on with it then.
         """
-        push, self.push = self.push, None
-        assert push is not None
+        assert self.push is not None
         try:
-            push.wait()
+            self.push.wait()
         except FencedError:
             self._end_push()
             return False
+        except Exception:  # Not an interrupt: then it is under way still.
+            self.push = None
+            raise
         self._end_push()
         return True
 
     def _end_push(self) -> None:
-        self.is_begun = self.is_pushed = True
+        self.push, self.is_begun, self.is_pushed = None, True, True
         self.place.leave(self)
         self.handle.release_memory(shared=False)
 

@@ -5,8 +5,8 @@ through one of them. The order of layers is learned from pass to pass, and the n
 a layer computes. A gradient is taken over as soon as autograd has it, and a layer's are pushed when they are complete.
 
 Invariants: at most two layers' weights are here that no pass uses now (the next one's, and none that is left over), and
-the gradients of at most two layers. A layer is freed in a backward pass when all of its gradients are there, because
-autograd adds up those of all uses first.
+the gradients of at most two layers whose gradients are complete, or come one after the other. A layer is freed in a
+backward pass when all of its gradients are there, because autograd adds up those of all uses first.
 
 Not here: memory (``layer``), the step (``offloading``).
 """
@@ -30,7 +30,8 @@ from psdist.torch.offloaded.freed_parameters import drop_gradient
 from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
 from psdist.torch.offloaded.saved_tensors import SavedTensors
 
-#: Pushes that may be under way while the gradients of the next layer are put together.
+#: Pushes that may be under way while the gradients of the next layer are put together, unless these go to the same
+#: place.
 _PUSHES: Final = 1
 _BEFORE_SENDING: Final = "Of other layers nothing was either: go on with zero_grad() or the next batch"
 _AFTER_FAILURE: Final = "Call zero_grad() of the optimizer: it makes the step with that, and with zeros for all else"
@@ -262,11 +263,14 @@ class Passes:
     def _reap(self, left: int) -> None:
         """Waits until no more than ``left`` pushes are under way, and frees the gradients of all that have ended."""
         while self._pushes and (len(self._pushes) > left or self._pushes[0].is_answered):
-            layer = self._pushes.popleft()
             try:
-                is_taken = layer.finish_push()
-            except NonFiniteGradientError as error:
-                raise self._refused(error) from None
+                is_taken = self._pushes[0].finish_push()
+            except Exception as error:  # Not an interrupt: then it is under way still.
+                self._pushes.popleft()
+                if isinstance(error, NonFiniteGradientError):
+                    raise self._refused(error) from None
+                raise
+            self._pushes.popleft()
             if not is_taken:
                 self.is_dropped = True
 
@@ -317,7 +321,7 @@ class Passes:
         if self._is_in_backward:
             self._end_backward()
         self._reap(0)
-        for layer in self._layers:
+        for layer in reversed(self._layers):  # As other workers have them in their backward pass.
             if not layer.is_pushed:
                 self._give_place(layer)
                 layer.complete()

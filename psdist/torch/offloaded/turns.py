@@ -33,8 +33,8 @@ class GradientPlace:
     def of(self, layer: OffloadedLayer, name: str) -> Tensor:
         """Where the gradient of a parameter of ``layer`` is put. Begins the layer's turn; nobody else has one."""
         if self.holder is None:
-            self.holder, self.is_used = layer, True
             self._buffers = {key: torch.from_numpy(one) for key, one in layer.handle.gradient_buffers().items()}
+            self.holder, self.is_used = layer, True
         assert self.holder is layer, "the place has gradients of another layer"
         return self._buffers[name]
 
@@ -47,6 +47,8 @@ class GradientPlace:
 def take_turns(layers: Sequence[OffloadedLayer]) -> None:
     """Gives layers of equal size one place, if servers read their gradients where they are put together. Else each has
     memory of this process, which costs less to take."""
+    for layer in layers:
+        layer.handle.share_gradient_memory(None)  # It may have been a layer of another model.
     layers[0].handle.gradient_buffers()  # Connects to the servers.
     layers[0].handle.release_memory()
     if layers[0].handle.statistics().transport != "shm":

@@ -1,16 +1,19 @@
-"""How an offloaded model is divided into layers, and the order in which they are expected."""
+"""How an offloaded model is divided into layers, in which order they are expected, and whose gradients are where."""
 
 from __future__ import annotations
 
 from typing import Any, cast
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from torch import nn
 
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, WaitTimeoutError
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.passes import Order
+from psdist.torch.offloaded.turns import GradientPlace
 
 
 class Model(nn.Module):
@@ -80,3 +83,15 @@ def test_a_layer_that_is_used_again_at_once_changes_nothing() -> None:
     order = Order()
     order.begin([first, second])
     assert [order.on_use(layer) for layer in (first, first, second)] == [second, second, None]
+
+
+def test_a_place_without_memory_is_asked_again() -> None:
+    """As a step that failed, because connecting took too long, is made again."""
+    buffers, layer = {"w": np.zeros(3, np.float32)}, Mock()
+    layer.handle.gradient_buffers.side_effect = [WaitTimeoutError("slow"), buffers]
+    place = GradientPlace(is_shared=True)
+    with pytest.raises(WaitTimeoutError):
+        place.of(layer, "w")
+    assert place.holder is None
+    place.of(layer, "w")[...] = 2.0
+    assert place.holder is layer and buffers["w"].tolist() == [2.0] * 3

@@ -240,6 +240,19 @@ def test_an_arena_that_is_shared_anew_has_its_place_and_content_and_the_old_file
     assert again.nonce == mine.nonce
 
 
+def test_a_detached_arena_gives_its_memory_back_too() -> None:
+    mine = GradientArena.create(5000, "float32")
+    mine.flat[...] = 1.0
+    theirs = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
+    mine.detach()
+    mine.release()
+    assert set(mine.flat.tolist()) == {0.0} and set(theirs.tolist()) == {1.0}
+    mine.flat[:10] = 2.0
+    mine.share()
+    again = GradientArena.open(os.dup(mine.fd), 5000, "float32").flat
+    assert again[:11].tolist() == [2.0] * 10 + [0.0]
+
+
 def test_nothing_is_lost_that_is_written_while_an_arena_is_detached() -> None:
     """Each element is written once, by another thread; a copy that is put in place would miss what came meanwhile."""
     size, parts, written = 1 << 21, 1 << 11, threading.Event()

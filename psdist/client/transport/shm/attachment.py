@@ -37,7 +37,7 @@ from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Here loads are done in the order in which the program has them, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
-_DETACHED: Final = "a push did not end well, and memory is shared again with the next one"
+_DETACHED: Final = "the memory was withdrawn from servers, and is shared again with the next push"
 
 
 class SharedMemory(NegotiatedTransport[SharedStream]):
@@ -72,6 +72,8 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         self._arena.join(self)
         #: Counts how often servers lost the arena, so that who waited can see that.
         self._detachments = 0
+        #: Whether servers may have its file from this handle.
+        self._is_offered = False
         #: Called before other pages lie where ``gradients`` does.
         self.before_replaced: Callable[[], None] = lambda: None
         self._weights = WeightsView()
@@ -105,19 +107,22 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         return await self._arena.prepare()
 
     async def _open(self, route: Route) -> None:
-        arena, detachments = self._arena.offer(), self._detachments
+        arena, detachments, releases = self._arena.offer(), self._detachments, self._arena.releases
+        self._is_offered = True
         stream: SharedStream | None = None
         try:
             stream = await self._attached(route, arena)
         except SharingUnavailableError as error:
-            if detachments == self._detachments:
+            if (detachments, releases) == (self._detachments, self._arena.releases):
                 self._refuse(route, error)
+            else:
+                self._reasons[route.server_id] = "the memory was given back while it was offered"
         except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
         if detachments != self._detachments:
             # The file is another one since, or gone: what was attached, or refused, is not it. A later call tries
             # again; until then another transport is used.
-            self._reasons[route.server_id] = "the memory was replaced while it was offered"
+            self._reasons[route.server_id] = "the memory was withdrawn while it was offered"
             if stream is not None:
                 stream.close()
                 await stream.ended()
@@ -158,6 +163,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     def on_detached(self) -> None:
         """See ``ArenaUser``."""
         self._detachments += 1
+        self._is_offered = False
         for stream in self.streams.values():
             stream.close()
 
@@ -166,10 +172,16 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         if self._arena.is_detached:
             await self._arena.share()
 
+    def check_turns(self, other: SharedMemory) -> None:
+        """Raises InvalidArgumentError where this handle's gradients cannot lie where those of ``other`` do."""
+        other._arena.check_like(self._arena)
+
     def take_turns(self, other: SharedMemory | None) -> None:
         """Has gradients where ``other`` has its from now on; None: in memory of its own. No push is under way."""
-        arena = OfferedArena(self._arena.elements, self._arena.dtype) if other is None else other._arena
-        arena.check_like(self._arena)
+        if other is not None:
+            arena = other._arena
+        else:
+            arena = OfferedArena(self._arena.elements, self._arena.dtype) if self._arena.is_shared else self._arena
         if arena is not self._arena:
             self._arena.leave(self)
             self.on_detached()
@@ -217,19 +229,22 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         if shared or not self._arena.is_shared:
             self._arena.release()
 
-    def renew(self) -> None:
+    def withdraw(self) -> None:
         """A push did not end well: its servers lose the gradient arena."""
         self._settled = False
-        if self._arena.is_offered:
+        if self._is_offered and self._arena.elements:
             self._arena.detach()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
         """See ``NegotiatedTransport.rejoin``."""
-        self.renew()
+        self.withdraw()
+        self._arena.no_file = ""
         super().rejoin(sender, entry)
 
     async def close(self) -> None:
         """Ends the streams, and what is shared."""
+        if any(stream.calls for stream in self.streams.values()):
+            self.withdraw()
         self.on_detached()
         self._arena.leave(self)
         await super().close()

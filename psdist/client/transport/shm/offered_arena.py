@@ -1,8 +1,8 @@
 """The gradient arena of one handle, or of several that take turns with it, and whether a server may have its file.
 
 After a push that did not end well a server may read the arena for as long as it likes. So the arena is detached from
-its file, and the memory, with its content and addresses, is this process's own. It is shared anew, by another file, in
-the next call in which the user is known not to write to it.
+its file, and the memory, with its content and addresses, is this process's own. It is shared anew, by another file,
+when the user is known not to write to it: in the next push, or when all buckets of a step were given.
 
 Not here: the memory file (``psdist.wire.shm``), which servers have it (``attachment``).
 """
@@ -40,9 +40,10 @@ class OfferedArena:
         self.dtype: DType = dtype
         self._users: list[ArenaUser] = []
         self._arena: GradientArena | None = None
-        self._offered = False
+        #: Counts how often its memory was given back: a server may have seen holes.
+        self.releases = 0
         #: Why there is no file, once one could not be had.
-        self._no_file = ""
+        self.no_file = ""
         self._making = asyncio.Lock()
 
     # --- users --------------------------------------------------------------------------------------------------------
@@ -79,7 +80,7 @@ class OfferedArena:
                     await in_thread(self._arena.fill)
             except OSError as error:
                 return reason_of(error)
-        return self._no_file
+        return self.no_file
 
     async def share(self) -> None:
         """Has a file again, after ``detach``. Nobody writes to the arena meanwhile."""
@@ -89,28 +90,22 @@ class OfferedArena:
                 try:
                     await in_thread(self._arena.share)
                 except OSError as error:
-                    self._no_file = reason_of(error)
+                    self.no_file = reason_of(error)
 
     @property
     def is_detached(self) -> bool:
         """Whether there is no file until ``share`` is called."""
-        return self._arena is not None and not self._arena.shareable and not self._no_file
+        return self._arena is not None and not self._arena.shareable and not self.no_file
 
     def offer(self) -> GradientArena:
         """The arena, of which a server gets the file."""
         assert self._arena is not None
-        self._offered = True
         return self._arena
 
     @property
     def gradients(self) -> NDArray[Any] | None:
         """The whole gradient vector, if there is an arena and it is float32."""
         return self._arena.flat if self._arena is not None and self.elements and self.dtype == "float32" else None
-
-    @property
-    def is_offered(self) -> bool:
-        """Whether a server may have the arena's file."""
-        return self._arena is not None and self._offered
 
     @property
     def is_shared(self) -> bool:
@@ -120,6 +115,7 @@ class OfferedArena:
     def release(self) -> None:
         """Gives the arena's memory back to the system until it is written again. No push is under way."""
         if self._arena is not None:
+            self.releases += 1
             self._pages_replaced()
             self._arena.release()
 
@@ -127,7 +123,6 @@ class OfferedArena:
         """Leaves the file to the servers that have it. Anybody may write to the arena meanwhile."""
         for user in self._users:
             user.on_detached()
-        self._offered = False
         if self._arena is not None:
             self._pages_replaced()
             self._arena.detach()
