@@ -1,11 +1,12 @@
-"""``offload`` in a world of one: layers of equal size take turns with the memory of their gradients, in whatever order
-a model uses them, and the bytes stay those of ``DistributedOptimizer``.
+"""``offload``: layers of equal size take turns with the memory of their gradients, in whatever order a model uses them.
+The bytes stay those of ``DistributedOptimizer``, and a worker whose pass failed does not keep the others waiting.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.torch import DistributedOptimizer, OffloadedOptimizer, offload
+from tests.support.launched import Run
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -113,3 +115,55 @@ def test_a_backward_pass_that_failed_leaves_no_layer_with_a_turn(name: str) -> N
     train(model, optimizer, 2)
     assert optimizer.handle.step == 3
     assert len(set(places(optimizer))) == 1
+
+
+#: Rank 0's first backward pass fails when the last layer's gradients are sent.
+FAILS = """
+import os
+import torch
+from torch import nn
+from psdist.torch import offload
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("no memory")
+
+def loss(breaks=False):
+    x = torch.ones(2, 4)
+    for number, layer in enumerate(model):
+        x = layer(Breaks.apply(x) if breaks and number == 5 else x)
+    return x.mean()
+
+torch.set_num_threads(1)
+model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(6)))
+optimizer = offload(model, torch.optim.SGD(model.parameters(), lr=0.1))
+if os.environ["RANK"] == "0":
+    try:
+        loss(breaks=True).backward()
+    except RuntimeError as error:
+        print("failed:", error, flush=True)
+    optimizer.zero_grad()
+else:
+    loss().backward()
+    optimizer.step()
+for _ in range(2):
+    optimizer.zero_grad()
+    loss().backward()
+    optimizer.step()
+print("ends at step", optimizer.handle.step, "by", optimizer.handle.statistics().transport, flush=True)
+"""
+
+
+def test_a_pass_that_failed_keeps_no_other_worker_waiting(tmp_path: Path) -> None:
+    run = Run(tmp_path, FAILS)
+    try:
+        status, output = run.end()
+    finally:
+        run.stop()
+    assert status == 0 and output.count("failed: no memory") == 1, output
+    assert output.count("ends at step 3 by shm") == 2, output
