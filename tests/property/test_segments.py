@@ -141,6 +141,15 @@ def test_all_ways_agree(codec: Codec, data: st.DataObject, values: Floats) -> No
         assert same(decoded, np.concatenate([flat[:3], CODECS[codec](values)]) + np.float32(0))
 
 
+def test_what_low_rank_leaves_out_of_the_largest_values_is_finite() -> None:
+    """Their difference to a product of the other sign would not be."""
+    values = np.zeros(76, np.float32)
+    values[[27, 30, 49]] = _LARGEST, 2.5540677e38, _LARGEST
+    flat = np.concatenate([np.ones(3, np.float32), values])
+    _, decoded, residual = by_slices(flat, PowerSGD(1), [])
+    assert same(residual + np.float32(0), flat - decoded + np.float32(0))
+
+
 @given(data=st.data())
 def test_payloads_stay_below_their_limit(data: st.DataObject) -> None:
     """Also where tensors are as small as they may be, and slices begin and end in the middle of them."""

@@ -68,7 +68,8 @@ def factors(matrix: Floats, rank: int, seed: int, start: int, state: Floats | No
     """Two thin matrices, (rows, rank) and (rank, columns), whose product is near ``matrix``: a step of power iteration.
 
     state: the second of the last push, from which the iteration goes on. start: the tensor's place in the flat vector,
-    from which the first begins, with ``seed``. None where their product would be too large for float32.
+    from which the first begins, with ``seed``. None where their product, or what it leaves out, could be too large for
+    float32.
     """
     columns = matrix.shape[1]
     if state is None or state.shape != (rank, columns) or not state.any():
@@ -81,7 +82,8 @@ def factors(matrix: Floats, rank: int, seed: int, start: int, state: Floats | No
             return None
         p = np.ascontiguousarray(np.linalg.qr(_scaled(p))[0], dtype=np.float32)
         q = np.ascontiguousarray((matrix.T @ p).T, dtype=np.float32)
-    return (p, q) if is_product_finite(p, q, rank) else None
+    most = max(float(matrix.max()), -float(matrix.min()))
+    return (p, q) if is_product_finite(p, q, rank, most) else None
 
 
 def _scaled(values: Floats) -> Floats:
@@ -90,10 +92,11 @@ def _scaled(values: Floats) -> Floats:
     return values / most if most > 0 and np.isfinite(np.float32(1) / most) else values
 
 
-def is_product_finite(p: Floats, q: Floats, rank: int) -> bool:
-    """Whether all is finite, and no element of the product can be too large."""
+def is_product_finite(p: Floats, q: Floats, rank: int, difference: float = 0.0) -> bool:
+    """Whether all is finite, and no element of the product can be too large, nor its difference to an element of a
+    magnitude of at most ``difference``."""
     most_p, most_q = float(np.abs(p).max()), float(np.abs(q).max())
-    return bool(most_p * most_q * rank <= PRODUCT_LARGEST)  # False for NaN.
+    return bool(most_p * most_q * rank + difference <= PRODUCT_LARGEST)  # False for NaN.
 
 
 #: All that is compiled here.

@@ -21,12 +21,12 @@ ONES = {name: np.ones_like(value) for name, value in INIT.items()}
 
 
 class Setup:
-    """A handle on two fake servers, and how often its memory was renewed."""
+    """A handle on two fake servers, and how often its memory was withdrawn from them."""
 
     def __init__(self) -> None:
         self.servers = [FakeServer("server-0"), FakeServer("server-1")]
         self.scheduler = FakeScheduler(self.servers[:])
-        self.renewed = 0
+        self.withdrawals = 0
         self.given: list[psdist.AsyncBucket] = []
 
     async def start(self, **settings: Any) -> Setup:
@@ -36,11 +36,11 @@ class Setup:
         self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle.exchange.shared_memory.renew = self._renew
+        self.handle.exchange.shared_memory.withdraw = self._withdraw
         return self
 
-    def _renew(self) -> None:
-        self.renewed += 1
+    def _withdraw(self) -> None:
+        self.withdrawals += 1
 
     async def give(self, name: str, value: float = 1.0) -> psdist.AsyncBucket:
         self.given.append(await self.handle.push_pull_async({name: ONES[name] * np.float32(value)}))
@@ -77,10 +77,10 @@ async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: S
     await setup.settle()
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert failed.done() and setup.renewed == 1
+    assert failed.done() and setup.withdrawals == 1
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert setup.renewed == 1
+    assert setup.withdrawals == 1
     with pytest.raises(errors.InvalidArgumentError, match="misses a, b"):
         await setup.handle.pull()
     first = await setup.give("a")
@@ -101,10 +101,10 @@ async def test_a_failure_that_nobody_saw_is_told_by_the_next_call(setup: Setup, 
     setup.servers[1].breaks = [Break(0, REFUSAL)]
     failed = await setup.give("b")
     await setup.settle()
-    assert failed.done() and setup.renewed == 0  # the user may be writing the next bucket
+    assert failed.done() and setup.withdrawals == 0  # the user may be writing the next bucket
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await (setup.give("a") if call == "bucket" else setup.handle.pull())
-    assert setup.renewed == 1
+    assert setup.withdrawals == 1
     await setup.give("b")
     await setup.give("a")
     assert set((await setup.handle.pull())["a"]) == {1.0} and setup.handle.step == 1
@@ -138,7 +138,7 @@ async def test_broken_streams_apply_each_slice_once(setup: Setup, answers: int, 
         for bucket in buckets:
             for value in (await bucket).values():
                 assert set(value) == {step + 1.0}
-    assert setup.renewed == 0
+    assert setup.withdrawals == 0
 
 
 async def test_two_buckets_break_at_once(setup: Setup) -> None:
@@ -161,12 +161,12 @@ async def test_a_failure_ends_the_buckets_under_way_before_their_memory_may_be_w
     failed = await setup.give("a")
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await failed
-    assert under_way.done() and not under_way.step.tasks and setup.renewed == 1
+    assert under_way.done() and not under_way.step.tasks and setup.withdrawals == 1
     with pytest.raises(errors.InvalidArgumentError, match="on purpose"):
         await under_way
     again = [await setup.give("b"), await setup.give("a")]
     assert [set(value) for bucket in again for value in (await bucket).values()] == [{1.0}, {1.0}]
-    assert setup.handle.step == 1 and setup.renewed == 1
+    assert setup.handle.step == 1 and setup.withdrawals == 1
     never.set()
 
 
@@ -190,9 +190,9 @@ async def test_a_push_that_fails_gives_its_memory_back(setup: Setup) -> None:
     setup.servers[0].breaks = [Break(0, REFUSAL), Break(0, hang=asyncio.Event())]
     with pytest.raises(errors.InvalidArgumentError):
         await setup.handle.push_pull(ONES)
-    assert setup.renewed == 1
+    assert setup.withdrawals == 1
     call = asyncio.create_task(setup.handle.push(ONES))
     await setup.servers[0].hanging.wait()
     call.cancel()
     await asyncio.wait({call})
-    assert setup.renewed == 2
+    assert setup.withdrawals == 2
