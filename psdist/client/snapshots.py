@@ -66,6 +66,8 @@ class SnapshotRequests:
     ) -> None:
         self._session = session
         self._quiesce = quiesce
+        #: Whether ``take_last`` was called, and has ended.
+        self._took_last = False
         #: Snapshots that nobody waits for.
         self.under_way: set[asyncio.Task[SnapshotInfo]] = set()
 
@@ -128,13 +130,19 @@ class SnapshotRequests:
             task.cancel()
             raise WaitTimeoutError(f"{session.calls.peer} did not answer within {timeout:g} s")
 
+    @property
+    def needs_last(self) -> bool:
+        """Whether this worker keeps something that the last snapshot may lack."""
+        session = self._session
+        keeps = bool(session.snapshots.states.names) and session.is_heard and not session.stopping.together
+        return keeps and not self._took_last
+
     async def take_last(self) -> None:
         """Takes a snapshot before this worker leaves: a later one cannot have the state that it keeps.
 
         Where all workers end together, that was done.
         """
-        session = self._session
-        if not session.snapshots.states.names or not session.is_heard or session.stopping.together:
+        if not self.needs_last:
             return
         try:
             async with asyncio.timeout(_LAST_SNAPSHOT_SECONDS):
@@ -143,6 +151,8 @@ class SnapshotRequests:
             return
         except (PsdistError, TimeoutError) as error:
             logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
+        finally:
+            self._took_last = True
 
     def close(self) -> None:
         """Waits for no snapshot any more. Those that the scheduler knows of are taken all the same."""

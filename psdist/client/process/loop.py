@@ -11,8 +11,8 @@ import atexit
 import concurrent.futures
 import os
 import threading
+import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from psdist.client.process.sigterm import StoppableClient, sigterm
@@ -25,10 +25,16 @@ _UNWIND_SECONDS: Final = 2.0
 #: another thread, does not end that wait, and would be noticed at its end only.
 _SIGNAL_SECONDS: Final = 0.5
 _EXIT_SECONDS: Final = 3.0
+#: Longer than a client waits for its last snapshot.
+_SAVING_SECONDS: Final = 130.0
 
 
 class Closable(StoppableClient, Protocol):
     """What is needed of a client."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether ``close`` waits for something that ends by itself, and is not to be broken off."""
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
@@ -211,11 +217,14 @@ class LoopThread:
             call.cancel()
 
     def stop(self) -> None:
-        """Closes the clients on the loop and ends the loop."""
+        """Closes the clients on the loop and ends the loop. Waits for snapshots that have their state."""
         self._stopped = True
         mine = self._clients()
-        with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-            asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop).result(_EXIT_SECONDS)
+        closing = asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop)
+        late = time.monotonic() + _SAVING_SECONDS
+        while not concurrent.futures.wait([closing], _EXIT_SECONDS).done:
+            if time.monotonic() > late or not any(one.is_saving for one in mine):
+                break
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_EXIT_SECONDS)
 

@@ -1,0 +1,52 @@
+"""How the loop of the synchronous clients ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from psdist.client.process import loop
+from psdist.client.process.loop import LoopThread
+
+
+class Client:
+    """Is closed when it was asked so often whether it is saving; 0: never."""
+
+    def __init__(self, saving: int) -> None:
+        self.saving = saving
+        self.asked = 0
+        self.closed = False
+        self._end = asyncio.Event()
+
+    async def claim(self) -> None:
+        """Is open on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        loop.claim(self)  # type: ignore[arg-type]  # has what is used here
+
+    @property
+    def is_saving(self) -> bool:
+        """As a client."""
+        self.asked += 1
+        if self.asked == self.saving:
+            self._loop.call_soon_threadsafe(self._end.set)
+        return self.saving > 0
+
+    async def close(self, reason: str = "closed") -> None:
+        """As a client."""
+        await self._end.wait()
+        self.closed = True
+
+
+@pytest.mark.parametrize(("saving", "asked"), [(3, 3), (0, 1)])
+def test_the_end_waits_for_a_snapshot_however_long_and_for_nothing_else(
+    saving: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "_EXIT_SECONDS", 0.1)
+    thread, client = LoopThread(), Client(saving)
+    thread.call(client.claim())
+    try:
+        thread.stop()
+        assert client.closed is (saving > 0) and client.asked >= asked
+    finally:
+        loop.release(client)  # type: ignore[arg-type]
