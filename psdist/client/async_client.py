@@ -146,11 +146,6 @@ class AsyncClient(ProcessBound):
             self.handles = self.snapshots = None
             loop.release(self)
 
-    @property
-    def is_saving(self) -> bool:
-        """Whether ``close`` waits for a snapshot first, as long as that takes."""
-        return (snapshots := self.snapshots) is not None and snapshots.needs_last
-
     async def __aenter__(self) -> Self:
         return await self.connect()
 

@@ -29,12 +29,20 @@ _EXIT_SECONDS: Final = 3.0
 _SAVING_SECONDS: Final = 130.0
 
 
+class Snapshots(Protocol):
+    """What is needed of a client's snapshots."""
+
+    @property
+    def needs_last(self) -> bool:
+        """Whether ``close`` takes one first, and waits as long as that takes."""
+
+
 class Closable(StoppableClient, Protocol):
     """What is needed of a client."""
 
     @property
-    def is_saving(self) -> bool:
-        """Whether ``close`` waits for something that ends by itself, and is not to be broken off."""
+    def snapshots(self) -> Snapshots | None:
+        """None for a client that is not connected."""
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
@@ -223,10 +231,14 @@ class LoopThread:
         closing = asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop)
         late = time.monotonic() + _SAVING_SECONDS
         while not concurrent.futures.wait([closing], _EXIT_SECONDS).done:
-            if time.monotonic() > late or not any(one.is_saving for one in mine):
+            if time.monotonic() > late or not any(_is_saving(client) for client in mine):
                 break
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_EXIT_SECONDS)
+
+
+def _is_saving(client: Closable) -> bool:
+    return (snapshots := client.snapshots) is not None and snapshots.needs_last
 
 
 async def _close_all(clients: list[Closable]) -> None:

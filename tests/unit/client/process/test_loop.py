@@ -11,7 +11,7 @@ from psdist.client.process.loop import LoopThread
 
 
 class Client:
-    """Is closed when it was asked so often whether it is saving; 0: never."""
+    """Is closed when it was asked so often whether it needs a snapshot; 0: never."""
 
     def __init__(self, saving: int) -> None:
         self.saving = saving
@@ -25,8 +25,13 @@ class Client:
         loop.claim(self)  # type: ignore[arg-type]  # has what is used here
 
     @property
-    def is_saving(self) -> bool:
+    def snapshots(self) -> Client:
         """As a client."""
+        return self
+
+    @property
+    def needs_last(self) -> bool:
+        """As a client's snapshots."""
         self.asked += 1
         if self.asked == self.saving:
             self._loop.call_soon_threadsafe(self._end.set)
