@@ -29,7 +29,7 @@ _EXIT_SECONDS: Final = 3.0
 _SAVING_SECONDS: Final = 130.0
 
 
-class Snapshots(Protocol):
+class LastSnapshot(Protocol):
     """What is needed of a client's snapshots."""
 
     @property
@@ -41,8 +41,8 @@ class Closable(StoppableClient, Protocol):
     """What is needed of a client."""
 
     @property
-    def snapshots(self) -> Snapshots | None:
-        """None for a client that is not connected."""
+    def snapshots(self) -> LastSnapshot | None:
+        """Those of a client that is connected; else None."""
 
     async def close(self, reason: str = "closed") -> None:
         """Leaves the run."""
