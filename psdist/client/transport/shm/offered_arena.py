@@ -63,7 +63,7 @@ class OfferedArena:
         if (self.elements, self.dtype) != (other.elements, other.dtype):
             raise InvalidArgumentError(
                 f"{other.elements:,} gradients in {other.dtype} cannot take turns with {self.elements:,} in "
-                f"{self.dtype}: the sizes and the compression must be the same"
+                f"{self.dtype}: sizes and dtypes on the wire must be the same"
             )
 
     # --- its memory ---------------------------------------------------------------------------------------------------

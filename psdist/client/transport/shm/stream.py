@@ -86,7 +86,7 @@ async def _exchange(
     listener: socket.socket, arena: GradientArena, slicing: Slicing, opened: ExitStack
 ) -> tuple[WeightsArena, socket.socket]:
     try:
-        mine = os.dup(arena.fd)  # The arena may have another file meanwhile, and the number be another file's.
+        mine = os.dup(arena.fd)  # The arena may be detached meanwhile, and its number be given to another file.
     except OSError as error:
         raise SharingUnavailableError(f"the memory is not shared any more: {error.strerror}") from None
     try:
