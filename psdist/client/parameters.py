@@ -275,8 +275,9 @@ class AsyncParameters(ProcessBound):
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
         that a codec left out of gradients so far.
 
-        save: gives it as a dict of numpy arrays, which stay as they are until the push is over that begins next. Called
-            whenever a push begins and between pushes, on psdist's loop: quick, and without calls of psdist.
+        save: gives it as a dict of numpy arrays, which stay as they are until the push is over that begins next. They
+            have any shape, and numbers of at most 8 bytes (no complex ones). Called whenever a push begins and between
+            pushes, on psdist's loop: quick, and without calls of psdist.
         restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
             a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
 

@@ -66,8 +66,7 @@ class SnapshotRequests:
     ) -> None:
         self._session = session
         self._quiesce = quiesce
-        #: Whether ``take_last`` was called, and has ended.
-        self._took_last = False
+        self._closed = False
         #: Snapshots that nobody waits for.
         self.under_way: set[asyncio.Task[SnapshotInfo]] = set()
 
@@ -132,10 +131,10 @@ class SnapshotRequests:
 
     @property
     def needs_last(self) -> bool:
-        """Whether this worker keeps something that the last snapshot may lack."""
+        """Whether this worker keeps something that the last snapshot may lack, and has not closed this."""
         session = self._session
         keeps = bool(session.snapshots.states.names) and session.is_heard and not session.stopping.together
-        return keeps and not self._took_last
+        return keeps and not self._closed
 
     async def take_last(self) -> None:
         """Takes a snapshot before this worker leaves: a later one cannot have the state that it keeps.
@@ -151,11 +150,10 @@ class SnapshotRequests:
             return
         except (PsdistError, TimeoutError) as error:
             logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
-        finally:
-            self._took_last = True
 
     def close(self) -> None:
         """Waits for no snapshot any more. Those that the scheduler knows of are taken all the same."""
+        self._closed = True
         for task in self.under_way:
             task.cancel()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Final, TypeVar
 
@@ -21,16 +20,17 @@ async def in_thread(work: Callable[[], T]) -> T:
     """What ``work`` returns, which may wait: for a device, which first does all that the script gave to it.
 
     At the end of the process, when Python starts no thread any more, it runs in this one: then a client is closed that
-    its script left open.
+    its script left open. Executors refuse work earlier than that, while the main thread still waits for their threads.
     """
-    if not threading.main_thread().is_alive():
-        return work()
-    task = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        await asyncio.wait({task})
+        running = asyncio.get_running_loop().run_in_executor(None, work)
+    except RuntimeError:
+        return work()
+    try:
+        await asyncio.wait({running})
     except asyncio.CancelledError:
         # The call gives the user's arrays back: nobody may touch them any more.
-        await asyncio.wait({task})
-        task.exception()
+        await asyncio.wait({running})
+        running.exception()
         raise
-    return task.result()
+    return running.result()

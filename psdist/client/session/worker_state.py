@@ -200,10 +200,11 @@ def check_state(parameters: str, state: object) -> SavedState:
             not isinstance(name, str)
             or not isinstance(array, np.ndarray | DeferredArray)
             or array.dtype.kind not in "fiub"
+            or array.dtype.itemsize > 8
         ):
             raise InvalidArgumentError(
                 f"{name!r:.80} in the state of {parameters!r} is {type(array).__name__} {getattr(array, 'dtype', '')}: "
-                "give numpy arrays of numbers by name"
+                "give numpy arrays of numbers of at most 8 bytes by name"
             )
         if name.startswith(_RESERVED):
             raise InvalidArgumentError(
@@ -278,6 +279,10 @@ class StateUploads:
         except PsdistError as error:
             logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)
             self._failed(attempt, error)
+        except Exception as error:  # The scheduler would wait for a state that does not come.
+            logger.exception("the state of %r cannot be handed in for the snapshot", parameters)
+            text = f"the state of {parameters!r} cannot be handed in: {type(error).__name__}: {error}"
+            self._failed(attempt, SnapshotFailedError(text))
 
 
 async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:

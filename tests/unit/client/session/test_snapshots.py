@@ -16,6 +16,7 @@ import psdist
 from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
+from psdist.client.session import worker_state
 from psdist.client.session.worker_state import OWN, WorkerStates
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
@@ -432,10 +433,45 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
     assert (request.reason, request.worker_id, dict(request.next)) == ("at the end", "worker-0", {"p": 2})
 
 
+async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever went wrong: it would wait for it."""
+
+    def refuse(state: Any) -> bytes:
+        raise OSError("no room")
+
+    monkeypatch.setattr(worker_state, "_to_bytes", refuse)
+    setup = await Setup().start()
+    try:
+        await setup.weights.keep_state(lambda: {"rest": np.zeros(1)}, lambda state: None)
+        assert (await setup.scheduler.reports.get()).keeps.parameters == ["p"]
+        setup.scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
+        assert (await setup.scheduler.reports.get()).HasField("marked")
+        report = await setup.scheduler.reports.get()
+        assert report.attempt == 7 and "cannot be handed in: OSError: no room" in str(report.failed)
+        assert "the state of 'p' cannot be handed in" in caplog.text
+    finally:
+        setup.scheduler.save_answers.put_nowait(saved())
+        await setup.stop()
+
+
+async def test_a_state_has_numbers_that_a_file_can_have() -> None:
+    setup = await Setup().start()
+    try:
+        for array in (np.zeros(1, np.longdouble), np.zeros(1, complex), np.array(["text"])):
+            with pytest.raises(errors.InvalidArgumentError, match="numbers of at most 8 bytes"):
+                await setup.weights.keep_state(lambda array=array: {"rest": array}, lambda state: None)
+    finally:
+        await setup.stop()
+
+
 @pytest.mark.parametrize("how", ["refused", "no storage", "failed script", "scheduler gone"])
 async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
     setup = await Setup().start()
     await setup.weights.keep_state(dict, lambda state: None)
+    requests = setup.client.snapshots
+    assert requests is not None and requests.needs_last
     if how == "scheduler gone":
         closing = asyncio.create_task(setup.client.close())
         await waits_for(setup.client, "for nobody in particular")
@@ -447,6 +483,7 @@ async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplo
         refusal = errors.NoStorageError if how == "no storage" else errors.SnapshotFailedError
         setup.scheduler.save_answers.put_nowait(refusal("no"))
     await setup.stop()
+    assert not requests.needs_last
     assert len(setup.scheduler.saves) == (how != "failed script")
     assert ("in no snapshot at the end" in caplog.text) == (how in ("refused", "scheduler gone"))
 
