@@ -50,8 +50,9 @@ _PARAMS, _BRAIN_BYTES = 25_000_000, 2
 _LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 
-#: How a codec is used: for gradients with and without error feedback (a cast has none), and for weights beside that.
-VARIANTS = ("with", "without", "both ways")
+#: How a codec is used: for gradients with and without error feedback (a cast has none), for weights beside that, and
+#: for differences to an estimate.
+VARIANTS = ("with", "without", "both ways", "ef21")
 
 
 class Codecs(NamedTuple):
@@ -68,6 +69,7 @@ def variants(codec: compression.Codec) -> dict[str, Codecs]:
     found = {
         "with": Codecs(dataclasses.replace(codec, error_feedback=True)),
         "without": Codecs(dataclasses.replace(codec, error_feedback=False)),
+        "ef21": Codecs(dataclasses.replace(codec, error_feedback="ef21")),
     }
     try:
         check_pull_codec(codec)

@@ -139,6 +139,10 @@ class StaleEpochError(PsdistError, code="stale_epoch", status="ABORTED"):
     """The request was routed by an older cluster map. The client fetches the new one and sends again."""
 
 
+class StaleEstimateError(PsdistError, code="stale_estimate", status="ABORTED"):
+    """A push has differences to an estimate that the server does not keep. The client sends the gradient whole."""
+
+
 class FutureStepError(PsdistError, code="future_step", status="FAILED_PRECONDITION"):
     """A push names a step that has not begun."""
 

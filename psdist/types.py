@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from psdist.consistency import Consistency
 from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError, check_integer
@@ -138,6 +138,17 @@ class Layout:
         if self.tensors != other.tensors:
             return "the tensors come in another order"
         return ""
+
+
+class GradientDifference(NamedTuple):
+    """A push that is no gradient, but a difference to the gradient of an earlier one (EF21).
+
+    number: counts a worker's pushes of differences. from_zeros: it is added to zeros, and not to the gradient of the
+        push before.
+    """
+
+    number: int
+    from_zeros: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,6 +203,7 @@ def _holders(
             "copies": copies.count(server),
             "weight_bytes": _weight_bytes(entry, server),
             "waiting_bytes": counted[server].bytes_held if server in counted else None,
+            "estimate_bytes": counted[server].estimate_bytes if server in counted else None,
         }
         for server in dict.fromkeys((*primaries, *copies))
     ]

@@ -28,9 +28,9 @@ from psdist.client.process import codec_kernels
 from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
-from psdist.compression.regions import regions
+from psdist.compression.regions import regions, send_differences
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
-from psdist.types import ITEM_BYTES, Layout, Slicing
+from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -105,6 +105,14 @@ class EncodedPush:
         """The L2 norm of what the servers decode."""
         return await off_loop(self._encoder.slicing.total, self._slices.norm)
 
+    def difference(self, slices: Sequence[int]) -> GradientDifference | None:
+        """What the payloads of ``slices`` are differences to; None where they are gradients."""
+        return self._slices.difference(slices)
+
+    def send_whole(self, slices: Sequence[int]) -> None:
+        """A server does not keep what ``slices`` are differences to: they become whole gradients."""
+        self._slices.send_whole(slices)
+
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""
         return self._slices.payload(index)
@@ -116,11 +124,13 @@ class EncodedPush:
 
 def check_codec(codec: Codec) -> Codec:
     """Returns ``codec`` if workers can use it, else raises InvalidArgumentError."""
-    for one in codec.codecs.values() if isinstance(codec, PerTensor) else (codec,):
-        if isinstance(one, Compressor) and one.feedback == "ef21":
-            raise InvalidArgumentError(
-                'error_feedback="ef21" needs servers that keep estimates of gradients, which these do not: use True'
-            )
+    if isinstance(codec, PerTensor) and send_differences(codec.codecs.values()):
+        for one in codec.codecs.values():
+            if isinstance(one, Compressor) and one.feedback != "ef21":
+                raise InvalidArgumentError(
+                    f'{one!r:.80} has error_feedback={one.feedback!r}, and others have "ef21", for which servers keep '
+                    "estimates of whole slices: use it for all codecs, or for none"
+                )
     return codec
 
 
@@ -166,9 +176,9 @@ class Encoding:
             logger.warning("compression of %r: no tensor's name matches %s", participation.name, patterns)
         if (size := ITEM_BYTES["float32"] * layout.total) > STATE_BYTES_MAX:
             logger.warning(
-                "compression of %r: what is left out takes %d bytes, more than the %d that a snapshot takes of a "
-                "worker: snapshots will fail. Divide the tensors between several parameter sets, or pass "
-                "error_feedback=False",
+                "compression of %r: what is left out, or the estimate of gradients, takes %d bytes, more than the %d "
+                "that a snapshot takes of a worker: snapshots will fail. Divide the tensors between several parameter "
+                "sets, or pass error_feedback=False",
                 participation.name, size, STATE_BYTES_MAX,
             )  # fmt: skip
         return cls(codec, layout, participation)
@@ -225,9 +235,9 @@ class Encoding:
         if flat is not None and not isinstance(flat, np.ndarray):
             return await self._load_on_device(settings, flat.device)
         await self._compiler.loaded()
-        from psdist.client.core.encoder import GradientEncoder
+        from psdist.client.core.difference_encoder import encoder_of
 
-        encoder = GradientEncoder(*settings)
+        encoder = encoder_of(*settings)
         encoder.restore(self._restored)
         self._restored = {}
         return encoder

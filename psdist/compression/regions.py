@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Final
 
-from psdist.compression.specifications import Auto, Cast, Codec, Float32
+from psdist.compression.specifications import Auto, Cast, Codec, Compressor, Float32
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.types import TensorSpec
 
@@ -69,6 +69,11 @@ class PerTensor(Codec):
         """The patterns that match no tensor's name."""
         names = [tensor.name for tensor in tensors]
         return tuple(one for one in self.codecs if not any(fnmatchcase(name, one) for name in names))
+
+
+def send_differences(codecs: Iterable[Codec]) -> bool:
+    """Whether a push by these codecs is a difference to an estimate (EF21)."""
+    return any(isinstance(codec, Compressor) and codec.feedback == "ef21" for codec in codecs)
 
 
 @dataclass(frozen=True)

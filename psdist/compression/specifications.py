@@ -83,8 +83,9 @@ class Compressor(Codec):
     """A codec of tensors.
 
     error_feedback: True adds what was left out to the next push, False forgets it. None is True for a biased codec.
-        "ef21" sends differences to an estimate that worker and servers share; ``client.parameters`` refuses it, as
-        servers keep no estimates yet.
+        "ef21" encodes the difference between the gradient and an estimate that worker and servers have, which is the
+        gradient that counts after it (Richtarik et al., arXiv 2106.05203). Servers keep an estimate for each worker,
+        float32. All codecs of a parameter set have it, or none.
     residual_decay: what the residual is multiplied by, in (0, 1], before it is added.
     """
 
@@ -96,8 +97,11 @@ class Compressor(Codec):
         if not (given is None or isinstance(given, bool) or (isinstance(given, str) and given == "ef21")):
             raise InvalidArgumentError(f'error_feedback={self.error_feedback!r:.40}: use True, False, "ef21" or None')
         check_number("residual_decay", self.residual_decay, 0.0, 1.0)
-        if self.residual_decay != 1.0 and not self.feedback:
-            raise InvalidArgumentError(f"residual_decay={self.residual_decay!r:.40} needs error feedback")
+        if self.residual_decay != 1.0 and self.feedback is not True:
+            raise InvalidArgumentError(
+                f"residual_decay={self.residual_decay!r:.40} needs error feedback that has a residual: "
+                "error_feedback=True"
+            )
 
     @property
     def is_biased(self) -> bool:
@@ -295,10 +299,12 @@ _VALUE_BITS: dict[type[Codec], int] = {BFloat16: 16, Int8: 8, Int2: 2}
 
 
 def check_momentum(sparse: TopK, whole: Compressor) -> None:
-    """Raises InvalidArgumentError where ``sparse`` has momentum and ``whole``, which it is part of, no error feedback:
-    there is nothing to sum up then."""
-    if sparse.momentum and not whole.feedback:
-        raise InvalidArgumentError(f"momentum={sparse.momentum!r:.40} needs error feedback, for what is not sent yet")
+    """Raises InvalidArgumentError where ``sparse`` has momentum and ``whole``, which it is part of, no residual: there
+    is nothing to sum up then."""
+    if sparse.momentum and whole.feedback is not True:
+        raise InvalidArgumentError(
+            f"momentum={sparse.momentum!r:.40} needs error feedback, for what is not sent yet: error_feedback=True"
+        )
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:

@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class PushHeader(_message.Message):
     MARK_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -43,7 +44,16 @@ class PushHeader(_message.Message):
     mark: int
     held: HeldWeights
     weight: float
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ...) -> None: ...
+    difference: GradientDifference
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ...) -> None: ...
+
+class GradientDifference(_message.Message):
+    __slots__ = ("number", "from_zeros")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    FROM_ZEROS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    from_zeros: bool
+    def __init__(self, number: _Optional[int] = ..., from_zeros: _Optional[bool] = ...) -> None: ...
 
 class HeldWeights(_message.Message):
     __slots__ = ("generation", "slices", "versions")
@@ -586,7 +596,7 @@ class ReplicaStatistics(_message.Message):
     def __init__(self, shard: _Optional[int] = ..., server_id: _Optional[str] = ..., state: _Optional[str] = ..., lag_updates: _Optional[int] = ..., lag_bytes: _Optional[int] = ..., slices_filled: _Optional[int] = ..., slices: _Optional[int] = ..., digests: _Optional[int] = ..., carrier: _Optional[str] = ...) -> None: ...
 
 class ParametersStatistics(_message.Message):
-    __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for", "replicas", "primary_of", "backup_of")
+    __slots__ = ("parameters", "version_min", "version_max", "applied_slices", "apply_seconds", "bytes_held", "workers", "waiting_for", "replicas", "primary_of", "backup_of", "estimate_bytes")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_MIN_FIELD_NUMBER: _ClassVar[int]
     VERSION_MAX_FIELD_NUMBER: _ClassVar[int]
@@ -598,6 +608,7 @@ class ParametersStatistics(_message.Message):
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     PRIMARY_OF_FIELD_NUMBER: _ClassVar[int]
     BACKUP_OF_FIELD_NUMBER: _ClassVar[int]
+    ESTIMATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     parameters: str
     version_min: int
     version_max: int
@@ -609,7 +620,8 @@ class ParametersStatistics(_message.Message):
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatistics]
     primary_of: _containers.RepeatedScalarFieldContainer[int]
     backup_of: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatistics, _Mapping]]] = ..., primary_of: _Optional[_Iterable[int]] = ..., backup_of: _Optional[_Iterable[int]] = ...) -> None: ...
+    estimate_bytes: int
+    def __init__(self, parameters: _Optional[str] = ..., version_min: _Optional[int] = ..., version_max: _Optional[int] = ..., applied_slices: _Optional[int] = ..., apply_seconds: _Optional[float] = ..., bytes_held: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatistics, _Mapping]]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatistics, _Mapping]]] = ..., primary_of: _Optional[_Iterable[int]] = ..., backup_of: _Optional[_Iterable[int]] = ..., estimate_bytes: _Optional[int] = ...) -> None: ...
 
 class GetStatisticsResponse(_message.Message):
     __slots__ = ("server_id", "epoch", "resident_bytes", "parameters", "device", "device_bytes")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,9 @@ from psdist.cli import status_table
 from psdist.cli.status import as_json
 from psdist.client import automatic_compression
 from psdist.client.core import partition
+from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.core.encoder import GradientEncoder
+from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.compression import (
     Auto,
@@ -60,9 +62,15 @@ CODECS: dict[str, tuple[Codec, Codec]] = {
     "topk": (TopK(0.01), TopK(0.05, momentum=0.9, warm_up=3)),
     "chunked": (ChunkedTopK(16, 1024, bits=2), Chain(TopK(0.02), Int8())),
     "int2": (Int2(), Int4(stochastic=True)),
+    "differences": (
+        TopK(0.02, error_feedback="ef21"),
+        PerTensor({"w1": Int8(error_feedback="ef21"), "*": OneBit(error_feedback="ef21")}),
+    ),
     "signs and thin": (OneBit(), PerTensor({"w1": PowerSGD(2), "*": RandomK(0.1)})),
 }
-BRIEFLY = [pytest.param(name, marks=[] if name in ("mixed", "topk") else [pytest.mark.long]) for name in CODECS]
+BRIEFLY = [
+    pytest.param(name, marks=[] if name in ("mixed", "topk", "differences") else [pytest.mark.long]) for name in CODECS
+]
 _numbers = itertools.count()
 
 
@@ -82,7 +90,7 @@ def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
 def reference_run(codecs: Sequence[Codec], steps: int) -> list[bytes]:
     """The weights after every step, in one process."""
     encoders = [
-        None if isinstance(codec, Float32) else GradientEncoder(codec, LAYOUT, SLICING, rank)
+        None if isinstance(codec, Float32) else encoder_of(codec, LAYOUT, SLICING, rank)
         for rank, codec in enumerate(codecs)
     ]
     weights, mean = initial(), np.empty(TOTAL, np.float32)
@@ -219,7 +227,7 @@ async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedClus
 
         await asyncio.gather(*(train(rank, handle) for rank, handle in enumerate(workers.handles)))
         weights = np.frombuffer(joined(await workers.handles[0].pull()), np.float32)
-        encoders = [GradientEncoder(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(CODECS["int8"])]
+        encoders = [encoder_of(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(CODECS["int8"])]
         sent = sum(
             decoded(encoder, gradient(step, rank)).astype(np.float64)
             for step in range(STEPS)
@@ -232,7 +240,12 @@ async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedClus
 
 @pytest.mark.parametrize(
     ("name", "transport"),
-    [("topk", "tcp"), *(pytest.param("int8", name, marks=pytest.mark.long) for name in ("grpc", "shm"))],
+    [
+        ("topk", "tcp"),
+        ("differences", "tcp"),
+        *(pytest.param("int8", name, marks=pytest.mark.long) for name in ("grpc", "shm")),
+        *(pytest.param("differences", name, marks=pytest.mark.long) for name in ("grpc", "shm")),
+    ],
 )
 async def test_a_killed_server_changes_not_a_bit(name: str, transport: TransportName) -> None:
     expected = reference_run(CODECS[name], 12)
@@ -251,9 +264,45 @@ async def test_a_killed_server_changes_not_a_bit(name: str, transport: Transport
         await asyncio.to_thread(cluster.close)
 
 
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("grpc", marks=pytest.mark.long)])
+async def test_a_push_that_is_made_again_after_a_fail_over_may_be_whole_in_part(
+    transport: TransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the other worker when it is given up: the slices of the lost server are whole by then."""
+    wholes: asyncio.Queue[EncodedDifferences] = asyncio.Queue()
+
+    def send_whole(push: EncodedDifferences, slices: Iterable[int]) -> None:
+        EncodedDifferences.send_whole(push, slices)
+        wholes.put_nowait(push)
+
+    codecs = CODECS["differences"]
+    expected = reference_run(codecs, 4)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2, replicas=2)
+    workers = Workers(cluster, transport)
+    try:
+        await workers.open(codecs)
+        assert await workers.step(0) == expected[0]
+        monkeypatch.setattr(EncodedPush, "send_whole", lambda push, slices: send_whole(push._slices, slices))
+        pushing = asyncio.create_task(workers.handles[0].push_pull(split(gradient(1, 0))))
+        cluster.processes[1].kill()
+        push = await wholes.get()
+        assert 0 < len(push.whole) < SLICING.count
+        pushing.cancel()
+        await asyncio.wait({pushing})
+        for step in range(1, 4):
+            assert await workers.step(step) == expected[step], f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
 @pytest.mark.parametrize(
     ("name", "numbers"),
-    [("topk", (2, 3)), *(pytest.param(name, (1, 2, 3, 5), marks=pytest.mark.long) for name in CODECS)],
+    [
+        ("topk", (2, 3)),
+        ("differences", (2, 3)),
+        *(pytest.param(name, (1, 2, 3, 5), marks=pytest.mark.long) for name in CODECS),
+    ],
 )
 async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name: str, numbers: Sequence[int]) -> None:
     """Each life makes two steps; the snapshot is of the first of them, so that the second is made again."""

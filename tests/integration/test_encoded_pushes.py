@@ -13,12 +13,15 @@ from psdist import optim
 from psdist.compression.segments import payload_limit
 from psdist.consistency import ASP, BSP
 from psdist.errors import (
+    FutureStepError,
     InvalidArgumentError,
     MalformedPayloadError,
     NonFiniteGradientError,
     PsdistError,
+    StaleEstimateError,
 )
 from psdist.v1 import common_pb2 as cpb
+from psdist.v1 import server_pb2 as spb
 from psdist_server.kernels import encoded
 from tests.integration import test_connect_stream as by_tcp
 from tests.integration import test_share_stream as by_memory
@@ -144,6 +147,72 @@ class Compiler:
         self._prepared.append(purpose)
 
 
+async def test_differences_are_added_to_the_gradient_before(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    weights, gradient = INITIAL, np.zeros(TOTAL, np.float32)
+    for step in range(3):
+        header = spb.GradientDifference(number=7 + step, from_zeros=step == 0)
+        found = await push(bench, transport, step, ENCODED, difference=header)
+        gradient = gradient + decoded()
+        weights = weights - np.float32(0.5) * gradient
+        assert found.tobytes() == weights.tobytes(), f"step {step}"
+    assert bench.host.statistics().parameters[0].bytes_held == 0
+
+
+async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    for number in (0, 1):
+        with pytest.raises(StaleEstimateError, match=r"push \d of slice 0 .* send the whole gradient"):
+            await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=number))
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+    whole = spb.GradientDifference(number=1, from_zeros=True)
+    stepped = await push(bench, transport, 0, ENCODED, difference=whole)
+    assert stepped.tobytes() == after(decoded()).tobytes()
+    # It came before, and so it is ignored as any other.
+    again = await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
+    assert again.tobytes() == stepped.tobytes()
+    with pytest.raises(StaleEstimateError, match="difference to the gradient of push 2"):
+        await push(bench, transport, 1, ENCODED, difference=spb.GradientDifference(number=3))
+
+
+@pytest.mark.parametrize("policy", ["reject", "skip"])
+async def test_differences_whose_sum_is_not_finite(bench: TcpBench, transport: str, policy: str) -> None:
+    await bench.create(non_finite=policy)
+    huge = [raw(np.full(part.size, 3e38, np.float32)) for part in cut(GRADIENT)]
+    await push(bench, transport, 0, huge, difference=spb.GradientDifference(number=0, from_zeros=True))
+    before = await bench.pull(bench.identity())
+    refused = push(bench, transport, 1, huge, difference=spb.GradientDifference(number=1))
+    if policy == "reject":
+        with pytest.raises(NonFiniteGradientError, match="elements 0 to 9"):
+            await refused
+    else:
+        assert (await refused).tobytes() == before
+    assert await bench.pull(bench.identity()) == before
+    # The gradient before stays.
+    step = 1 if policy == "reject" else 2
+    less = [raw(np.full(part.size, -3e38, np.float32)) for part in cut(GRADIENT)]
+    weights = await push(bench, transport, step, less, difference=spb.GradientDifference(number=1))
+    assert weights.tobytes() == before
+
+
+async def test_nothing_is_a_difference_to_a_push_that_was_refused(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    with pytest.raises(FutureStepError):
+        await push(bench, transport, 5, ENCODED, difference=spb.GradientDifference(number=1, from_zeros=True))
+    assert bench.host.admission.store("p").gradients.estimates.bytes < 4 * TOTAL
+    with pytest.raises(StaleEstimateError, match="of slice 0"):
+        await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
+
+
+async def test_a_worker_that_is_gone_leaves_no_estimate(bench: TcpBench) -> None:
+    await bench.create()
+    await push(bench, "grpc", 0, ENCODED, difference=spb.GradientDifference(number=0, from_zeros=True))
+    estimates = bench.host.admission.store("p").gradients.estimates
+    assert estimates.bytes == bench.host.statistics().parameters[0].estimate_bytes == 4 * TOTAL
+    bench.host.admission.store("p").fence({"worker-0": 2})
+    assert estimates.bytes == 0
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 #: Encodings of the first slice, of 10 elements, that are none.
@@ -210,6 +279,15 @@ async def test_segments_are_of_float32(bench: TcpBench, transport: str, dtype: i
     await bench.create()
     with pytest.raises((InvalidArgumentError, PsdistError), match=r"DTYPE_FLOAT32|float64|DType"):
         await push(bench, transport, 0, ENCODED, dtype=dtype)
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+
+
+async def test_a_difference_is_encoded(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    with pytest.raises(InvalidArgumentError, match="in segments: send CODEC_SEGMENTS"):
+        await push(
+            bench, transport, 0, payloads(GRADIENT), codec=cpb.CODEC_RAW, difference=spb.GradientDifference(number=0)
+        )
     assert await bench.pull(bench.identity()) == INITIAL.tobytes()
 
 

@@ -47,8 +47,9 @@ def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> No
         "with": (with_feedback, None),
         "without": (TopK(0.1, error_feedback=False), None),
         "both ways": (with_feedback, TopK(0.1)),
+        "ef21": (TopK(0.1, error_feedback="ef21"), None),
     }
-    assert set(convergence.variants(PowerSGD(2))) == {"with", "without"}
+    assert set(convergence.variants(PowerSGD(2))) == {"with", "without", "ef21"}
 
 
 @pytest.mark.parametrize("variant", convergence.VARIANTS)

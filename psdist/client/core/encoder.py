@@ -15,7 +15,7 @@ Not here: threads, and when a push begins and ends (``encoding``); the bytes (``
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -26,7 +26,8 @@ from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, grad_norm
 from psdist.compression import Chain, Codec, Compressor, TopK, segments
 from psdist.compression.regions import Region, regions
-from psdist.types import Layout, Slicing
+from psdist.errors import InternalError
+from psdist.types import GradientDifference, Layout, Slicing
 
 State = dict[str, NDArray[Any]]
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
@@ -68,6 +69,14 @@ class EncodedSlices:
         for index in slices:
             self.payloads.pop(index, None)
 
+    def difference(self, slices: Collection[int]) -> GradientDifference | None:
+        """What the payloads of ``slices`` are differences to; None where they are gradients."""
+        return None
+
+    def send_whole(self, slices: Iterable[int]) -> None:
+        """The payloads of ``slices`` become whole gradients. Raises InternalError where they are that already."""
+        raise InternalError("a server takes a gradient for a difference")
+
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""
         return memoryview(self.payloads[index])
@@ -76,6 +85,11 @@ class EncodedSlices:
         """Writes a slice as a server decodes it."""
         out.fill(0.0)
         segments.accumulate(self.payloads[index], out)
+
+    def unencoded(self) -> list[slice]:
+        """The ranges of slices of which nothing is sent."""
+        missing = sorted(set(range(self.slicing.count)).difference(self.payloads))
+        return [slice(*self.slicing.bounds(index)) for index in missing]
 
     def norm(self) -> float:
         """The L2 norm of what servers decode: squares in float64, summed by slice, the sums added in slice order."""
@@ -198,15 +212,22 @@ class GradientEncoder:
     def _encode_slice(self, push: EncodedSlices, index: int) -> bytes:
         start, stop = self.slicing.bounds(index)
         prepared = [push.prepared[number] for number in self._regions_of(index)]
+        rest = self._residual.after if self.feeds_back else None
+        payload = self._payload(prepared, start, stop, rest)
+        if rest is not None:
+            for one in prepared:
+                self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
+        return payload
+
+    def _payload(
+        self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, rest: Flat | None = None
+    ) -> bytes:
+        """Elements [start, stop) as they are sent. rest: gets what is left out of them."""
         try:
             out = self._spare.pop()
         except IndexError:
             out = np.empty(segments.payload_limit(self.slicing.slice_elements), np.uint8)
-        rest = self._residual.after if self.feeds_back else None
         size = segments.encode(prepared, start, stop, out, rest)
-        if rest is not None:
-            for one in prepared:
-                self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
         payload = out[:size].tobytes()
         self._spare.append(out)
         return payload
@@ -258,8 +279,7 @@ class GradientEncoder:
         self._ordinal += 1
         kept = {one.region.start: one.next_state for one in push.prepared.values() if one.next_state is not None}
         self._kept = self._kept | kept
-        missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
-        unchanged = [slice(*self.slicing.bounds(index)) for index in missing]
+        unchanged = push.unencoded()
         self._residual.end_push(unchanged)
         self._velocity.end_push(unchanged)
         return True
@@ -312,4 +332,4 @@ def _needs_sums(region: Region) -> bool:
 
 def _feedback(region: Region) -> bool:
     """Whether what is left out of a region is added to the next push."""
-    return isinstance(region.codec, Compressor) and bool(region.codec.feedback)
+    return isinstance(region.codec, Compressor) and region.codec.feedback is True

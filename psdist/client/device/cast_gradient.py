@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.errors import InternalError
 from psdist.types import Slicing
 
 
@@ -19,6 +21,13 @@ class CastGradient:
     def __init__(self, values: NDArray[Any], slicing: Slicing) -> None:
         self._values = values
         self._slicing = slicing
+
+    def difference(self, slices: Sequence[int]) -> None:
+        """Its payloads are gradients."""
+
+    def send_whole(self, slices: Sequence[int]) -> None:
+        """Its payloads are whole gradients."""
+        raise InternalError("a server takes a gradient for a difference")
 
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""

@@ -1,10 +1,10 @@
 """The data path: a request to all of its servers at once, each slice answered exactly once.
 
 ``DataPath.deliver`` follows every slice of a request. What breaks is sent again for the slices that are unanswered,
-with the same number. A route that is out of date is planned anew. An attempt on a server that is gone ends at once, and
-its slices wait for the map that has their new primary. Only a map says that something is lost (``routing``). The
-servers do not wait for each other here, because with clipping by the global norm the answer of one may depend on a
-slice that is sent again to another.
+with the same number. A route that is out of date is planned anew. A difference to what a server does not keep is sent
+again as the whole gradient. An attempt on a server that is gone ends at once, and its slices wait for the map that has
+their new primary. Only a map says that something is lost (``routing``). The servers do not wait for each other here,
+because with clipping by the global norm the answer of one may depend on a slice that is sent again to another.
 
 Not here: the numbers of steps and versions (``push_sequence``), which server has what (``routing``), how a request
 travels (``transport``).
@@ -22,7 +22,7 @@ from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import Wait, WaitTracker
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
-from psdist.errors import PsdistError, ServerUnreachableError, StaleEpochError, again
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, StaleEpochError, StaleEstimateError, again
 from psdist.wire.backoff import Backoff
 
 #: A newer map is waited for at most so long; then the route is tried again, in case it was the server that was behind.
@@ -96,7 +96,11 @@ class DataPath:
                 left = request.progress.unanswered(route.slices)
                 if not left:
                     return
-                if isinstance(broken, StaleEpochError):
+                if isinstance(broken, StaleEstimateError):
+                    if not isinstance(request, PushRequest) or request.encoded is None:
+                        raise InternalError(f"{route.peer} takes {request.title} for a difference")
+                    request.encoded.send_whole(left)
+                elif isinstance(broken, StaleEpochError):
                     wait.update_reason(f"for a newer cluster map, for {request.title}: {broken.message}")
                     await self.view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
                 elif broken is not None:
@@ -123,7 +127,7 @@ class DataPath:
             if loss.done():
                 raise again(loss.result())
             await self._transports.choose(route).exchange(request, route, wait, loss)
-        except (StaleEpochError, ServerUnreachableError) as error:
+        except (StaleEpochError, StaleEstimateError, ServerUnreachableError) as error:
             return error
         return None
 

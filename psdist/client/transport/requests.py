@@ -9,6 +9,7 @@ Not here: how a request is written to the wire (``grpc``, ``shm``), retries (``d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +22,7 @@ from psdist.client.transport.buffer_pool import PullTarget
 from psdist.compression import Cast
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
-from psdist.types import Identity, Replica, Slicing
+from psdist.types import GradientDifference, Identity, Replica, Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert
 
@@ -71,6 +72,13 @@ class EncodedGradient(Protocol):
     """
 
     is_raw: bool
+
+    def difference(self, slices: Sequence[int]) -> GradientDifference | None:
+        """What the payloads of ``slices``, which one server gets, are differences to; None where they are gradients."""
+
+    def send_whole(self, slices: Sequence[int]) -> None:
+        """A server does not keep what the payloads of ``slices`` are differences to: they become whole gradients.
+        Raises InternalError where they are that already."""
 
     def payload(self, index: int) -> memoryview:
         """A slice as it is sent."""

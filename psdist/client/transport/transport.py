@@ -54,8 +54,8 @@ class Transport(ABC):
         """One attempt to get the slices of ``route`` answered that are not.
 
         wait: is given the server's reasons. loss: ends the attempt.
-        Raises StaleEpochError and ServerUnreachableError where another attempt may go well, and what the server refuses
-        with; then some slices may be answered.
+        Raises StaleEpochError, StaleEstimateError and ServerUnreachableError where another attempt may go well, and
+        what the server refuses with; then some slices may be answered.
         """
 
 

@@ -182,6 +182,8 @@ class TopKCoder(SparseCoder):
 def coder_of(codec: Codec) -> Coder | None:
     """The coder of a codec; None where it is encoded on the host."""
     match codec:
+        case Compressor() if codec.feedback == "ef21":
+            return None
         case Cast():
             return CastCoder(codec)
         case Integers():

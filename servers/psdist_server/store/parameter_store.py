@@ -128,6 +128,7 @@ class ParameterStore:
         """A new map, by which these incarnations of workers are live: ends the calls of others. Comes before
         ``update``, since the end of a membership ends what its worker waits for too: it would read past the bound."""
         self.readers.fence(live)
+        self.gradients.estimates.fence(live)
         self.router.calls.fence(live)
 
     async def update(self, entry: ParametersEntry, epoch: int) -> None:
@@ -206,6 +207,7 @@ class ParameterStore:
             applied_slices=self.counters.applied_slices,
             apply_seconds=self.counters.apply_seconds,
             bytes_held=self.counters.bytes_held,
+            estimate_bytes=self.gradients.estimates.bytes,
             waiting_for=sorted({call.waiting_for for call in self.router.calls if call.waiting_for}),
             replicas=replica_statistics(
                 self.replicator.machines, self._carrier, now(), self.replicator.network.lease_seconds

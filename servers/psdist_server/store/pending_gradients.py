@@ -17,6 +17,7 @@ from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
+from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.encoded import is_encoded
@@ -57,20 +58,41 @@ class PendingGradients:
         #: SSP and ASP clip each push by its own norm, which the worker sends.
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
         self._by_token: dict[int, PendingGradient] = {}
+        self.estimates = GradientEstimates(slicing)
 
     def begin_push(self, call: Call) -> None:
         """A push whose header was read. Raises InvalidArgumentError where it must bring its gradient's global norm and
         does not, and for a weight that is out of range, or where nothing is averaged."""
-        needed, norm = self._needs_norm and not call.abstain, call.scale.norm
+        needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
-        if call.scale.weight != 1.0:
-            check_weight(call.scale.weight, self._spec.consistency)
-        if (call.is_encoded or call.scale.weight != 1.0) and not self._has_sums:
+        if call.gradient.weight != 1.0:
+            check_weight(call.gradient.weight, self._spec.consistency)
+        if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
 
-    def decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
+    def receive(self, call: Call, index: int, payload: memoryview) -> tuple[Gradient, bool]:
+        """What a payload contributes, and whether it counts. It does not where the push abstains, or where it is not
+        finite and the policy is to skip that.
+
+        Raises InvalidArgumentError for a size that the slice cannot have, NonFiniteGradientError where the policy is to
+        reject, MalformedPayloadError where it is encoded and cannot be decoded, StaleEstimateError for a difference
+        to what is not kept here.
+        """
+        values = self._decode(call, index, payload)
+        if call.abstain or not self._is_finite(call, index, values):
+            return values, False
+        if (difference := call.gradient.difference) is None:
+            return values, True
+        gradient = self.estimates.add(call.identity, difference, index, values.view(np.uint8))
+        if not kernels.all_finite(gradient):
+            self._count_non_finite(call, index)
+            return gradient, False
+        self.estimates.keep(call.identity, difference, index, gradient)
+        return gradient, True
+
+    def _decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
         """A payload's elements, or its bytes where it is encoded, in place. Raises InvalidArgumentError where they are
         not as many as the slice's, or more than it can have."""
         if call.is_encoded and not call.abstain:
@@ -92,18 +114,22 @@ class PendingGradients:
                 f"slice {index}, of {elements} elements, has 1 to {most} bytes as segments, not {size}", slice=index
             )
 
-    def is_finite(self, call: Call, index: int, values: Gradient) -> bool:
+    def _is_finite(self, call: Call, index: int, values: Gradient) -> bool:
         """Whether all elements are finite. Raises NonFiniteGradientError where they are not and the policy is to
         reject, MalformedPayloadError where they are encoded and cannot be decoded."""
         if self._check_encoded(call, index, values) if call.is_encoded else kernels.all_finite(values):
             return True
+        self._count_non_finite(call, index)
+        return False
+
+    def _count_non_finite(self, call: Call, index: int) -> None:
+        """A contribution is not finite. Raises NonFiniteGradientError where the policy is to reject it."""
         self._counters.of(call.identity.worker_id).non_finite += 1
-        if self._spec.non_finite == "skip":
-            return False
-        raise self._non_finite(index)
+        if self._spec.non_finite != "skip":
+            raise self._non_finite(index)
 
     def _check_encoded(self, call: Call, index: int, values: Gradient) -> bool:
-        """``is_finite`` of an encoded payload."""
+        """``_is_finite`` of an encoded payload."""
         elements, is_finite = self._slicing.size(index), True
         try:
             segments.check(values.view(np.uint8), elements)
@@ -139,13 +165,13 @@ class PendingGradients:
 
     def norm(self, token: int) -> float:
         """The global norm of the gradient that a contribution is part of, as the worker sent it."""
-        return self._by_token[token].call.scale.norm
+        return self._by_token[token].call.gradient.norm
 
     def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
         """What each contribution counts for; empty where all count the same as one that says nothing."""
         if not self._has_sums:
             return ()
-        found = tuple(self._by_token[token].call.scale.weight for token in tokens)
+        found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
@@ -159,6 +185,13 @@ class PendingGradients:
         for token in tokens:
             self.discard(token)
 
+    def refused(self, token: int) -> None:
+        """A contribution was not taken, so that none may be a difference to it."""
+        gradient = self._by_token.get(token)
+        if gradient is not None and gradient.call.gradient.difference is not None:
+            self.estimates.discard(gradient.call.identity.worker_id, gradient.index)
+        self.discard(token)
+
     def discard(self, token: int) -> None:
         """A contribution is needed no more."""
         gradient = self._by_token.pop(token, None)
@@ -167,6 +200,7 @@ class PendingGradients:
             gradient.call.release_payload()
 
     def discard_slices(self, indices: Collection[int]) -> None:
-        """All contributions to these slices are needed no more."""
+        """All contributions to these slices, and estimates of them, are needed no more."""
+        self.estimates.discard_slices(indices)
         for token in [token for token, gradient in self._by_token.items() if gradient.index in indices]:
             self.discard(token)

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import Final
 
 from psdist.errors import FencedError, InvalidArgumentError, PsdistError, UnknownCodecError
-from psdist.types import Identity
+from psdist.types import GradientDifference, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, limits
 
@@ -54,12 +54,23 @@ class CallState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GradientScale:
+class PushedGradient:
     """What a push says of its gradient as a whole. norm: its L2 norm, if needed. weight: what it counts for in the mean
-    of its step."""
+    of its step. difference: its payloads are differences; None where they are gradients."""
 
     norm: float = 0.0
     weight: float = 1.0
+    difference: GradientDifference | None = None
+
+    @classmethod
+    def of(cls, header: server_pb2.PushHeader) -> PushedGradient:
+        """What the header says. Raises InvalidArgumentError for a difference that is not encoded."""
+        difference: GradientDifference | None = None
+        if header.HasField("difference"):
+            if header.codec != common_pb2.CODEC_SEGMENTS:
+                raise InvalidArgumentError("a difference to an earlier gradient is in segments: send CODEC_SEGMENTS")
+            difference = GradientDifference(header.difference.number, header.difference.from_zeros)
+        return cls(header.grad_norm, header.weight if header.HasField("weight") else 1.0, difference)
 
 
 @dataclass
@@ -89,7 +100,7 @@ class Call:
     is_encoded: bool = False
     wanted: WantedWeights = field(default_factory=WantedWeights)
     abstain: bool = False
-    scale: GradientScale = GradientScale()
+    gradient: PushedGradient = PushedGradient()
     #: The snapshot attempt that the push comes after; 0 for none.
     mark: int = 0
     #: Slices that were asked about and not answered, by token.
@@ -113,11 +124,11 @@ class Call:
 
     def read_header(self, header: server_pb2.PushHeader) -> None:
         """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for a dtype that is unknown or
-        not the codec's."""
+        not the codec's, and for a difference that is not encoded."""
         if header.codec not in _CODECS:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
         self.step, self.abstain = header.step, header.abstain
-        self.scale = GradientScale(header.grad_norm, header.weight if header.HasField("weight") else 1.0)
+        self.gradient = PushedGradient.of(header)
         self.mark = header.mark
         self.dtype = convert.payload_dtype_from_proto(header.dtype)
         if header.codec == common_pb2.CODEC_SEGMENTS:

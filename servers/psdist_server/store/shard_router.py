@@ -141,12 +141,12 @@ class ShardRouter:
             self.run(machine.on(event))
 
     def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
-        """Routes one contribution. Raises InvalidArgumentError and its kinds; then nothing was changed."""
+        """Routes one contribution. Raises InvalidArgumentError and its kinds, StaleEpochError where the slice is not
+        here, and StaleEstimateError; then nothing was changed."""
         self.check_slice(index, call.identity.epoch)
-        values = self._gradients.decode(call, index, payload)
-        abstain = call.abstain or not self._gradients.is_finite(call, index, values)
+        values, counts = self._gradients.receive(call, index, payload)
         self._counters.of(call.identity.worker_id).push_bytes += len(payload)
-        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), abstain)
+        self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), not counts)
 
     def push_unchecked(self, call: Call, index: int, base_version: int, values: Gradient, *, is_shared: bool) -> None:
         """Routes one contribution whose ``values`` the kernel checks: they are as many as the slice's, and may hold
@@ -238,7 +238,7 @@ class EffectRunner:
             case Forget(token):
                 self.gradients.discard(token)
             case RefuseSlice(token, error):
-                self.gradients.discard(token)
+                self.gradients.refused(token)
                 if (call := self.calls.pop(token)) is not None:
                     self.counters.of(call.identity.worker_id).rejected += 1
                     call.fail(error)

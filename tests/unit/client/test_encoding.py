@@ -398,8 +398,8 @@ async def test_what_no_snapshot_can_have_is_told(
     assert any("more than the 100 that a snapshot takes" in record.getMessage() for record in caplog.records)
 
 
-async def test_an_error_feedback_that_servers_do_not_have_is_refused() -> None:
+async def test_differences_and_what_is_left_out_do_not_go_together() -> None:
     setup = Setup()
-    with pytest.raises(errors.InvalidArgumentError, match='error_feedback="ef21" needs servers'):
-        await setup.start(INIT, compression=PerTensor({"v": Int8(error_feedback="ef21")}))
+    with pytest.raises(errors.InvalidArgumentError, match='have "ef21", for which servers keep estimates'):
+        await setup.start(INIT, compression=PerTensor({"v": Int8(error_feedback="ef21"), "*": Int8()}))
     await setup.stop()

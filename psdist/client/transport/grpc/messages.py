@@ -25,7 +25,7 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
         codec=common_pb2.CODEC_RAW if push.encoded is None or push.encoded.is_raw else common_pb2.CODEC_SEGMENTS,
         dtype=convert.dtype_to_proto(push.codec.dtype),
     )
-    number_push(header, push)
+    number_push(header, push, push.progress.unanswered(route.slices))
     return header
 
 
@@ -35,14 +35,19 @@ def name_held(message: pb.HeldWeights, target: PullTarget | None, route: Route, 
         message.CopyFrom(target.held.message(slices, route.generation))
 
 
-def number_push(header: pb.PushHeader, push: PushRequest) -> None:
-    """Writes into a header what differs from push to push."""
+def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int]) -> None:
+    """Writes into a header what differs from push to push of ``slices``."""
     header.step, header.abstain, header.grad_norm = push.progress.number, push.abstains, push.grad_norm
     header.mark = push.mark
     if push.weight == 1.0:
         header.ClearField("weight")
     else:
         header.weight = push.weight
+    difference = push.encoded.difference(slices) if push.encoded is not None else None
+    if difference is None:
+        header.ClearField("difference")
+    else:
+        header.difference.number, header.difference.from_zeros = difference
 
 
 def method_of(request: Request) -> str:

@@ -133,7 +133,7 @@ class CallConnection(ABC, Generic[CallT]):
             shared = server_pb2.SharedPush(header=header, wants_weights=wants_weights, slices=slices)
             self._pushed = kind, server_pb2.ShareRequest(push=shared)
         request = self._pushed[1]
-        messages.number_push(request.push.header, push)
+        messages.number_push(request.push.header, push, slices)
         bases = [push.versions[index] for index in slices]
         request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
         return request

@@ -180,7 +180,8 @@ class SharedStream(CallConnection[PendingCall]):
         else:
             self._stage(request, slices)  # Before the server is told to read it.
             encoded = self.encode_push(request, route, slices)
-            encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has elements.
+            encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has gradients.
+            encoded.push.header.ClearField("difference")
         response = await self._call_server(encoded, wait)
         wait.progress()
         read = await self._read(request, response.answers, owner)
