@@ -19,18 +19,25 @@ class Random(Protocol):
 
 
 class Backoff:
-    """Pauses that double from 50 ms to 1 s, each shortened by up to half, so that clients do not come in step."""
+    """Pauses that double from 50 ms to ``longest`` seconds, each shortened by up to half, so that clients do not come
+    in step."""
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, rng: Random, longest: float = LONGEST_SECONDS) -> None:
         self._rng = rng
-        self._ceiling = FIRST_SECONDS
+        self._longest = longest
+        self._ceiling = min(FIRST_SECONDS, longest)
+
+    @classmethod
+    def of_session(cls, rng: Random, heartbeat_seconds: float) -> Backoff:
+        """The pauses of a member whose session broke. Its lease goes on: it tries several times before that is over."""
+        return cls(rng, min(LONGEST_SECONDS, heartbeat_seconds))
 
     def next_seconds(self) -> float:
         """The next pause, in seconds."""
         pause = self._ceiling * (1.0 - 0.5 * self._rng.random())
-        self._ceiling = min(self._ceiling * 2, LONGEST_SECONDS)
+        self._ceiling = min(self._ceiling * 2, self._longest)
         return pause
 
     def reset(self) -> None:
         """Something went well: the next pause is short again."""
-        self._ceiling = FIRST_SECONDS
+        self._ceiling = min(FIRST_SECONDS, self._longest)

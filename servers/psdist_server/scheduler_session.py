@@ -87,7 +87,7 @@ class ServerSession:
     async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
         does not want this incarnation any more."""
-        backoff, reason = Backoff(self._connection.rng), ""
+        backoff, reason = Backoff.of_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
             self._in_session = False
             server.snapshot_writer.session_ended()

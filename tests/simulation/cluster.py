@@ -17,7 +17,7 @@ import numpy as np
 from psdist.client.async_client import AsyncClient
 from psdist.client.parameters import AsyncParameters
 from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerLostError
-from psdist.types import ParametersEntry
+from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
@@ -355,7 +355,7 @@ class World:
         how = self.workload.random()
         if how < self.options.pulls:
             await self._read(client, life, handle)
-        others, acked = self.members_beside(life), self.oracle.acked
+        others, acked = self.members_beside(life, client.session.membership.view.cluster), self.oracle.acked
         before = handle.statistics()
         push = self.oracle.begins(life, handle.step)
         gradients = {"w": self.oracle.gradient(push.slot)}
@@ -385,7 +385,7 @@ class World:
         self.counts["resent"] += handle.statistics().resent > 0
 
     async def _read(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
-        others, acked = self.members_beside(life), self.oracle.acked
+        others, acked = self.members_beside(life, client.session.membership.view.cluster), self.oracle.acked
         weights = await handle.pull()
         if handle.is_member and life.incarnation != _incarnation(handle):
             self.counts["joined again by a pull"] += 1
@@ -396,14 +396,17 @@ class World:
         self, life: Life, handle: AsyncParameters, weights: Any, others: list[tuple[Life, int]], acked: list[Push]
     ) -> None:
         # A script that was held may look at its weights long after they came, when others have joined again.
-        still = [other for other, incarnation in others if (other, incarnation) in self.members_beside(life)]
+        now = self.members_beside(life, self.scheduler.cluster.map) if self.scheduler is not None else []
+        still = [other for other, incarnation in others if (other, incarnation) in now]
         self.oracle.saw(life, handle.exchange.participation.sequence.versions, weights, still, acked)
 
-    def members_beside(self, life: Life) -> list[tuple[Life, int]]:
-        """Other lives that take part, by the scheduler's map, and as which incarnations."""
-        if self.scheduler is None:
-            return []
-        entry = self.scheduler.cluster.map.entry(NAME)
+    def members_beside(self, life: Life, cluster: ClusterMap) -> list[tuple[Life, int]]:
+        """Other lives that take part by a map, and as which incarnations.
+
+        A worker that asks is promised what members of its own map have pushed. A server that has not heard of a newer
+        member either answers without it.
+        """
+        entry = cluster.entry(NAME)
         now = {member.worker_id: member.incarnation for member in entry.members} if entry is not None else {}
         return [
             (other, other.incarnation)

@@ -135,7 +135,7 @@ class WorkerSession:
 
     async def _keep_session(self) -> None:
         """Holds the session open until it is cancelled or the scheduler says that this member is out."""
-        backoff = Backoff(self.calls.rng)
+        backoff = Backoff.of_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
         while True:
             error = await self._session_once(backoff)
             if self._leaving:  # The scheduler ends the session of one that left.

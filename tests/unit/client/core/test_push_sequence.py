@@ -106,6 +106,16 @@ def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
     assert backoff.next_seconds() <= 0.05 < LONGEST_SECONDS
 
 
+@pytest.mark.parametrize(("heartbeat", "longest"), [(0.02, 0.02), (0.25, 0.25), (4.0, LONGEST_SECONDS)])
+def test_a_member_whose_session_broke_tries_again_within_a_heartbeat(heartbeat: float, longest: float) -> None:
+    """Of which its lease has four."""
+    backoff = Backoff.of_session(random.Random(1), heartbeat)
+    pauses = [backoff.next_seconds() for _ in range(12)]
+    assert longest / 2 <= pauses[-1] <= max(pauses) <= longest
+    backoff.reset()
+    assert backoff.next_seconds() <= min(0.05, longest)
+
+
 def _cluster(*servers: ServerEntry, lost: bool = False) -> ClusterMap:
     spec = ParametersSpec("p", SGD(), BSP(), slice_elements=10)
     a, b = Shard(Replica("a", 1)), Shard(Replica("b", 2), lost=lost)
