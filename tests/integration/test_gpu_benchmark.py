@@ -20,6 +20,7 @@ _SMALL = ("--elements", "9000", "--rounds", "1", "--times", "1", "--threads", "2
 
 
 @needs_compiler
+@pytest.mark.long
 def test_every_case_has_rows_and_every_target_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,6 +99,7 @@ def test_a_process_that_is_asked_to_end_leaves_nothing_to_compile_here(tmp_path:
     assert (out, process.returncode) == ("False 0\n", 0) and "ended with" not in problems, problems
 
 
+@pytest.mark.long
 def test_kernels_whose_compiler_was_asked_to_end_are_compiled_for_who_comes_next(tmp_path: Path) -> None:
     with _script(tmp_path, "again") as process:
         while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
