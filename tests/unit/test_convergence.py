@@ -49,7 +49,8 @@ def test_what_has_error_feedback_is_trained_without_it_and_both_ways_too() -> No
         "both ways": (with_feedback, TopK(0.1)),
         "ef21": (TopK(0.1, error_feedback="ef21"), None),
     }
-    assert set(convergence.variants(PowerSGD(2))) == {"with", "without", "ef21"}
+    for codec in (PowerSGD(2), TopK(0.1, warm_up=100)):
+        assert set(convergence.variants(codec)) == {"with", "without", "ef21"}
 
 
 @pytest.mark.parametrize("variant", convergence.VARIANTS)
