@@ -91,6 +91,7 @@ def test_servers_and_the_worker_have_the_same_gradient(data: st.DataObject, code
         assert gradients(push, sorted(valued)) == wanted, "whatever happened, the gradient is the same"
         for call in calls:
             assert sent(push, sorted(call), server, incarnation) == {index: wanted[index] for index in call}
+        assert server.estimates.bytes == sum(one.values.nbytes for one in server.estimates._kept.values())
         assert encoder.end_push() and undisturbed.end_push()
         state, other = encoder.state(), undisturbed.state()
         assert {name: array.tobytes() for name, array in state.items()} == {

@@ -219,9 +219,7 @@ class GradientEncoder:
                 self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
         return payload
 
-    def _payload(
-        self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, rest: Flat | None = None
-    ) -> bytes:
+    def _payload(self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, rest: Flat | None) -> bytes:
         """Elements [start, stop) as they are sent. rest: gets what is left out of them."""
         try:
             out = self._spare.pop()

@@ -39,11 +39,8 @@ class GradientEstimates:
         self._slicing = slicing
         #: By worker and slice.
         self._kept: dict[tuple[str, int], _Estimate] = {}
-
-    @property
-    def bytes(self) -> int:
-        """What all of them take."""
-        return sum(estimate.values.nbytes for estimate in self._kept.values())
+        #: What all of them take. Each heartbeat reports it.
+        self.bytes = 0
 
     def add(self, worker: Identity, difference: GradientDifference, index: int, payload: NDArray[np.uint8]) -> Floats:
         """The gradient of a push, whose segments were checked. ``keep`` keeps it. Raises StaleEstimateError where the
@@ -67,19 +64,22 @@ class GradientEstimates:
 
     def keep(self, worker: Identity, difference: GradientDifference, index: int, values: Floats) -> None:
         """``values`` are the gradient of a push, to which the next one is a difference."""
+        self.discard(worker.worker_id, index)
         self._kept[worker.worker_id, index] = _Estimate((worker.incarnation, difference.number), values)
+        self.bytes += values.nbytes
 
     def fence(self, live: Mapping[str, int]) -> None:
         """Forgets workers that are no longer ``live`` (incarnation by worker id)."""
         for key, estimate in list(self._kept.items()):
             if live.get(key[0]) != estimate.push[0]:
-                del self._kept[key]
+                self.discard(*key)
 
     def discard(self, worker_id: str, index: int) -> None:
         """Forgets a worker's estimate of a slice."""
-        self._kept.pop((worker_id, index), None)
+        if (estimate := self._kept.pop((worker_id, index), None)) is not None:
+            self.bytes -= estimate.values.nbytes
 
     def discard_slices(self, indices: Collection[int]) -> None:
         """Forgets slices that are not served here any more."""
         for key in [key for key in self._kept if key[1] in indices]:
-            del self._kept[key]
+            self.discard(*key)

@@ -21,7 +21,7 @@ def ask(when):
 
 
 def ask_at_the_end():
-    while not concurrent.futures.thread._shutdown:
+    while not concurrent.futures.thread._shutdown:  # Nothing tells when it becomes so.
         time.sleep(0.01)
     ask("ending:")
 
