@@ -1,16 +1,20 @@
 """The gradients of one handle that are compressed: when the encoder works, and in which thread.
 
-A client must not miss heartbeats, so large gradients are encoded in threads. Where they are large, a thread loads the
-compiled kernels from the opening of the handle on, if they are in the cache, and the first push waits for it.
+A client must not miss heartbeats, so large gradients are encoded in threads. Slices of a large one are sent while later
+ones are encoded. A gradient that the codec may refuse is encoded whole before any of it is sent. Where gradients are
+large, a thread loads the compiled kernels from the opening of the handle on, if they are in the cache, and the first
+push waits for it.
 
-Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. The encoder's
-state follows the numbers of pushes, so that each is counted as sent or as not begun.
+Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. A push that was
+begun is encoded to its end, also where it fails, so that it is the same when it is made again. The encoder's state
+follows the numbers of pushes, so that each is counted as sent or as not begun.
 
 Not here: what is encoded, and what is kept of it (``core.encoder``).
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +33,7 @@ from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
-from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError
+from psdist.errors import FencedError, InternalError, InvalidArgumentError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 
@@ -46,12 +50,16 @@ logger = logging.getLogger("psdist")
 
 #: Threads that encode one gradient, where there are as many processors.
 _THREADS: Final = 4
+#: So many elements are encoded by these threads before the slices that hold them are sent.
+_TOGETHER_ELEMENTS: Final = 1 << 23
 
 
 class EncodedPush:
     """The gradient of one push, as far as it is encoded.
 
     flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
+
+    ``encode`` encodes slices and returns. ``start`` has that done meanwhile, until ``end``.
     """
 
     #: Its payloads are segments.
@@ -64,6 +72,9 @@ class EncodedPush:
         self._flat = flat
         self._slices = slices
         self._lock = lock
+        self._encoding: asyncio.Task[None] | None = None
+        #: Set when slices are encoded, or cannot be; then it is another one.
+        self._advanced = asyncio.Event()
 
     def decide(self, ready: ReadySlices) -> ReadySlices:
         """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
@@ -74,18 +85,25 @@ class EncodedPush:
 
         Raises FencedError where the push is over meanwhile, and NonFiniteGradientError for what its codec cannot hold.
         """
-        flat = self._flat
-        if flat is None or not slices:
-            return
-        elements = sum(self._encoder.slicing.size(index) for index in slices)
+        if self._flat is not None and slices:
+            await self._encode(self._flat, [slices])
+
+    async def _encode(self, flat: Flat | DeviceVector, groups: Sequence[Sequence[int]]) -> None:
+        """Encodes one group of slices after the other."""
+        elements = sum(self._encoder.slicing.size(index) for group in groups for index in group)
         run = map if elements < LARGE_ELEMENTS else _run_in_threads
+        loop = asyncio.get_running_loop()
 
         def encode() -> bool:
             with self._lock:
                 if self._encoder.device is not None:
-                    return self._encoder.encode(self._slices, flat, slices)
+                    return all(self._encoder.encode(self._slices, flat, group) for group in groups)
                 values = flat if isinstance(flat, np.ndarray) else flat.read(flat.device.stream())
-                return self._encoder.encode(self._slices, values, slices, run)
+                for group in groups:
+                    if not self._encoder.encode(self._slices, values, group, run):
+                        return False
+                    loop.call_soon_threadsafe(self._advance)
+                return True
 
         overflows = self._encoder.totals.overflows
         waits = self._encoder.device is not None or not isinstance(flat, np.ndarray)
@@ -96,6 +114,44 @@ class EncodedPush:
                 "the gradient and what compression had left out of earlier ones are too large for float32 together: "
                 "the latter is forgotten. Lower the learning rate, or scale the loss; it is not said again"
             )
+
+    # --- while it is sent ---------------------------------------------------------------------------------------------
+
+    def start(self, slices: Sequence[int]) -> bool:
+        """Has ``slices`` encoded in their order from now on, of which each can be sent when it is ``ready``. ``end`` it
+        before the gradient changes. Returns False, with nothing done, where ``encode`` is to be awaited instead: for
+        few elements, on a device, and where the codec may refuse the gradient."""
+        flat, encoder = self._flat, self._encoder
+        elements = sum(encoder.slicing.size(index) for index in slices)
+        if not isinstance(flat, np.ndarray) or encoder.device is not None:
+            return False
+        if encoder.may_refuse or elements < LARGE_ELEMENTS:
+            return False
+        at_once = max(1, _TOGETHER_ELEMENTS // encoder.slicing.slice_elements)
+        groups = [slices[first : first + at_once] for first in range(0, len(slices), at_once)]
+        self._encoding = asyncio.create_task(self._encode(flat, groups), name="psdist encoding")
+        self._encoding.add_done_callback(lambda _: self._advance())
+        return True
+
+    def _advance(self) -> None:
+        self._advanced.set()
+        self._advanced = asyncio.Event()
+
+    async def ready(self, index: int) -> None:
+        """Waits until a slice is encoded. Raises why it cannot be."""
+        while index not in self._slices.payloads:
+            if self._encoding is None or self._encoding.done():
+                if self._encoding is not None:
+                    self._encoding.result()
+                raise InternalError(f"slice {index} is sent before it is encoded")
+            await self._advanced.wait()
+
+    async def end(self) -> None:
+        """Waits until nothing of the gradient is read any more: what ``start`` began is encoded, or failed."""
+        if self._encoding is not None:
+            await asyncio.wait({self._encoding})
+            if not self._encoding.cancelled():
+                self._encoding.exception()  # ``ready`` has raised it.
 
     def abstain(self, slices: Sequence[int]) -> None:
         """Has ``slices`` sent without values. They were not encoded."""
@@ -271,7 +327,8 @@ class Encoding:
     async def encode_push(
         self, flat: Flat | DeviceVector | None, *, with_norm: bool
     ) -> tuple[EncodedPush | None, float]:
-        """Encodes a whole gradient; None abstains. Returns what is sent, None to abstain, and its norm if wanted.
+        """Encodes a whole gradient, or begins to; None abstains. Returns what is sent, None to abstain, and its norm if
+        wanted. ``EncodedPush.end`` it when it was sent.
 
         A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which
         abstains where ``non_finite`` is "skip".
@@ -281,6 +338,8 @@ class Encoding:
         ready = push.decide(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
         if ready.abstaining:
             return None, 0.0
+        if not with_norm and push.start(ready.valued):
+            return push, 0.0
         try:
             await push.encode(ready.valued)
         except NonFiniteGradientError:

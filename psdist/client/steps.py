@@ -301,8 +301,12 @@ class Steps:
                 cast = partial(self._gradients.cast, flat, self._exchange.slicing)
                 gradient = await in_thread(cast)
             progress = self._sequence.begin_push()
-            with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
-                await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
+            try:
+                with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
+                    await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
+            finally:
+                if isinstance(gradient, EncodedPush):
+                    await gradient.end()
         except BaseException:  # This includes cancellation.
             if self.encoding is not None:
                 self.encoding.discard_unsent()

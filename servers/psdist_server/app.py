@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 def main(settings: ServerSettings) -> int:
     """Runs a server until a signal or its launcher stops it; returns the exit status."""
-    malloc_options.keep_buffers(heaps=1)
+    malloc_options.keep_buffers()
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         # Before the server registers: kernels that are compiled first take longer than a heartbeat may.

@@ -17,12 +17,13 @@ import pytest_asyncio
 from psdist import AsyncClient, AsyncParameters, optim
 from psdist.cli import status_table
 from psdist.cli.status import as_json
-from psdist.client import automatic_compression
+from psdist.client import automatic_compression, encoding
 from psdist.client.core import partition
 from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.core.encoder import GradientEncoder
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
+from psdist.client.process import off_loop
 from psdist.compression import (
     Auto,
     Chain,
@@ -198,6 +199,37 @@ async def test_weights_are_the_references(cluster: EmbeddedCluster, name: str, t
         await workers.close()
 
 
+def encode_meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Slices are encoded one by one while those before are sent, as those of large gradients are. Gets whether each
+    push was."""
+    monkeypatch.setattr(encoding, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(off_loop, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
+    started, start = list[bool](), EncodedPush.start
+
+    def noted(push: EncodedPush, slices: Sequence[int]) -> bool:
+        started.append(start(push, slices))
+        return started[-1]
+
+    monkeypatch.setattr(EncodedPush, "start", noted)
+    return started
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc", "shm"])
+async def test_slices_that_are_sent_while_others_are_encoded(
+    cluster: EmbeddedCluster, transport: TransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, expected = Workers(cluster, transport), reference_run(CODECS["topk"], STEPS)
+    started = encode_meanwhile(monkeypatch)
+    try:
+        await workers.open(CODECS["topk"])
+        for step in range(STEPS):
+            assert await workers.step(step) == expected[step], f"step {step}"
+        assert started == [True] * WORKERS * STEPS
+    finally:
+        await workers.close()
+
+
 async def test_a_worker_that_skips_a_step_keeps_what_was_left_out(cluster: EmbeddedCluster) -> None:
     workers, codecs = Workers(cluster), CODECS["int8"]
     try:
@@ -239,15 +271,20 @@ async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedClus
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"),
+    ("name", "transport", "meanwhile"),
     [
-        ("topk", "tcp"),
-        ("differences", "tcp"),
-        *(pytest.param("int8", name, marks=pytest.mark.long) for name in ("grpc", "shm")),
-        *(pytest.param("differences", name, marks=pytest.mark.long) for name in ("grpc", "shm")),
+        ("topk", "tcp", True),
+        ("differences", "tcp", False),
+        *(pytest.param("int8", name, True, marks=pytest.mark.long) for name in ("tcp", "grpc", "shm")),
+        *(pytest.param("int8", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
+        *(pytest.param("differences", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
     ],
 )
-async def test_a_killed_server_changes_not_a_bit(name: str, transport: TransportName) -> None:
+async def test_a_killed_server_changes_not_a_bit(
+    name: str, transport: TransportName, meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if meanwhile:
+        encode_meanwhile(monkeypatch)
     expected = reference_run(CODECS[name], 12)
     cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
     workers = Workers(cluster, transport)

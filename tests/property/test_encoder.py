@@ -8,11 +8,26 @@ from typing import Any
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.encoder import EncodedSlices, GradientEncoder
-from psdist.compression import Chain, ChunkedTopK, Codec, Int2, Int8, OneBit, PerTensor, PowerSGD, RandomK, TopK
+from psdist.compression import (
+    BFloat16,
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Float16,
+    Int2,
+    Int8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    RandomK,
+    TopK,
+)
 from psdist.compression.segments import check
+from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, Slicing, TensorSpec
 
 SHAPES = st.lists(
@@ -77,3 +92,22 @@ def test_what_is_sent_and_what_is_kept_is_what_was_given(
         assert {name: array.tobytes() for name, array in encoder.state().items()} == {
             name: array.tobytes() for name, array in other.state().items()
         }
+
+
+@given(
+    st.data(), st.sampled_from([*ONE, Float16(), RandomK(0.5, error_feedback=False), Chain(RandomK(0.5), BFloat16())])
+)
+def test_only_codecs_that_say_so_refuse_what_is_finite(data: st.DataObject, one: Codec) -> None:
+    layout = Layout((TensorSpec("t0", (8, 16)), TensorSpec("t1", (100,)), TensorSpec("t2", (96,))))
+    slicing = Slicing(layout.total, 70)
+    encoder, refused = GradientEncoder(each_tensor(one), layout, slicing, rank=0), False
+    for _ in range(3):
+        flat = data.draw(
+            arrays(np.float32, layout.total, elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
+        )
+        try:
+            encoder.encode(encoder.begin_push(), flat, range(slicing.count))
+            encoder.end_push()
+        except NonFiniteGradientError:
+            refused = True
+    assert encoder.may_refuse or not refused

@@ -307,6 +307,11 @@ class GradientEncoder:
     # --- what there is to know ----------------------------------------------------------------------------------------
 
     @property
+    def may_refuse(self) -> bool:
+        """Whether ``encode`` may raise NonFiniteGradientError for a gradient that is finite."""
+        return any(segments.may_refuse(region.codec) for region in self._regions)
+
+    @property
     def residual(self) -> Flat:
         """What was left out of the pushes before the one under way."""
         return self._residual.before

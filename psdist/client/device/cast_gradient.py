@@ -22,6 +22,9 @@ class CastGradient:
         self._values = values
         self._slicing = slicing
 
+    async def ready(self, index: int) -> None:
+        """All of its slices are."""
+
     def difference(self, slices: Sequence[int]) -> None:
         """Its payloads are gradients."""
 

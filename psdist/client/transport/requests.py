@@ -66,12 +66,15 @@ class Request:
 
 
 class EncodedGradient(Protocol):
-    """A gradient that is encoded already, slice by slice. It stays the same until its push is over.
+    """A gradient that is encoded before it is sent, slice by slice. It stays the same until its push is over.
 
     is_raw: whether its payloads are elements in the wire's dtype, and no segments.
     """
 
     is_raw: bool
+
+    async def ready(self, index: int) -> None:
+        """Waits until a slice is encoded. Raises why it cannot be."""
 
     def difference(self, slices: Sequence[int]) -> GradientDifference | None:
         """What the payloads of ``slices``, which one server gets, are differences to; None where they are gradients."""
@@ -115,8 +118,14 @@ class PushRequest(Request):
         """Whether it has no gradient."""
         return self.flat is None and self.encoded is None
 
+    async def ready(self, index: int) -> None:
+        """Waits until there is a payload of the slice. Raises why there is none."""
+        if self.encoded is not None:
+            await self.encoded.ready(index)
+
     def payload(self, index: int) -> memoryview:
-        """The encoded gradient of a slice, valid until the next call; empty where this worker abstains."""
+        """The encoded gradient of a slice that is ready, valid until the next call; empty where this worker
+        abstains."""
         if self._scratch is None:
             self._scratch = self._memory(self.slicing.slice_elements if self.encoded is None else 0)
         return self._encode(index, self._scratch)

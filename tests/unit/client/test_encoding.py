@@ -18,9 +18,9 @@ from client_fakes import Break, Setup
 import psdist
 from psdist import errors
 from psdist.client import encoding
-from psdist.client.encoding import Encoding, _run_in_threads
+from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
-from psdist.client.process import codec_kernels
+from psdist.client.process import codec_kernels, off_loop
 from psdist.compression import Float16, Int8, PerTensor, RandomK
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
@@ -45,9 +45,19 @@ def joined(values: dict[str, np.ndarray]) -> np.ndarray:
 Start = Callable[..., Awaitable[Setup]]
 
 
-@pytest_asyncio.fixture(loop_scope="session")
-async def start() -> AsyncIterator[Start]:
+@pytest.fixture
+def sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are encoded one by one, in threads, while those before are sent, as those of large gradients are."""
+    monkeypatch.setattr(off_loop, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(encoding, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
+
+
+@pytest_asyncio.fixture(loop_scope="session", params=["sent then", "sent meanwhile"])
+async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
     """Starts clients, which leave without the snapshot for what is kept."""
+    if request.param == "sent meanwhile":
+        request.getfixturevalue("sent_meanwhile")
     setups: list[Setup] = []
 
     async def start(**settings: Any) -> Setup:
@@ -128,6 +138,82 @@ async def test_a_push_that_failed_is_made_again_with_the_same_bytes(start: Start
     await push(gradient(8))
     assert setup.weights.step == 2 and same_bytes(setup)
     await is_all_there(setup, 0, 1)
+
+
+class Gate:
+    """Stands before the second group of slices that the encoder of a client is given, until ``go`` is set."""
+
+    def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
+        self.go, self._error, self._groups = threading.Event(), error, 0
+        encoder = setup.weights._steps.encoding._encoder
+        self._encode = encoder.encode
+        monkeypatch.setattr(encoder, "encode", self._wait_and_encode)
+
+    def _wait_and_encode(self, *arguments: Any) -> bool:
+        self._groups += 1
+        if self._groups == 2:
+            assert self.go.wait(60), "the first group is not sent before the second is encoded"
+            if self._error is not None:
+                raise self._error
+        return self._encode(*arguments)
+
+
+@pytest.fixture
+def first_sent(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the first slice of a push is sent."""
+    sent, payload = threading.Event(), EncodedPush.payload
+
+    def noted(push: EncodedPush, index: int) -> memoryview:
+        sent.set()
+        return payload(push, index)
+
+    monkeypatch.setattr(EncodedPush, "payload", noted)
+    return sent
+
+
+@pytest.mark.parametrize("start", ["sent meanwhile"], indirect=True)
+class TestSentMeanwhile:
+    """A push whose first slices are sent while later ones are encoded."""
+
+    async def test_the_first_slice_does_not_wait_for_the_last(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start()
+        await setup.weights.push_pull(gradient(0))
+        first_sent.clear()
+        Gate(setup, monkeypatch).go = first_sent
+        await setup.weights.push_pull(gradient(1))
+        await is_all_there(setup, 0, 1)
+
+    async def test_one_that_is_given_up_is_encoded_to_its_end(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start()
+        await setup.weights.push_pull(gradient(0))
+        first_sent.clear()
+        gate = Gate(setup, monkeypatch)
+        call = asyncio.create_task(setup.weights.push_pull(gradient(1)))
+        assert await asyncio.to_thread(first_sent.wait, 60)
+        call.cancel()
+        gate.go.set()
+        await asyncio.wait({call})
+        assert call.cancelled()
+        await setup.weights.push(gradient(8))  # Counts for nothing.
+        assert setup.weights.step == 2 and same_bytes(setup)
+        await is_all_there(setup, 0, 1)
+
+    async def test_one_that_cannot_be_encoded_raises_and_can_be_made_again(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start()
+        await setup.weights.push_pull(gradient(0))
+        first_sent.clear()
+        Gate(setup, monkeypatch, MemoryError("on purpose")).go = first_sent
+        with pytest.raises(MemoryError, match="on purpose"):
+            await setup.weights.push_pull(gradient(1))
+        await setup.weights.push(gradient(1))
+        assert setup.weights.step == 2 and same_bytes(setup)
+        await is_all_there(setup, 0, 1)
 
 
 async def test_nothing_is_encoded_of_a_gradient_that_is_refused_or_skipped(start: Start) -> None:

@@ -98,17 +98,17 @@ def test_freed_buffers_are_kept_unless_the_user_says_otherwise() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_threads_share_few_heaps_unless_the_user_says_otherwise() -> None:
+def test_threads_share_one_heap_unless_the_user_says_otherwise() -> None:
     """Each would keep free buffers of its own."""
-    assert heaps() == malloc_options.SCRIPT_HEAPS
+    assert heaps() == malloc_options.HEAPS
     assert heaps(MALLOC_ARENA_MAX="5") == 5
     assert heaps(PSDIST_MALLOC="default") > 5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_a_script_has_few_heaps_whatever_threads_its_client_starts() -> None:
+def test_a_script_has_one_heap_whatever_threads_its_client_starts() -> None:
     """Those that the first threads of gRPC had grew by 6 to 12 MB together, in minutes."""
-    assert heaps(TRAINS, **os.environ) == malloc_options.SCRIPT_HEAPS
+    assert heaps(TRAINS, **os.environ) == malloc_options.HEAPS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")

@@ -6,7 +6,7 @@ server. On the wire a stream of one message is the same as a unary request, so a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 from psdist.client.core.routing import Route
 from psdist.client.transport.buffer_pool import PullTarget
@@ -62,11 +62,12 @@ def method_of(request: Request) -> str:
     raise InternalError(f"no method carries {type(request).__name__}")
 
 
-def encode(request: Request, route: Route) -> Iterator[tuple[int, bytes]]:
+async def encode(request: Request, route: Route) -> AsyncIterator[tuple[int, bytes]]:
     """The messages for the slices of ``route`` that are not answered, each with the slice that it is for."""
     match request:
         case PushRequest():
-            yield from _encode_push(request, route)
+            async for message_of_slice in _encode_push(request, route):
+                yield message_of_slice
         case PullRequest():
             message = pb.PullRequest(
                 identity=request.sender.identity(route.epoch),
@@ -84,13 +85,14 @@ def encode(request: Request, route: Route) -> Iterator[tuple[int, bytes]]:
                 identity = None
 
 
-def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, bytes]]:
-    """One message per slice; the first has the header."""
+async def _encode_push(push: PushRequest, route: Route) -> AsyncIterator[tuple[int, bytes]]:
+    """One message per slice, when that is ready; the first has the header."""
     message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
     first = push_header(push, route)
     name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
     header: pb.PushHeader | None = first
     for index in push.progress.unanswered(route.slices):
+        await push.ready(index)
         message = message_type(header=header, slice=index, base_version=push.versions[index])
         yield index, frames.pack(message, push.payload(index))
         header = None

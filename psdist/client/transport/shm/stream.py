@@ -178,7 +178,7 @@ class SharedStream(CallConnection[PendingCall]):
         if isinstance(request, PullRequest):
             encoded = encode_pull(request, route, request.progress.number, slices)
         else:
-            self._stage(request, slices)  # Before the server is told to read it.
+            await self._stage(request, slices)  # Before the server is told to read it.
             encoded = self.encode_push(request, route, slices)
             encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has gradients.
             encoded.push.header.ClearField("difference")
@@ -192,12 +192,13 @@ class SharedStream(CallConnection[PendingCall]):
         if request.progress.unanswered(slices):
             raise ServerUnreachableError(f"{self.peer} did not answer all slices")
 
-    def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
+    async def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
         """Writes the gradient into the arena, unless it lies there."""
         if push.abstains:
             return
         lies_there = push.flat is not None and push.flat.__array_interface__["data"][0] == self._arena.address
         for index in slices:
+            await push.ready(index)
             start, stop = self.slicing.bounds(index)
             part = self._arena.part(start, stop)
             if not lies_there:

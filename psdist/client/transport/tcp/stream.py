@@ -148,6 +148,7 @@ class TcpStream(CallConnection[TcpCall]):
         """Sends the gradient, unless the call ends meanwhile."""
         header = server_pb2.ShareRequest(call_id=call.call_id, slice=server_pb2.SliceHeader())
         for index in slices:
+            await push.ready(index)
             await call.may_send()
             turn = await self._writes.acquire(index)
             try:
