@@ -1,13 +1,13 @@
 """The gradients of one handle that are compressed: when the encoder works, and in which thread.
 
 A client must not miss heartbeats, so large gradients are encoded in threads. Slices of a large one are sent while later
-ones are encoded. A gradient that the codec may refuse is encoded whole before any of it is sent. Where gradients are
-large, a thread loads the compiled kernels from the opening of the handle on, if they are in the cache, and the first
-push waits for it.
+ones are encoded, unless the codec may refuse it. Where gradients are large, a thread loads the compiled kernels from
+the opening of the handle on, if they are in the cache, and the first push waits for it.
 
 Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. A push that was
-begun is encoded to its end, also where it fails, so that it is the same when it is made again. The encoder's state
-follows the numbers of pushes, so that each is counted as sent or as not begun.
+begun is encoded to its end, also where it fails for another reason than its encoding. Nothing reads a gradient after
+the call that gave it. The encoder's state follows the numbers of pushes, so that each is counted as sent or as not
+begun.
 
 Not here: what is encoded, and what is kept of it (``core.encoder``).
 """
@@ -29,7 +29,7 @@ from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
-from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop
+from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
@@ -59,7 +59,8 @@ class EncodedPush:
 
     flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
 
-    ``encode`` encodes slices and returns. ``start`` has that done meanwhile, until ``end``.
+    ``encode`` encodes slices and returns. ``start`` has that done while they are sent; then come ``encoded`` and
+    ``end``.
     """
 
     #: Its payloads are segments.
@@ -118,14 +119,14 @@ class EncodedPush:
     # --- while it is sent ---------------------------------------------------------------------------------------------
 
     def start(self, slices: Sequence[int]) -> bool:
-        """Has ``slices`` encoded in their order from now on, of which each can be sent when it is ``ready``. ``end`` it
-        before the gradient changes. Returns False, with nothing done, where ``encode`` is to be awaited instead: for
-        few elements, on a device, and where the codec may refuse the gradient."""
+        """Has ``slices`` encoded in their order from now on, of which each can be sent when it is ``ready``. Returns
+        False, with nothing done, where ``encode`` is to be awaited instead: for
+        few elements, on a device, and where the codec does not allow it."""
         flat, encoder = self._flat, self._encoder
         elements = sum(encoder.slicing.size(index) for index in slices)
         if not isinstance(flat, np.ndarray) or encoder.device is not None:
             return False
-        if encoder.may_refuse or elements < LARGE_ELEMENTS:
+        if not encoder.sends_meanwhile or elements < LARGE_ELEMENTS:
             return False
         at_once = max(1, _TOGETHER_ELEMENTS // encoder.slicing.slice_elements)
         groups = [slices[first : first + at_once] for first in range(0, len(slices), at_once)]
@@ -140,18 +141,32 @@ class EncodedPush:
     async def ready(self, index: int) -> None:
         """Waits until a slice is encoded. Raises why it cannot be."""
         while index not in self._slices.payloads:
-            if self._encoding is None or self._encoding.done():
-                if self._encoding is not None:
-                    self._encoding.result()
-                raise InternalError(f"slice {index} is sent before it is encoded")
+            if self._encoding is None or self._encoding.cancelled():
+                raise InternalError(f"slice {index} is sent, and nobody encodes it")
+            if self._encoding.done():
+                self._encoding.result()
             await self._advanced.wait()
 
-    async def end(self) -> None:
-        """Waits until nothing of the gradient is read any more: what ``start`` began is encoded, or failed."""
+    @property
+    def is_encoding(self) -> bool:
+        """Whether ``start`` was called, and ``end`` was not."""
+        return self._encoding is not None
+
+    async def encoded(self) -> None:
+        """Returns when nothing of the gradient is read any more: what ``start`` began is encoded, or failed."""
         if self._encoding is not None:
-            await asyncio.wait({self._encoding})
-            if not self._encoding.cancelled():
-                self._encoding.exception()  # ``ready`` has raised it.
+            await until_done(self._encoding)
+
+    def end(self) -> None:
+        """After ``encoded``, and after the last ``ready``, which has raised why anything failed."""
+        if self._encoding is not None and not self._encoding.cancelled():
+            self._encoding.exception()
+        self._encoding = None  # An error refers to this object.
+
+    @property
+    def abstained(self) -> frozenset[int]:
+        """Slices that are sent without values."""
+        return frozenset(self._slices.abstained)
 
     def abstain(self, slices: Sequence[int]) -> None:
         """Has ``slices`` sent without values. They were not encoded."""
@@ -328,7 +343,7 @@ class Encoding:
         self, flat: Flat | DeviceVector | None, *, with_norm: bool
     ) -> tuple[EncodedPush | None, float]:
         """Encodes a whole gradient, or begins to; None abstains. Returns what is sent, None to abstain, and its norm if
-        wanted. ``EncodedPush.end`` it when it was sent.
+        wanted. It ``is_encoding`` where it is to be sent meanwhile.
 
         A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which
         abstains where ``non_finite`` is "skip".
@@ -336,7 +351,7 @@ class Encoding:
         push = await self.begin(flat)
         every = tuple(range(self._participation.entry.slicing.count))
         ready = push.decide(ReadySlices((), every) if flat is None else ReadySlices(every, ()))
-        if ready.abstaining:
+        if not ready.valued:
             return None, 0.0
         if not with_norm and push.start(ready.valued):
             return push, 0.0

@@ -12,7 +12,7 @@ Not here: numbers (``push_sequence``, ``participation``), requests (``exchange``
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,12 +30,14 @@ from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
-from psdist.client.process.off_loop import in_thread, off_loop
+from psdist.client.process.off_loop import in_thread, off_loop, until_done
 from psdist.client.results import Results, Wanted
+from psdist.client.session.activity import ReportedWait
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
+from psdist.client.transport.data_path import all_or_first_error
 from psdist.client.transport.requests import EncodedGradient
 from psdist.consistency import BSP, SSP, Consistency, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
@@ -301,17 +303,16 @@ class Steps:
                 cast = partial(self._gradients.cast, flat, self._exchange.slicing)
                 gradient = await in_thread(cast)
             progress = self._sequence.begin_push()
-            try:
-                with self._exchange.invalidate_on_error(), self._exchange.waiting(push=True, reads=target is not None):
-                    await self._exchange.push(progress, gradient, norm, target, weight or 1.0)
-            finally:
-                if isinstance(gradient, EncodedPush):
-                    await gradient.end()
+            waiting = self._exchange.waiting(push=True, reads=target is not None)
+            push = _push(self._exchange, progress, gradient, norm, target, weight or 1.0)
+            with self._exchange.invalidate_on_error():
+                await _encoded_meanwhile(push, gradient, waiting)
         except BaseException:  # This includes cancellation.
             if self.encoding is not None:
                 self.encoding.discard_unsent()
             raise
-        self._on_pushed(progress, gradient is None, seen=target is not None)
+        abstained = gradient is None or (isinstance(gradient, EncodedPush) and bool(gradient.abstained))
+        self._on_pushed(progress, abstained, seen=target is not None)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
@@ -443,3 +444,46 @@ def _check_member(participation: Participation) -> None:
             f"{participation.name!r} was opened for reading: pass init and optimizer to client.parameters() to take "
             "part"
         )
+
+
+async def _push(
+    exchange: Exchange,
+    progress: PendingRequest,
+    gradient: Flat | EncodedGradient | None,
+    norm: float,
+    target: PullTarget | None,
+    weight: float,
+) -> None:
+    """Sends a gradient. Of one that failed before, when it was given otherwise, some slices may abstain."""
+    abstained = gradient.abstained if isinstance(gradient, EncodedPush) else frozenset[int]()
+    if not abstained:
+        await exchange.push(progress, gradient, norm, target, weight)
+        return
+    parts = [(progress.part(progress.pending - abstained), gradient), (progress.part(abstained), None)]
+    try:
+        await all_or_first_error(
+            [exchange.push(part, one, norm, target, weight) for part, one in parts if part.pending]
+        )
+    finally:
+        for part, _ in parts:
+            progress.absorb(part)
+
+
+async def _encoded_meanwhile(
+    push: Coroutine[Any, Any, None], gradient: Flat | EncodedGradient | None, waiting: ReportedWait
+) -> None:
+    """Carries ``push`` out, and encodes its gradient meanwhile where that is not done yet. The script is ``waiting``
+    from then on."""
+    if not isinstance(gradient, EncodedPush) or not gradient.is_encoding:
+        with waiting:
+            await push
+        return
+    pushing = asyncio.create_task(push, name="psdist push")
+    try:
+        await gradient.encoded()
+        with waiting:
+            await pushing
+    finally:
+        pushing.cancel()
+        await until_done(pushing)
+        gradient.end()

@@ -87,11 +87,6 @@ class DifferenceEncoder(GradientEncoder):
         #: Whether servers had the estimate when they were heard last.
         self._is_shared = False
 
-    @property
-    def may_refuse(self) -> bool:
-        """See ``GradientEncoder``. What is decoded may be too large."""
-        return True
-
     def begin_push(self) -> EncodedSlices:
         """The push under way, or the next one."""
         if self._push is None:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, grad_norm
-from psdist.compression import Chain, Codec, Compressor, TopK, segments
+from psdist.compression import Chain, Codec, Compressor, Float32, TopK, segments
 from psdist.compression.regions import Region, regions
 from psdist.errors import InternalError
 from psdist.types import GradientDifference, Layout, Slicing
@@ -201,9 +201,15 @@ class GradientEncoder:
             for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
                 push.payloads[index] = payload
         except BaseException:  # Nothing of it was sent, and the next call may come with another gradient.
-            push.forget(numbers, todo)
+            push.forget(numbers.union(self._unfinished(push)), todo)
             raise
         return True
+
+    def _unfinished(self, push: EncodedSlices) -> Iterable[int]:
+        """Regions of which slices are to be encoded, and that are read out of the gradient then."""
+        missing = set(range(self.slicing.count)).difference(push.payloads)
+        numbers = {number for index in missing for number in self._regions_of(index)}
+        return (number for number in numbers if not _feedback(self._regions[number]))
 
     def _regions_of(self, index: int) -> range:
         start, stop = self.slicing.bounds(index)
@@ -307,9 +313,12 @@ class GradientEncoder:
     # --- what there is to know ----------------------------------------------------------------------------------------
 
     @property
-    def may_refuse(self) -> bool:
-        """Whether ``encode`` may raise NonFiniteGradientError for a gradient that is finite."""
-        return any(segments.may_refuse(region.codec) for region in self._regions)
+    def sends_meanwhile(self) -> bool:
+        """Whether slices may be sent before all are encoded: where everything is added up first, which no codec with a
+        residual refuses, or sent as it is. Else a gradient may be refused; or a slice be encoded by a block that begins
+        in the one before, over which the user may have the answer written.
+        """
+        return all(_feedback(region) or region.codec == Float32() for region in self._regions)
 
     @property
     def residual(self) -> Flat:

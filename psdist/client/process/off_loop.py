@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 #: Vectors of more elements are looked at and copied in a thread, so that heartbeats go on.
@@ -27,10 +27,21 @@ async def in_thread(work: Callable[[], T]) -> T:
     except RuntimeError:
         return work()
     try:
-        await asyncio.wait({running})
+        await until_done(running)
     except asyncio.CancelledError:
-        # The call gives the user's arrays back: nobody may touch them any more.
-        await asyncio.wait({running})
         running.exception()
         raise
     return running.result()
+
+
+async def until_done(future: asyncio.Future[Any]) -> None:
+    """Returns when ``future`` is done. Where this task is cancelled meanwhile, however often, that is raised then: the
+    call gives the user's arrays back, and nobody may touch them any more."""
+    cancelled: asyncio.CancelledError | None = None
+    while not future.done():
+        try:
+            await asyncio.wait({future})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

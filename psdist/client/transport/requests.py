@@ -64,6 +64,9 @@ class Request:
     slicing: Slicing
     title: str
 
+    async def ready(self, index: int) -> None:
+        """Waits until a slice can be sent. Raises why it cannot be."""
+
 
 class EncodedGradient(Protocol):
     """A gradient that is encoded before it is sent, slice by slice. It stays the same until its push is over.

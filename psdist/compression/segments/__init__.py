@@ -28,7 +28,7 @@ gradient and a residual, and prepares it.
 """
 
 from psdist.compression.regions import Region, regions
-from psdist.compression.segments.encoding import PushNumber, encode, may_refuse, prepare, prepare_sum, selects_places
+from psdist.compression.segments.encoding import PushNumber, encode, prepare, prepare_sum, selects_places
 from psdist.compression.segments.format import payload_limit
 from psdist.compression.segments.payload import accumulate, check
 from psdist.compression.segments.prepared import PreparedRegion, PreparedSparse
@@ -37,5 +37,5 @@ from psdist.compression.segments.warm_up import DECODERS, KERNELS
 
 __all__ = [
     "DECODERS", "KERNELS", "PreparedRegion", "PreparedSparse", "PushNumber", "Region", "accumulate", "add_decayed",
-    "check", "encode", "may_refuse", "payload_limit", "prepare", "prepare_sum", "regions", "selects_places",
+    "check", "encode", "payload_limit", "prepare", "prepare_sum", "regions", "selects_places",
 ]  # fmt: skip

@@ -43,7 +43,6 @@ from psdist.compression.specifications import (
     Chain,
     ChunkedTopK,
     Codec,
-    Compressor,
     Integers,
     OneBit,
     PowerSGD,
@@ -175,15 +174,6 @@ def selects_places(codec: Codec) -> bool:
     """Whether segments of ``codec`` have the values of some places and nothing else: then what is left out is all
     other values, as they are."""
     return isinstance(codec.sparse if isinstance(codec, Chain) else codec, TopK | ChunkedTopK)
-
-
-def may_refuse(codec: Codec) -> bool:
-    """Whether ``encode`` may raise NonFiniteGradientError although all values are finite: where a cast, or a factor,
-    makes one of them infinite."""
-    if isinstance(codec, Cast):
-        return codec.dtype != "float32"
-    sparse = codec.sparse if isinstance(codec, Chain) else codec
-    return isinstance(sparse, RandomK) and isinstance(codec, Compressor) and not codec.feedback
 
 
 @singledispatch

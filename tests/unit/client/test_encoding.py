@@ -21,7 +21,7 @@ from psdist.client import encoding
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels, off_loop
-from psdist.compression import Float16, Int8, PerTensor, RandomK
+from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -145,17 +145,22 @@ class Gate:
 
     def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.go, self._error, self._groups = threading.Event(), error, 0
-        encoder = setup.weights._steps.encoding._encoder
-        self._encode = encoder.encode
-        monkeypatch.setattr(encoder, "encode", self._wait_and_encode)
+        self._encoder = setup.weights._steps.encoding._encoder
+        self._encode = self._encoder.encode
+        monkeypatch.setattr(self._encoder, "_encode_slice", self._encoder._encode_slice)
+        monkeypatch.setattr(self._encoder, "encode", self._wait_and_encode)
 
     def _wait_and_encode(self, *arguments: Any) -> bool:
         self._groups += 1
         if self._groups == 2:
             assert self.go.wait(60), "the first group is not sent before the second is encoded"
             if self._error is not None:
-                raise self._error
+                self._encoder._encode_slice = self._fail
         return self._encode(*arguments)
+
+    def _fail(self, *arguments: Any) -> bytes:
+        assert self._error is not None
+        raise self._error
 
 
 @pytest.fixture
@@ -202,18 +207,99 @@ class TestSentMeanwhile:
         assert setup.weights.step == 2 and same_bytes(setup)
         await is_all_there(setup, 0, 1)
 
-    async def test_one_that_cannot_be_encoded_raises_and_can_be_made_again(
+    async def test_nothing_reads_a_gradient_after_its_push_however_often_that_is_cancelled(
         self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
     ) -> None:
         setup = await start()
         await setup.weights.push_pull(gradient(0))
         first_sent.clear()
-        Gate(setup, monkeypatch, MemoryError("on purpose")).go = first_sent
-        with pytest.raises(MemoryError, match="on purpose"):
-            await setup.weights.push_pull(gradient(1))
+        setup.servers[0].breaks = [Break(0, errors.InternalError("broken on purpose"))]
+        gate, given = Gate(setup, monkeypatch), gradient(1)
+        call = asyncio.create_task(setup.weights.push_pull(given))
+        assert await asyncio.to_thread(first_sent.wait, 60)
+        for _ in range(3):
+            call.cancel()
+            await asyncio.wait({call}, timeout=0.01)
+            assert not call.done()
+        gate.go.set()
+        await asyncio.wait({call})
+        for values in given.values():
+            values[...] = 7e3
+        setup.servers[0].breaks = []
+        await setup.weights.push(gradient(8))
+        assert setup.weights.step == 2 and same_bytes(setup)
+        await is_all_there(setup, 0, 1)
+
+    async def test_one_that_cannot_be_encoded_raises_and_can_be_made_again(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start()
+        await setup.weights.push_pull(gradient(0))
+        await fail_to_encode(setup, monkeypatch, first_sent, gradient(1))
         await setup.weights.push(gradient(1))
         assert setup.weights.step == 2 and same_bytes(setup)
         await is_all_there(setup, 0, 1)
+
+    @pytest.mark.parametrize("how", ["weight", "nan"])
+    async def test_what_was_encoded_counts_although_the_rest_abstains(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event, how: str
+    ) -> None:
+        setup = await start(non_finite="skip")
+        await setup.weights.push_pull(gradient(0))
+        await fail_to_encode(setup, monkeypatch, first_sent, gradient(1))
+        again = gradient(1)
+        if how == "nan":
+            again["w"][0, 0] = np.nan
+        await setup.weights.push(again, weight=float(how != "weight"))
+        assert setup.weights.step == 2 and same_bytes(setup) and setup.weights.statistics().abstained == 1
+        weights, slicing = joined(await setup.weights.pull()), setup.weights._steps._exchange.slicing
+        given = joined(gradient(0)).astype(np.float64)
+        part = slice(*slicing.bounds(0))
+        given[part] += joined(gradient(1))[part]
+        np.testing.assert_allclose(weights + residual(setup), given, atol=1e-5)
+
+    async def test_what_is_sent_as_it_is_is_read_out_of_the_gradient_that_is_given_again(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start(compression=PerTensor({"w": Int8(block=16)}, min_elements=64))
+        await setup.weights.push_pull(gradient(0))
+        vector = joined(gradient(1))  # Such a gradient is read where it lies.
+        v, b, w = np.split(vector, (80, 87))
+        await fail_to_encode(setup, monkeypatch, first_sent, {"v": v.reshape(10, 8), "b": b, "w": w.reshape(9, 9)})
+        vector.fill(np.nan)
+        await setup.weights.push(gradient(1))
+        assert setup.weights.step == 2 and same_bytes(setup)
+        await is_all_there(setup, 0, 1)
+
+    @pytest.mark.parametrize("codec", [RandomK(0.5, error_feedback=False), Int8(block=16, error_feedback=False)])
+    async def test_not_with_a_codec_that_reads_the_gradient_as_it_is_sent(self, start: Start, codec: Codec) -> None:
+        setup = await start(compression=PerTensor({"v": codec}, min_elements=64))
+        await setup.weights.push_pull(gradient(0))
+        assert not setup.weights._steps.encoding._encoder.sends_meanwhile
+
+    async def test_the_time_of_encoding_is_no_wait_for_others(
+        self, start: Start, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event
+    ) -> None:
+        setup = await start()
+        await setup.weights.push_pull(gradient(0))
+        first_sent.clear()
+        throughput, gate = setup.weights._steps._exchange._session.activities.throughput, Gate(setup, monkeypatch)
+        call = asyncio.create_task(setup.weights.push_pull(gradient(1)))
+        assert await asyncio.to_thread(first_sent.wait, 60)
+        assert not throughput._open
+        gate.go.set()
+        await call
+
+
+async def fail_to_encode(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event, given: dict[str, np.ndarray]
+) -> None:
+    """A push fails after its first slice was sent, since no other can be encoded."""
+    first_sent.clear()
+    with monkeypatch.context() as patched:
+        Gate(setup, patched, MemoryError("on purpose")).go = first_sent
+        with pytest.raises(MemoryError, match="on purpose"):
+            await setup.weights.push_pull(given)
 
 
 async def test_nothing_is_encoded_of_a_gradient_that_is_refused_or_skipped(start: Start) -> None:

@@ -6,7 +6,9 @@ server. On the wire a stream of one message is the same as a unary request, so a
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 from psdist.client.core.routing import Route
 from psdist.client.transport.buffer_pool import PullTarget
@@ -62,12 +64,12 @@ def method_of(request: Request) -> str:
     raise InternalError(f"no method carries {type(request).__name__}")
 
 
-async def encode(request: Request, route: Route) -> AsyncIterator[tuple[int, bytes]]:
-    """The messages for the slices of ``route`` that are not answered, each with the slice that it is for."""
+def encode(request: Request, route: Route) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """The messages for the slices of ``route`` that are not answered: the slice that each is for, and what makes it,
+    once the slice is ready."""
     match request:
         case PushRequest():
-            async for message_of_slice in _encode_push(request, route):
-                yield message_of_slice
+            yield from _encode_push(request, route)
         case PullRequest():
             message = pb.PullRequest(
                 identity=request.sender.identity(route.epoch),
@@ -76,26 +78,30 @@ async def encode(request: Request, route: Route) -> AsyncIterator[tuple[int, byt
                 slices=request.progress.unanswered(route.slices),
             )
             name_held(message.held, request.target, route, message.slices)
-            yield 0, message.SerializeToString()
+            yield 0, message.SerializeToString
         case InstallRequest():
             # A server that has only some of the slices does not answer: after a break all of them are sent again.
             identity: pb.Identity | None = request.sender.identity(route.epoch)
             for index in route.slices:
-                yield index, frames.pack(pb.InstallRequest(identity=identity, slice=index), request.payload(index))
+                install = pb.InstallRequest(identity=identity, slice=index)
+                yield index, partial(_pack, install, request, index)
                 identity = None
 
 
-async def _encode_push(push: PushRequest, route: Route) -> AsyncIterator[tuple[int, bytes]]:
-    """One message per slice, when that is ready; the first has the header."""
+def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, Callable[[], bytes]]]:
+    """One message per slice; the first has the header."""
     message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
     first = push_header(push, route)
     name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
     header: pb.PushHeader | None = first
     for index in push.progress.unanswered(route.slices):
-        await push.ready(index)
         message = message_type(header=header, slice=index, base_version=push.versions[index])
-        yield index, frames.pack(message, push.payload(index))
+        yield index, partial(_pack, message, push, index)
         header = None
+
+
+def _pack(message: Any, request: PushRequest | InstallRequest, index: int) -> bytes:
+    return frames.pack(message, request.payload(index))
 
 
 def on_answer(request: Request, route: Route, data: bytes) -> str:

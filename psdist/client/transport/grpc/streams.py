@@ -80,7 +80,9 @@ class GrpcTransport(Transport):
 async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wait: Wait) -> None:
     """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-        async for index, message in messages.encode(request, route):
+        for index, pack in messages.encode(request, route):
+            await request.ready(index)
+            message = pack()
             turn = await queue.acquire(index)
             try:
                 await call.write(message)
