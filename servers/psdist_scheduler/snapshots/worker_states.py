@@ -71,11 +71,14 @@ class WorkerStateUploads:
         if self.answers.get(worker, True):
             return {}
         self.answers[worker] = True
+        early = {key: self._taken.pop(key) for key in list(self._taken) if key[0] == worker}
         pushes, later = dict(event.next), dict[str, int]()
         for name, lowest in event.keeps:
             before = steps.get(name, pushes.get(name, 0))
             if name in self.numbers:
                 self._wanted[worker, name] = before
+                if (state := early.get((worker, name))) is not None and state.next == before:
+                    self._taken[worker, name] = state
             if lowest > before and name in steps:
                 later[name] = lowest
         return later
@@ -95,7 +98,7 @@ class WorkerStateUploads:
                 f"a state of {event.length} bytes is over the limit of {limits.STATE_BYTES_MAX}: keep less"
             )
         key = worker.identity, event.parameters
-        if self._wanted.get(key) != event.next:
+        if not self._takes(key, event.next):
             raise SnapshotFailedError(
                 f"the state of {event.parameters!r} before push {event.next} is not what the snapshot wants"
             )
@@ -104,8 +107,14 @@ class WorkerStateUploads:
 
     def on_handed_in(self, event: sn.HandedIn) -> None:
         key = event.worker, event.state.parameters
-        if self._wanted.get(key) == event.state.next:
+        if self._takes(key, event.state.next):
             self._taken.setdefault(key, event.state)
+
+    def _takes(self, key: tuple[Identity, str], before: int) -> bool:
+        """Whether the state before this push is wanted, or may be: a file may come before the answer that names it, as
+        these are two calls."""
+        is_early = self.answers.get(key[0]) is False and key[1] in self.numbers
+        return is_early or self._wanted.get(key) == before
 
 
 @dataclass(slots=True)

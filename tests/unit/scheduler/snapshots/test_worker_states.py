@@ -22,6 +22,8 @@ class KeeperDriver(SnapshotDriver):
 
     def __init__(self, workers: int = 1, consistency: Consistency | None = None, **settings: Any) -> None:
         self.lowest, self.handing = 0, True
+        #: Files come before the answers that name them, of the push so much later.
+        self.early: int | None = None
         self.places: list[sn.StatePlace] = []
         super().__init__(**settings)
         self.workers = self.begin(workers=workers, consistency=consistency)
@@ -33,11 +35,13 @@ class KeeperDriver(SnapshotDriver):
             return super().obey(session, command)
         pushes = (("mlp", self.versions.get("mlp", 0)),)
         keeps = (("mlp", self.lowest),) if command.steps else pushes
-        self.on(sn.Marked(session, command.attempt, pushes, keeps))
         before = dict(command.steps or pushes)["mlp"]
+        worker = self.cluster.members.get(self.cluster.members.sessions[session])
+        assert worker is not None
+        if self.early is not None:
+            self.hand_in(worker, command.attempt, before + self.early)
+        self.on(sn.Marked(session, command.attempt, pushes, keeps))
         if self.handing and self.lowest <= before:
-            worker = self.cluster.members.get(self.cluster.members.sessions[session])
-            assert worker is not None
             self.hand_in(worker, command.attempt, before)
         return True
 
@@ -74,6 +78,18 @@ def test_what_workers_keep_is_in_the_snapshot(consistency: Consistency | None) -
     assert [(state.parameters, state.rank, state.next) for state in driver.states] == [("mlp", 0, 5), ("mlp", 1, 5)]
     assert [place.file for place in driver.places] == [state.file for state in driver.states]
     assert driver.places[0].directory == commit.directory and commit.bytes > 200
+
+
+@pytest.mark.parametrize("consistency", [None, ASP()])
+@pytest.mark.parametrize("later", [0, 1])
+def test_a_file_may_come_before_the_answer_that_names_it(consistency: Consistency | None, later: int) -> None:
+    """They are two calls. One that is not of the push that is answered then counts for nothing."""
+    driver = KeeperDriver(2, consistency)
+    driver.early, driver.handing = later, later > 0
+    driver.train(5)
+    driver.saved(driver.save())
+    assert [(state.parameters, state.rank, state.next) for state in driver.states] == [("mlp", 0, 5), ("mlp", 1, 5)]
+    assert [bool(place.file) for place in driver.places] == [True] * (4 if later else 2)
 
 
 def test_it_is_waited_for() -> None:
