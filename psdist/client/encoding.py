@@ -120,8 +120,8 @@ class EncodedPush:
 
     def start(self, slices: Sequence[int]) -> bool:
         """Has ``slices`` encoded in their order from now on, of which each can be sent when it is ``ready``. Returns
-        False, with nothing done, where ``encode`` is to be awaited instead: for
-        few elements, on a device, and where the codec does not allow it."""
+        False, with nothing done, where ``encode`` is to be awaited instead: for few elements, on a device, and where
+        the codec does not allow it."""
         flat, encoder = self._flat, self._encoder
         elements = sum(encoder.slicing.size(index) for index in slices)
         if not isinstance(flat, np.ndarray) or encoder.device is not None:
@@ -141,10 +141,11 @@ class EncodedPush:
     async def ready(self, index: int) -> None:
         """Waits until a slice is encoded. Raises why it cannot be."""
         while index not in self._slices.payloads:
-            if self._encoding is None or self._encoding.cancelled():
+            encoding = self._encoding
+            if encoding is None or encoding.done():
+                if encoding is not None and not encoding.cancelled():
+                    encoding.result()  # It may say why.
                 raise InternalError(f"slice {index} is sent, and nobody encodes it")
-            if self._encoding.done():
-                self._encoding.result()
             await self._advanced.wait()
 
     @property

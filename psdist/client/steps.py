@@ -485,5 +485,9 @@ async def _encoded_meanwhile(
             await pushing
     finally:
         pushing.cancel()
-        await until_done(pushing)
-        gradient.end()
+        try:
+            await until_done(pushing)
+        finally:  # Where this is cancelled, too: the errors of both tasks are seen, and let go of.
+            if not pushing.cancelled():
+                pushing.exception()
+            gradient.end()

@@ -84,11 +84,13 @@ class WorkerStateUploads:
         return later
 
     def forget(self, is_live: Callable[[str, int], bool]) -> None:
-        """Stops waiting for workers that are gone. States that they have sent stay."""
+        """Stops waiting for workers that are gone. States that they have sent stay, if an answer named them."""
         for worker in [worker for worker in self.answers if not is_live(*worker)]:
             del self.answers[worker]
             for key in [key for key in self._wanted if key[0] == worker and key not in self._taken]:
                 del self._wanted[key]
+            for key in [key for key in self._taken if key[0] == worker and key not in self._wanted]:
+                del self._taken[key]
 
     def place(self, worker: Member, event: sn.HandIn, directory: str) -> sn.StatePlace:
         """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and

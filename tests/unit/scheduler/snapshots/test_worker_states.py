@@ -24,6 +24,8 @@ class KeeperDriver(SnapshotDriver):
         self.lowest, self.handing = 0, True
         #: Files come before the answers that name them, of the push so much later.
         self.early: int | None = None
+        #: Hands its file in, and never answers.
+        self.unheard = ""
         self.places: list[sn.StatePlace] = []
         super().__init__(**settings)
         self.workers = self.begin(workers=workers, consistency=consistency)
@@ -40,6 +42,9 @@ class KeeperDriver(SnapshotDriver):
         assert worker is not None
         if self.early is not None:
             self.hand_in(worker, command.attempt, before + self.early)
+        if worker.member_id == self.unheard:
+            self.hand_in(worker, command.attempt, before)
+            return True
         self.on(sn.Marked(session, command.attempt, pushes, keeps))
         if self.handing and self.lowest <= before:
             self.hand_in(worker, command.attempt, before)
@@ -161,6 +166,19 @@ def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
     driver.on(ev.SessionClosed(driver.cluster.members.sessions.of("worker-1"), "its session broke"))
     driver.go_on()
     driver.hand_in(driver.workers[0], driver.attempt, 5)
+    driver.tick()
+    driver.go_on()
+    assert driver.saved(call).steps == {"mlp": 5} and [state.rank for state in driver.states] == [0]
+
+
+def test_a_file_that_no_answer_named_is_not_in_the_snapshot_where_its_worker_is_lost() -> None:
+    driver = KeeperDriver(2)
+    driver.train(5)
+    driver.unheard = "worker-1"
+    call = driver.save()
+    assert [place.rank for place in driver.places] == [0, 1] and not driver.steps
+    driver.on(ev.SessionClosed(driver.cluster.members.sessions.of("worker-1"), "its session broke"))
+    driver.go_on()
     driver.tick()
     driver.go_on()
     assert driver.saved(call).steps == {"mlp": 5} and [state.rank for state in driver.states] == [0]
