@@ -20,7 +20,7 @@ from psdist.compression.deferred import types
 from psdist.compression.segments import numpy_sparse
 from psdist.compression.segments.integers import OUT_BYTES, pack
 
-_U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
+_U, _L, _I, _F, _S = np.uint32, np.uint64, np.int64, np.float32, np.int8
 _MAGNITUDE, _INFINITY, _SIGN = _U(0x7FFFFFFF), _U(0x7F800000), _U(0x80000000)
 _BRAIN_INFINITY, _BRAIN_MAGNITUDE = np.uint16(0x7F80), np.uint16(0x7FFF)
 _MAGIC: Final = np.float32(1.5 * 2.0**23)
@@ -28,7 +28,7 @@ _LARGEST = _F(np.finfo(np.float32).max)
 _TOP8, _TOP2 = _F(_LARGEST / _F(128)), _F(_LARGEST / _F(2))
 _LIMIT8, _ONE_AND_HALF, _ZERO = _F(127.0), _F(1.5), _F(0.0)
 _SPLIT: Final = numpy_sparse.SPLIT
-#: Elements that are looked at together: most have none that is kept.
+#: Elements whose marks are looked at together, as one number: most have none that is kept.
 _GROUP: Final = 8
 #: A sample has so many runs of so many elements. A run fills a cache line: single elements would be read from as many
 #: lines as there are elements.
@@ -81,38 +81,62 @@ def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> A
 
 
 @part_of_kernel
-def _append_from(bits: Any, threshold: Any, base: Any, where: Any, count: Any) -> Any:
-    """Appends the places, plus ``base``, of magnitudes of at least ``threshold``. Returns the new count, and the
-    largest of these magnitudes.
-
-    ``where`` needs room for one more than these.
-    """
-    whole, largest_of_all = bits.size // _GROUP * _GROUP, _U(0)
-    for at in range(0, whole, _GROUP):
-        most = _U(0)
-        for i in range(_GROUP):
-            most = max(most, _U(bits[at + i] & _MAGNITUDE))
-        if most >= threshold:
-            largest_of_all = max(largest_of_all, most)
-            for i in range(at, at + _GROUP):
-                where[count] = base + i
-                count += _U(bits[i] & _MAGNITUDE) >= threshold
-    for i in range(whole, bits.size):
-        magnitude = _U(bits[i] & _MAGNITUDE)
-        if magnitude >= threshold:
-            largest_of_all = max(largest_of_all, magnitude)
-            where[count] = base + i
-            count += 1
-    return count, largest_of_all
+def _marks() -> Any:
+    """Memory for ``_append_tile``: marks of a tile's elements, the same as a number for each group, and groups."""
+    marks = np.empty(_TILE, np.uint8)
+    return marks, marks.view(np.uint64), np.empty(_TILE // _GROUP + 1, np.int64)
 
 
 @part_of_kernel
-def _with_room(where: Any, count: Any, room: Any) -> Any:
-    """``where``, or a larger array with its first ``count`` elements, where fewer than ``room`` are left."""
-    if where.size - count >= room:
-        return where
-    larger = np.empty(max(2 * where.size, count + room), np.int64)
-    larger[:count] = where[:count]
+def _append_from(bits: Any, threshold: Any, base: Any, where: Any, found: Any, count: Any, marks: Any) -> Any:
+    """Appends the places, plus ``base``, of magnitudes of at least ``threshold`` to ``where``, and these magnitudes to
+    ``found``. Returns the new count, and the largest magnitude of all. marks: memory.
+
+    ``where`` needs room for one more than these.
+    """
+    most = _U(0)
+    for begin in range(0, bits.size, _TILE):
+        tile = bits[begin : begin + _TILE]
+        count, largest = _append_tile(tile, threshold, base + begin, where, found, count, marks)
+        most = max(most, largest)
+    return count, most
+
+
+@part_of_kernel
+def _append_tile(bits: Any, threshold: Any, base: Any, where: Any, found: Any, count: Any, memory: Any) -> Any:
+    """``_append_from`` of one tile. It branches on no value, since no processor predicts which ones are kept."""
+    marks, groups, marked = memory
+    most, whole = _U(0), bits.size // _GROUP
+    for i in range(bits.size):
+        magnitude = _U(bits[i] & _MAGNITUDE)
+        marks[i] = np.uint8(magnitude >= threshold)
+        most = max(most, magnitude)
+    with_marks = 0
+    for i in range(whole):
+        marked[with_marks] = i
+        with_marks += groups[i] != 0
+    end = _L(count)  # numba looks at signed indices, whether they count from the end.
+    for i in range(with_marks):
+        first = _L(_GROUP * marked[i])
+        for j in range(_GROUP):
+            at = _L(first + _L(j))
+            where[end] = base + _I(at)
+            end = _L(end + _L(marks[at]))
+    for i in range(whole * _GROUP, bits.size):
+        where[end] = base + i
+        end = _L(end + _L(marks[i]))
+    for i in range(count, _I(end)):
+        found[i] = bits[_L(where[i] - base)] & _MAGNITUDE
+    return _I(end), most
+
+
+@part_of_kernel
+def _with_room(array: Any, count: Any, room: Any) -> Any:
+    """``array``, or a larger one with its first ``count`` elements, where fewer than ``room`` are left."""
+    if array.size - count >= room:
+        return array
+    larger = np.empty(max(2 * array.size, count + room), array.dtype)
+    larger[:count] = array[:count]
     return larger
 
 
@@ -128,44 +152,37 @@ def _keep_largest(magnitudes: Any, threshold: Any, kept: Any, where: Any) -> Any
 
     magnitudes: of all places. threshold: what ``_threshold`` found for them, or 1 to leave zeros out.
     """
-    above = _count_from(magnitudes, _U(threshold + _U(1)))
-    ties, end = kept - above, 0
+    ties, end = kept - _count_from(magnitudes, _U(threshold + _U(1))), 0
     for i in range(magnitudes.size):
-        is_tie = magnitudes[i] == threshold
-        if magnitudes[i] > threshold or (is_tie and ties > 0):
-            where[end] = where[i]
-            end += 1
-            ties -= is_tie
+        is_chosen_tie = (magnitudes[i] == threshold) & (ties > 0)
+        where[end] = where[i]
+        end += (magnitudes[i] > threshold) | is_chosen_tie
+        ties -= is_chosen_tie
     return end
 
 
 @part_of_kernel
-def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, magnitudes: Any, where: Any, count: Any) -> Any:
+def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, where: Any, found: Any, count: Any, marks: Any) -> Any:
     """Appends the places, plus ``base``, of the ``share`` largest of a chunk. Returns the new count (-1 where a value
     is not finite), and the threshold.
 
-    guess: the threshold of the chunk before. magnitudes: memory for those of the chunk.
+    guess: the threshold of the chunk before. found, marks: memory.
     """
     floor = _U(max(_I(_I(guess) - _MARGIN), _I(1)))
-    end, most = _append_from(bits, floor, base, where, count)
-    if end - count < share:  # The chunk before was not like this one.
-        for i in range(bits.size):
-            magnitude = _U(bits[i] & _MAGNITUDE)
-            magnitudes[i] = magnitude
-            most = max(most, magnitude)
-        if most == 0:
-            return count, guess
-        if most < _INFINITY:
-            floor = max(_threshold(magnitudes[: bits.size], share, _U(0), _U(most + _U(1)), guess), _U(1))
-            end, _ = _append_from(bits, floor, base, where, count)
+    places = where[count:]
+    size, most = _append_from(bits, floor, base, places, found, _I(0), marks)
     if most >= _INFINITY:
         return _I(-1), guess
-    places = where[count:end]
-    for i in range(places.size):
-        magnitudes[i] = bits[places[i] - base] & _MAGNITUDE
-    found = magnitudes[: places.size]
-    threshold = _threshold(found, share, floor, _U(most + _U(1)), guess) if found.size > share else floor
-    return count + _keep_largest(found, threshold, share, places), threshold
+    if most == 0:
+        return count, guess
+    if size < share:  # The chunk before was not like this one.
+        for i in range(bits.size):
+            found[i] = bits[i] & _MAGNITUDE
+        floor = max(_threshold(found[: bits.size], share, _U(0), _U(most + _U(1)), guess), _U(1))
+        size, _ = _append_from(bits, floor, base, places, found, _I(0), marks)
+    magnitudes = found[:size]
+    threshold = _threshold(magnitudes, share, floor, _U(most + _U(1)), guess) if size > share else floor
+    return count + _keep_largest(magnitudes, threshold, share, places), threshold
 
 
 @kernel(IN, types.int64, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_chunks)
@@ -175,11 +192,12 @@ def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
     A shorter chunk keeps its share.
     """
     n, count, guess = values.size, _I(0), _U(1 << 30)
-    where, magnitudes = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    where, found = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    marks = _marks()
     for begin in range(0, n, chunk):
         bits = values[begin : min(begin + chunk, n)].view(np.uint32)
         share = (kept * bits.size + chunk - 1) // chunk
-        count, guess = _append_chunk(bits, begin, share, guess, magnitudes, where, count)
+        count, guess = _append_chunk(bits, begin, share, guess, where, found, count, marks)
         if count < 0:
             return np.full(1, _I(-1))
     return where[:count].copy()
@@ -192,13 +210,14 @@ def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
 def add_and_select_chunks(values: Any, addend: Any, factor: Any, chunk: Any, kept: Any, sums: Any) -> Any:
     """``select_chunks`` of ``values + factor * addend``, which is written to ``sums``, as far as it is finite."""
     n, count, guess = values.size, _I(0), _U(1 << 30)
-    where, magnitudes = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    where, found = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
+    marks = _marks()
     for begin in range(0, n, chunk):
         end = min(begin + chunk, n)
         _add(values[begin:end], addend[begin:end], factor, sums[begin:end])
         share = (kept * (end - begin) + chunk - 1) // chunk
         bits = sums[begin:end].view(np.uint32)
-        count, guess = _append_chunk(bits, begin, share, guess, magnitudes, where, count)
+        count, guess = _append_chunk(bits, begin, share, guess, where, found, count, marks)
         if count < 0:
             return np.full(1, _I(-1))
     return where[:count].copy()
@@ -218,16 +237,15 @@ def _floor_of(sample: Any, kept: Any, size: Any) -> Any:
 
 
 @part_of_kernel
-def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, count: Any, most: Any) -> Any:
-    """The places of the ``kept`` largest. where[:count]: those of at least ``floor``. most: the largest magnitude."""
-    if count < kept:  # The sample was not like the rest.
-        floor, where = _U(0), np.empty(bits.size + 1, np.int64)
-        count, most = _append_from(bits, floor, _I(0), where, _I(0))
+def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, found: Any, count: Any, most: Any) -> Any:
+    """The places of the ``kept`` largest. where, found: ``count`` places and magnitudes, all of those of at least
+    ``floor``. most: the largest magnitude."""
     if most >= _INFINITY:
         return np.full(1, _I(-1))
-    magnitudes = np.empty(count, np.uint32)
-    for i in range(count):
-        magnitudes[i] = bits[where[i]] & _MAGNITUDE
+    if count < kept:  # The sample was not like the rest.
+        floor, where, found = _U(0), np.empty(bits.size + 1, np.int64), np.empty(bits.size + 1, np.uint32)
+        count, most = _append_from(bits, floor, _I(0), where, found, _I(0), _marks())
+    magnitudes = found[:count]
     threshold = max(_threshold(magnitudes, kept, floor, _U(most + _U(1)), floor), _U(1))
     return where[: _keep_largest(magnitudes, threshold, kept, where)].copy()
 
@@ -242,12 +260,13 @@ def select_largest(values: Any, kept: Any) -> Any:
         for i in range(sample.size):
             sample[i] = bits[i // _RUN * stride + i % _RUN] & _MAGNITUDE
         floor = _floor_of(sample, kept, bits.size)
-    where = np.empty(2 * kept + _TILE, np.int64)
+    where, found, marks = np.empty(2 * kept + _TILE, np.int64), np.empty(2 * kept + _TILE, np.uint32), _marks()
     for begin in range(0, bits.size, _TILE):
-        where = _with_room(where, count, _TILE + 1)
-        count, largest = _append_from(bits[begin : begin + _TILE], floor, begin, where, count)
+        tile = bits[begin : begin + _TILE]
+        where, found = _with_room(where, count, _TILE + 1), _with_room(found, count, _TILE + 1)
+        count, largest = _append_tile(tile, floor, begin, where, found, count, marks)
         most = max(most, largest)
-    return _largest_among(bits, kept, floor, where, count, most)
+    return _largest_among(bits, kept, floor, where, found, count, most)
 
 
 @kernel(
@@ -264,14 +283,14 @@ def add_and_select_largest(values: Any, addend: Any, factor: Any, kept: Any, sum
             value = np.float32(values[at] + np.float32(addend[at] * factor))
             sample[i] = _U(value.view(np.uint32) & _MAGNITUDE)
         floor = _floor_of(sample, kept, n)
-    where = np.empty(2 * kept + _TILE, np.int64)
+    where, found, marks = np.empty(2 * kept + _TILE, np.int64), np.empty(2 * kept + _TILE, np.uint32), _marks()
     for begin in range(0, n, _TILE):
         end = min(begin + _TILE, n)
         _add(values[begin:end], addend[begin:end], factor, sums[begin:end])
-        where = _with_room(where, count, _TILE + 1)
-        count, largest = _append_from(sums[begin:end].view(np.uint32), floor, begin, where, count)
+        where, found = _with_room(where, count, _TILE + 1), _with_room(found, count, _TILE + 1)
+        count, largest = _append_tile(sums[begin:end].view(np.uint32), floor, begin, where, found, count, marks)
         most = max(most, largest)
-    return _largest_among(sums.view(np.uint32), kept, floor, where, count, most)
+    return _largest_among(sums.view(np.uint32), kept, floor, where, found, count, most)
 
 
 @part_of_kernel
