@@ -1,8 +1,9 @@
 """Hosts with links of a given speed, on one machine: network namespaces, of which each has one shaped link.
 
-A host is a namespace of ``psdist.chaos.faults.WorkerNetwork`` with a directory of its own for ``/dev/shm``, so that
-processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both directions: where the
-host sends, and where the bridge sends to it. This process's own namespace, at ``gateway``, is a host without a limit.
+A host is a namespace of ``psdist.chaos.faults.WorkerNetwork`` with a name of its own, and a directory of its own for
+``/dev/shm``, so that processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both
+directions: where the host sends, and where the bridge sends to it. This process's own namespace, at ``gateway``, is a
+host without a limit.
 
 The bucket of a filter is no smaller than the largest packet that TCP hands to an interface (64 KiB, segmented later),
 which would otherwise be segmented by the filter. Above that it is 3 ms of the rate: the filter is that late at
@@ -31,17 +32,18 @@ BURST_BYTES_MIN = 64 << 10
 BURST_SECONDS = 3e-3
 QUEUE_BYTES_MIN = 512 << 10
 QUEUE_SECONDS = 5e-3
-#: Mounts a host's directory and becomes the command. ``ip netns exec`` has made a mount namespace for it.
-_MOUNT = 'mount --bind "$0" /dev/shm && exec "$@"'
+#: Mounts a host's directory, takes its name and becomes the command. ``ip netns exec`` has made a mount namespace for
+#: it, ``unshare`` one for the name.
+_BECOME = 'mount --bind "$0" /dev/shm && echo "host-${0##*/}" > /proc/sys/kernel/hostname && exec "$@"'
 
 
 def hosts_missing() -> str:
     """Why this machine cannot have such hosts; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
-    for program in ("ip", "tc"):
+    for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux")):
         if shutil.which(program) is None:
-            return f"there is no program {program!r} (package iproute2)"
+            return f"there is no program {program!r} (package {package})"
     try:
         with ShapedHosts(1, 1e9):
             pass
@@ -82,7 +84,7 @@ class ShapedHosts(WorkerNetwork):
 
     def inside(self, host: int) -> tuple[str, ...]:
         """The prefix of a command line that runs on a host; the process keeps its id."""
-        return (*super().inside(host), "sh", "-c", _MOUNT, str(self._directory / str(host)))
+        return (*super().inside(host), "unshare", "--uts", "sh", "-c", _BECOME, str(self._directory / str(host)))
 
     def counters(self, host: int) -> Counters:
         """What has passed a host's link so far."""

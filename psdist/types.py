@@ -35,6 +35,9 @@ _SLICES_WANTED: Final = 16
 _SMALL_SLICE_ELEMENTS: Final = 1 << 18
 #: Vectors have larger ones where so many are left. Each slice costs the interpreters the same, whatever its size.
 _LARGE_SLICES_WANTED: Final = 20
+#: Between hosts a slice is answered when the slowest link has brought all of it. So the links of the others idle in a
+#: step's last slices, and of many slices these are a smaller part.
+_SLICES_WANTED_BETWEEN_HOSTS: Final = 80
 
 SAMPLES_MAX: Final = 1 << 62
 #: Ranges of one data epoch, at most.
@@ -174,12 +177,13 @@ class Slicing:
         return stop - start
 
 
-def choose_slice_elements(total: int) -> int:
+def choose_slice_elements(total: int, *, between_hosts: bool = False) -> int:
     """A power of two, 16 KiB to 4 MiB of float32, that divides ``total`` elements into about 16 slices or more, and
-    into 20 or more where it is more than 1 MiB."""
+    into 20 or more where it is more than 1 MiB; into 80 or more there if slices travel between hosts."""
     wanted = max(1, total // _SLICES_WANTED)
     small = min(_SMALL_SLICE_ELEMENTS, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
-    large = min(SLICE_ELEMENTS_MAX, 1 << max(1, total // _LARGE_SLICES_WANTED).bit_length() - 1)
+    enough = _SLICES_WANTED_BETWEEN_HOSTS if between_hosts else _LARGE_SLICES_WANTED
+    large = min(SLICE_ELEMENTS_MAX, 1 << max(1, total // enough).bit_length() - 1)
     return max(small, large)
 
 

@@ -81,6 +81,8 @@ def test_hosts_share_no_memory_files_and_are_removed(tmp_path: Path) -> None:
             for host in (0, 1)
         ]
         assert shown == ["of-host-0\n", ""]
+        name = subprocess.run([*hosts.inside(1), "uname", "-n"], capture_output=True, text=True, check=True).stdout
+        assert name == "host-1\n" != f"{os.uname().nodename}\n"
         assert not Path("/dev/shm/of-host-0").exists()
         before = hosts.counters(1)
         rates = network.transfer(hosts, 0.2)

@@ -245,7 +245,13 @@ class Creation:
         assert p.spec is not None and p.layout is not None
         servers = {server.member_id: server.incarnation for server in self._members.staying}
         saved, base = self._resume.state(p.name), self._resume.base
-        slicing = placement.choose_slicing(p.layout.total, (saved.spec if saved else p.spec).slice_elements)
+        hosts = {member.host for member in (*self._members.staying, *creators)}
+        slicing = placement.choose_slicing(
+            p.layout.total,
+            (saved.spec if saved else p.spec).slice_elements,
+            # What is compressed both ways is bound by what a slice costs the interpreters, and not by its bytes.
+            between_hosts=len(hosts) > 1 and not p.spec.pull_compression,
+        )
         owners = placement.place(slicing, list(servers), placement.held_elements(self._registry.entries))
         first, resets = self._resume.first_step(p.spec), self._resume.resets(p.spec)
         return ParametersEntry(

@@ -1,8 +1,9 @@
 """Placement: which shards a vector has, and which server holds each. Pure.
 
-Slices do not depend on the servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go to servers by
-the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest elements,
-counting all other parameter sets; ties go to the smaller server id. So the placement depends only on its arguments.
+Slices do not depend on the number of servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go to
+servers by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest
+elements, counting all other parameter sets; ties go to the smaller server id. So the placement depends only on its
+arguments.
 
 Balance: servers that held equally many elements before hold the same number afterwards, give or take one slice. In
 general the gap between the fullest and the emptiest server is at most the larger of the gap before and one shard.
@@ -19,9 +20,10 @@ from psdist.wire.limits import SLICES_MAX
 from psdist_scheduler.events.records import name_some
 
 
-def choose_slicing(total: int, slice_elements: int) -> Slicing:
-    """The cut of ``total`` elements; ``slice_elements`` 0 lets psdist choose. Raises LimitExceededError."""
-    slicing = Slicing(total, slice_elements or choose_slice_elements(total))
+def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = False) -> Slicing:
+    """The cut of ``total`` elements; ``slice_elements`` 0 lets psdist choose. between_hosts: whether uncompressed
+    slices travel between hosts. Raises LimitExceededError."""
+    slicing = Slicing(total, slice_elements or choose_slice_elements(total, between_hosts=between_hosts))
     if slicing.count > SLICES_MAX:
         raise LimitExceededError(
             f"{total} elements in slices of {slice_elements} are {slicing.count} slices, more than the limit of "
