@@ -179,7 +179,8 @@ class Client(ProcessBound):
         non_finite: what NaN and Inf in a gradient do: "reject" raises NonFiniteGradientError, "skip" leaves this
             worker out of the step.
         slice_elements: elements of one slice, at most 2**20. 0 lets psdist choose; it chooses smaller slices where the
-            run has several hosts. With ``max_grad_norm`` another size may change the last bits of the weights.
+            run has several hosts, which are told apart by their names. Another size may change the last bits of the
+            weights with ``max_grad_norm``, and what is left out of them with ``pull_compression``.
         on_drop: what happens where a push of this worker is dropped: "warn" logs, and raises PushDroppedError for the
             third in a row; "raise" raises it for the first; "ignore" logs it as information.
         reset_optimizer: begins the optimizer's state anew where the run goes on from a snapshot.
