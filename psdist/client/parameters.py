@@ -120,7 +120,9 @@ class AsyncParameters(ProcessBound):
     def _compression(self) -> CompressionStatistics:
         options = self.exchange.options
         if (encoding := self._steps.encoding) is not None:
-            return CompressionStatistics(encoding.ratio, encoding.residual_norm, options.reason)
+            return CompressionStatistics(
+                encoding.ratio, encoding.residual_norm, options.reason, encoding.works_on_device
+            )
         ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]
         return CompressionStatistics(ratio, choice=options.reason)
 

@@ -58,11 +58,14 @@ class CompressionStatistics:
     ratio: their bytes as float32, by the bytes that they were encoded in.
     residual_norm: the L2 norm of what was left out so far, and is added to the next gradient.
     choice: with ``compression="auto"``, the codec that was chosen, and why.
+    encodes_on_device: whether gradients in the memory of a CUDA device are encoded there, and only payloads copied to
+        the host.
     """
 
     ratio: float = 1.0
     residual_norm: float = 0.0
     choice: str = ""
+    encodes_on_device: bool = False
 
 
 @dataclass(frozen=True, slots=True)

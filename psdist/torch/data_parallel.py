@@ -227,7 +227,7 @@ class DistributedDataParallel(nn.Module):
                 "module itself, in training mode and outside no_sync()"
             )
         self._parameters_then.check()
-        self._stream.buffers[_OVERFLOWS].fill(0.0)
+        self._stream.buffers[_OVERFLOWS].zero_()
         # As torch's own classes have autograd call them at the end of the backward pass that is running.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
@@ -240,7 +240,8 @@ class DistributedDataParallel(nn.Module):
                 "checkpointing needs use_reentrant=False: else it makes several passes of one"
             )
         if self._may_miss:
-            self._stream.buffers[_USED][:] = [name not in missing for name in self._trained]
+            used = torch.tensor([name not in missing for name in self._trained])
+            self._stream.buffers[_USED].copy_(used)
         # Their answers stay as they are until the next step begins.
         held: dict[str, NDArray[Any]] = {}
 

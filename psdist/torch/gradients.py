@@ -3,12 +3,14 @@ bucket by bucket.
 
 Autograd makes each gradient in memory of its own. A hook copies it into the flat gradient vector, which servers on the
 same host read in place, and makes ``parameter.grad`` a view of it. With ``zero_grad(set_to_none=True)``, torch's
-default, nothing has to be cleared or added up.
+default, nothing has to be cleared or added up. The vector lies on the model's CUDA device where the codec encodes
+there, and in main memory else.
 
 Invariants: each tensor is given once in a step. What was given is not written to before the step is answered; a script
 that does so gets an error.
 
-Not here: what becomes of the answer (``optimizer``, ``data_parallel``), which tensors make a bucket (``bucket_plan``).
+Not here: what becomes of the answer (``optimizer``, ``data_parallel``), which tensors make a bucket (``bucket_plan``),
+where the vector lies (``gradient_memory``).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.gradient_memory import gradient_memory
 from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
@@ -70,7 +73,7 @@ class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
 
     bucket_bytes: see ``BucketPlan``.
-    as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 in main memory can be one.
+    as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 on its device can be one.
     others: tensors of ``handle`` that are no parameters. They are given at the end.
     overflows: one of ``others`` that becomes 1 in a step in which gradients of this worker are not finite; they are
         given as zeros. None: such gradients raise.
@@ -100,8 +103,9 @@ class GradientStream:
         self._handle = handle
         self._names = [*trained, *others]
         self._parameters = list(trained.values())
-        self.buffers = handle.gradient_buffers()
-        self._views = [torch.from_numpy(self.buffers[name]) for name in trained]
+        self._arrays, self.buffers = gradient_memory(handle, self._parameters[0].device)
+        #: Tensors that gradients become. What is written to ``buffers`` is no change of them for autograd.
+        self._views = [self.buffers[name].data for name in trained]
         self._plan = BucketPlan([view.nbytes for view in self._views], bucket_bytes)
         self._on_begin = on_begin
         self._as_views = as_views
@@ -191,7 +195,7 @@ class GradientStream:
         elif gradient is not view:
             with torch.no_grad():
                 view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
-            if self._as_views and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
+            if self._as_views and parameter.device == view.device and parameter.dtype == view.dtype:
                 gradient = parameter.grad = view
         self._step.taken[number] = gradient, 0 if gradient is None else gradient._version
 
@@ -218,8 +222,8 @@ class GradientStream:
             if self._overflows is None:
                 raise
         for name in names:
-            self.buffers[name].fill(0.0)
-        self.buffers[self._overflows].fill(1.0)
+            self.buffers[name].zero_()
+        self.buffers[self._overflows].fill_(1.0)
         return self._handle.push_pull_async(names, self._step.weight)
 
     # --- at its end ---
@@ -293,7 +297,7 @@ class GradientStream:
         """The whole step at once, for what cannot be pushed in buckets."""
         self._take_rest()
         try:
-            weights = self._handle.push_pull(self.buffers, copy=False, weight=self._step.weight)
+            weights = self._handle.push_pull(self._arrays, copy=False, weight=self._step.weight)
         except NonFiniteGradientError:
             self._step.taken.clear()  # They are taken anew.
             raise
@@ -322,7 +326,7 @@ class GradientStream:
             )
         rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
         for number in rest:
-            self.buffers[self._names[number]].fill(0.0)
+            self.buffers[self._names[number]].zero_()
         if rest and not self._step.is_dropped:
             self._give(rest)
         return True
@@ -337,8 +341,8 @@ class GradientStream:
     def skip(self, weight: float) -> None:
         """Makes a step without a gradient: with zeros that count as ``weight``, 0 for nothing."""
         for buffer in self.buffers.values():
-            buffer.fill(0.0)
-        self._handle.push(self.buffers, weight)
+            buffer.zero_()
+        self._handle.push(self._arrays, weight)
 
     def _take_rest(self) -> None:
         for number in range(len(self._parameters)):
