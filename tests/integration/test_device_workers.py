@@ -41,7 +41,9 @@ async def client(request: pytest.FixtureRequest, cluster: EmbeddedCluster) -> As
     await client.close()
 
 
-@pytest.mark.parametrize("codec", [None, BFloat16(), Int8(), TopK(0.05)], ids=["none", "bfloat16", "int8", "topk"])
+@pytest.mark.parametrize(
+    "codec", [None, BFloat16(), Int8(), TopK(0.05, momentum=0.9)], ids=["none", "bfloat16", "int8", "topk"]
+)
 async def test_training_is_that_of_gradients_on_the_host(
     client: AsyncClient, monkeypatch: pytest.MonkeyPatch, codec: Codec | None
 ) -> None:

@@ -85,7 +85,7 @@ def same_bytes(one: nn.Module, other: nn.Module) -> bool:
 
 @needs_compiler
 @pytest.mark.parametrize("wrap", [optimizer, at_once, data_parallel])
-@pytest.mark.parametrize("codec", [Int8(), TopK(0.05)], ids=["int8", "topk"])
+@pytest.mark.parametrize("codec", [Int8(), TopK(0.05, momentum=0.9)], ids=["int8", "topk"])
 def test_training_is_that_of_gradients_on_the_host(
     alone: Context, name: str, arrays: HostArrays, monkeypatch: pytest.MonkeyPatch, codec: Codec, wrap: Wrap
 ) -> None:

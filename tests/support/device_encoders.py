@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core.encoder import GradientEncoder
 from psdist.client.device.gradient_encoder import DeviceGradientEncoder
+from psdist.client.session.worker_state import DeferredArray
 from psdist.compression import Codec
 from psdist.compression.gpu.memory import DeviceVector
 from psdist.gpu.device import Device
@@ -57,7 +58,13 @@ class BothEncoders:
         return {index: bytes(payload) for index, payload in other.payloads.items()}
 
     def check(self) -> None:
-        """Both left out the same."""
-        if self.host.feeds_back:
-            np.testing.assert_array_equal(self.other.residual.view(np.uint32), self.host.residual.view(np.uint32))
+        """Both left out the same, and have the same velocity."""
+        host, other = self.host.state(), self.other.state()
+        for name in ("residual", "velocity"):
+            if host[name].size:
+                found = other[name]
+                assert isinstance(found, DeferredArray)
+                np.testing.assert_array_equal(found.copy().view(np.uint32), host[name].view(np.uint32))
+            else:
+                assert name not in other
         assert self.other.totals == self.host.totals

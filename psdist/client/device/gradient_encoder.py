@@ -1,6 +1,7 @@
 """The ``GradientEncoder`` of gradients that lie on a device: the same payloads and the same state.
 
-What is left out of gradients stays on the device. It is read where a snapshot wants it, and for its norm.
+What is left out of gradients stays on the device, and so does the velocity of a codec with momentum. They are read
+where a snapshot wants them, and the former for its norm.
 
 Not here: the kernels, and the bytes (``psdist.compression.gpu``).
 """
@@ -20,7 +21,7 @@ from psdist.client.session.worker_state import DeferredArray, SavedState, State
 from psdist.compression import Codec
 from psdist.compression.gpu.coders import PushNumbers
 from psdist.compression.gpu.encoder import DeviceEncoder, DevicePush
-from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.memory import DeviceVector, DoubleVector
 from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.regions import Region, regions
 from psdist.gpu.device import Device
@@ -46,12 +47,11 @@ class DeviceGradientEncoder:
         self._name = np.frombuffer(repr(codec).encode(), np.uint8)
         #: Whether anything is left out of one push and added to the next.
         self.feeds_back = any(self._encoder.coder(region).feeds_back for region in self._regions)
-        #: What was left out, as it was before the push under way and as it is after it, in slices that are encoded.
-        self._before: DeviceVector | None = None
-        self._after: DeviceVector | None = None
-        if self.feeds_back:
-            self._before, self._after = (DeviceVector.allocate(device, slicing.total, self._run.stream) for _ in "ab")
-            self._run.wait()
+        has_momentum = any(self._encoder.coder(region).momentum for region in self._regions)
+        #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
+        self._rest = DoubleVector(device, slicing.total, self._run.stream) if self.feeds_back else None
+        self._velocity = DoubleVector(device, slicing.total, self._run.stream) if has_momentum else None
+        self._run.wait()
         self._ordinal = 0
         self._push: EncodedSlices | None = None
         #: Regions that something was encoded of in the push under way, and whose rest it forgot.
@@ -87,7 +87,7 @@ class DeviceGradientEncoder:
             there.write(flat, self._run.stream)
             flat = there
         numbers = PushNumbers(self.rank, self._ordinal)
-        state = DevicePush(flat, self._before, self._after, numbers, self._forgotten)
+        state = DevicePush(flat, self._rest, self._velocity, numbers, self._forgotten)
         batch = self._encoder.encode(state, segments, new)
         self._begun.update(new)
         self.totals.overflows += len(batch.overflows)
@@ -119,17 +119,20 @@ class DeviceGradientEncoder:
         self.totals.add(push)
         self._ordinal += 1
         missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
-        self._keep_rest([segment for index in missing for segment in self._segments_of(index)])
-        self._before, self._after = self._after, self._before
+        unchanged = [segment for index in missing for segment in self._segments_of(index)]
+        for vector in (self._rest, self._velocity):
+            if vector is not None:
+                self._keep(vector, unchanged)
+                vector.swap()
         return True
 
-    def _keep_rest(self, segments: list[SegmentRange]) -> None:
+    def _keep(self, vector: DoubleVector, segments: list[SegmentRange]) -> None:
         """Nothing of these was sent."""
-        if self._before is None or self._after is None or not segments:
+        if not segments:
             return
         found = table(segments, [segment.tiles for segment in segments])
         rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
-        vectors = _U64(self._before.address), _U64(self._after.address)
+        vectors = _U64(vector.before.address), _U64(vector.after.address)
         self._run.launch("copy_ranges", found.tasks, 256, *vectors, *rows)
         self._run.wait()
 
@@ -138,20 +141,27 @@ class DeviceGradientEncoder:
     def state(self) -> SavedState:
         """What the next push begins with. The arrays stay as they are until the push after it begins."""
         state: SavedState = {"ordinal": np.array([self._ordinal], np.int64), "codec": self._name}
-        if (before := self._before) is not None:
-            state["residual"] = DeferredArray(before.size, lambda: before.read(self.device.stream()))
+        if self._rest is not None:
+            state["residual"] = self._deferred(self._rest.before)
+        if self._velocity is not None:
+            state["velocity"] = self._deferred(self._velocity.before)
         return state
+
+    def _deferred(self, vector: DeviceVector) -> DeferredArray:
+        return DeferredArray(vector.size, lambda: vector.read(self.device.stream()))
 
     def restore(self, state: State) -> None:
         """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten."""
         self._push = None
         self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
-        if self._before is not None:
-            self._before.write(self._fitting(state), self._run.stream)
+        if self._rest is not None:
+            self._rest.before.write(self._fitting(state, "residual"), self._run.stream)
+        if self._velocity is not None:
+            self._velocity.before.write(self._fitting(state, "velocity"), self._run.stream)
 
-    def _fitting(self, state: State) -> Flat:
-        """What a state left out, or zeros where it is of another size."""
-        values: NDArray[np.generic] = state.get("residual", _NOTHING)
+    def _fitting(self, state: State, name: str) -> Flat:
+        """A vector of a state, or zeros where it is of another size."""
+        values: NDArray[np.generic] = state.get(name, _NOTHING)
         fits = values.shape == (self.slicing.total,)
         return values.astype(np.float32) if fits else np.zeros(self.slicing.total, np.float32)
 
@@ -160,7 +170,7 @@ class DeviceGradientEncoder:
     @property
     def residual(self) -> Flat:
         """What was left out of the pushes before the one under way, copied to the host."""
-        return np.empty(0, np.float32) if self._before is None else self._before.read(self.device.stream())
+        return np.empty(0, np.float32) if self._rest is None else self._rest.before.read(self.device.stream())
 
     @property
     def residual_norm(self) -> float:

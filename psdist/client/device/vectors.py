@@ -146,7 +146,7 @@ class DeviceVectors:
         limit = np.float32(partition.OVERFLOW[dtype]).view(np.uint32)
         self._run.launch(
             *("check_finite", found.tasks, 256, _U64(vector.address), _U64(0), *rows, _U64(at), _U64(at + 4)),
-            *(_F32(1.0), limit),
+            *(_F32(1.0), _U64(0), _F32(0), limit),
         )
         out = np.empty(1, np.uint32)
         self._run.copy_out(out, at)

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.memory import DeviceVector, DoubleVector
 from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.segments import random_numbers
 from psdist.compression.segments.format import Kind
-from psdist.compression.specifications import Cast, Codec, Compressor, Integers, OneBit
+from psdist.compression.specifications import Cast, Codec, Compressor, Integers, OneBit, TopK
 from psdist.types import DType
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
@@ -37,14 +37,15 @@ class PushNumbers(NamedTuple):
 class PushMemory(NamedTuple):
     """What the kernels of one push read and write.
 
-    values: the gradient. before, after: what was left out of the pushes before, and what this one leaves out; None
-    without error feedback. flags, forgotten: addresses of a u32 for each region: whether it has a value that is not
-    finite, and whether what was left out of it is forgotten.
+    values: the gradient. rest: what was left out of the pushes before, and what this one leaves out; None without error
+    feedback. velocity: sums of gradients with momentum; None without. flags, forgotten: addresses of a u32 for each
+    region: whether a sum with the rest (bit 0) or with the velocity (bit 1) is not finite, and which of them are
+    forgotten.
     """
 
     values: DeviceVector
-    before: DeviceVector | None
-    after: DeviceVector | None
+    rest: DoubleVector | None
+    velocity: DoubleVector | None
     flags: int
     forgotten: int
 
@@ -85,6 +86,8 @@ class Coder(ABC):
         #: Whether what is left out of a region is added to the next push.
         self.feeds_back = isinstance(codec, Compressor) and bool(codec.feedback)
         self.decay = codec.residual_decay if isinstance(codec, Compressor) else 1.0
+        #: Of the velocity; 0 for none.
+        self.momentum = codec.momentum if isinstance(codec, TopK) else 0.0
 
     def select(
         self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange], numbers: PushNumbers
@@ -111,13 +114,20 @@ class Coder(ABC):
         """Flags the regions of ``segments`` with a sum that is not finite."""
         found = table(segments, [segment.tiles for segment in segments])
         arguments = *self.source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
-        run.launch("check_finite", found.tasks, 256, *arguments, _F32(self.decay), _U32(INFINITY_BITS))
+        weights = _F32(self.decay), *self.velocity(memory)[:2]
+        run.launch("check_finite", found.tasks, 256, *arguments, *weights, _U32(INFINITY_BITS))
 
     def rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
         """The addresses of what was left out before, and of what is left out now; zeros without error feedback."""
-        if not self.feeds_back or memory.before is None or memory.after is None:
+        if not self.feeds_back or memory.rest is None:
             return _U64(0), _U64(0)
-        return _U64(memory.before.address), _U64(memory.after.address)
+        return _U64(memory.rest.before.address), _U64(memory.rest.after.address)
+
+    def velocity(self, memory: PushMemory) -> tuple[np.uint64, np.float32, np.uint64]:
+        """The address of the velocity before, the momentum, and the address of the velocity after; zeros without."""
+        if not self.momentum or memory.velocity is None:
+            return _U64(0), _F32(0), _U64(0)
+        return _U64(memory.velocity.before.address), _F32(self.momentum), _U64(memory.velocity.after.address)
 
     def source(self, run: Launcher, memory: PushMemory, rows: np.ndarray) -> tuple[np.generic, ...]:
         rest, _ = self.rest(memory)

@@ -30,16 +30,17 @@ static __device__ __forceinline__ void store_codes(u8* packed, u64 word, u32 cod
 // The flag of each region with a magnitude whose bits are from `limit` on, among elements [start, stop) of the segments.
 extern "C" __global__ void __launch_bounds__(256) check_finite(
     const float* values, const float* rest, const Row* rows, u64 count, u32* flags, const u32* forgotten, float decay,
-    u32 limit) {
+    const float* velocity, float momentum, u32 limit) {
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
     u64 low = row->start + (blockIdx.x - row->first) * 4096, high = less(low + 4096, row->stop);
-    u32 most = 0;
+    u32 most = 0, found = 0;
     for (u64 i = low + threadIdx.x; i < high; i += 256) {
         u32 magnitude = source.magnitude(i);
         most = magnitude > most ? magnitude : most;
+        if (source.velocity && !is_finite(source.moved(i))) found = VELOCITY_OVERFLOWS;
     }
-    if (most >= limit) flags[row->region] = 1;
+    if (most >= limit) atomicOr(&flags[row->region], found | REST_OVERFLOWS);
 }
 
 // kind: 0 float32, 1 float16, 2 bfloat16. A tile has 4096 elements. Values are checked as they are sent.

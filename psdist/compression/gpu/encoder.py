@@ -2,8 +2,8 @@
 to the host.
 
 All segments of one codec are encoded by one launch, or by some that first select what is sent. A sum of a gradient and
-what was left out of earlier ones may be too large for float32: then the flag of its region is set, and everything is
-encoded once more without that region's rest, as on the host.
+its velocity, or what was left out of earlier ones, may be too large for float32: then the flag of its region is set,
+and everything is encoded once more without that region's velocity or rest, as on the host.
 
 Not here: pushes, and what is kept from one to the next (``psdist.client.device``).
 """
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from psdist.compression.gpu.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, Selected
 from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector, GrowingBuffer, PinnedPool
+from psdist.compression.gpu.memory import DeviceVector, DoubleVector, GrowingBuffer, PinnedPool
 from psdist.compression.gpu.sparse_coders import coder_of
 from psdist.compression.gpu.tables import SegmentRange, rest_of_regions
 from psdist.compression.regions import Region
@@ -28,22 +28,24 @@ from psdist.gpu.device import Device
 
 #: A number for each region.
 Words = NDArray[np.uint32]
+#: Of the flags of a region, as in ``segments.cu``.
+_REST, _VELOCITY = 1, 2
 
 
 class EncodedBatch(NamedTuple):
-    """payloads: one for each list of segments. overflows: regions whose rest was forgotten."""
+    """payloads: one for each list of segments. overflows: regions whose rest or velocity was forgotten, once each."""
 
     payloads: list[memoryview]
     overflows: list[int]
 
 
 class DevicePush(NamedTuple):
-    """One push. values: its gradient. before, after: see ``PushMemory``. forgotten: by region, whether what was left
-    out of it is forgotten: uint32[regions], which is updated."""
+    """One push. values: its gradient. rest, velocity: see ``PushMemory``. forgotten: which of them are forgotten, by
+    region: uint32[regions], which is updated."""
 
     values: DeviceVector
-    before: DeviceVector | None
-    after: DeviceVector | None
+    rest: DoubleVector | None
+    velocity: DoubleVector | None
     numbers: PushNumbers
     forgotten: Words
 
@@ -108,9 +110,11 @@ class DeviceEncoder:
                 return EncodedBatch(payloads, overflows)
             for number in flagged:
                 region = self._regions[number]
-                if not self.coder(region).feeds_back or push.forgotten[number]:
+                # Without the velocity the sum with the rest may be finite.
+                forgets = _VELOCITY if flags[number] & _VELOCITY else _REST
+                if not self.coder(region).feeds_back or push.forgotten[number] & forgets:
                     raise non_finite(region, 0, region.size)
-                push.forgotten[number] = 1
+                push.forgotten[number] |= forgets
                 overflows.append(number)
 
     def encode_there(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]]) -> None:
@@ -140,7 +144,7 @@ class DeviceEncoder:
         flags = self._run.scratch(4 * len(self._regions))
         self._run.clear(flags, 4 * len(self._regions))
         forgotten = self._run.upload(push.forgotten)
-        memory = PushMemory(push.values, push.before, push.after, flags, forgotten)
+        memory = PushMemory(push.values, push.rest, push.velocity, flags, forgotten)
         batches = [batch for coder in self._coders.values() if (batch := self._select(push, memory, coder, segments))]
         headers = self._headers(segments, batches)
         ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)]).tolist()
@@ -160,10 +164,10 @@ class DeviceEncoder:
         if not numbers:
             return None
         mine = [segments[i] for i in numbers]
-        if push.after is not None and not coder.feeds_back:
+        if push.rest is not None and not coder.feeds_back:
             for segment in mine:
                 start = segment.region.start
-                self._run.clear_vector(push.after, start + segment.start, start + segment.stop)
+                self._run.clear_vector(push.rest.after, start + segment.start, start + segment.stop)
         return CodecBatch(coder, numbers, coder.select(self._run, memory, mine, push.numbers))
 
     def _headers(self, segments: Sequence[SegmentRange], batches: Sequence[CodecBatch]) -> list[SegmentHeader]:

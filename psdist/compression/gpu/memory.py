@@ -52,6 +52,20 @@ class DeviceVector:
         self.device.wait(stream)
 
 
+class DoubleVector:
+    """A vector that each push changes, twice. before: as it was when the push under way began, until that is over.
+    after: as it is after it, in slices that are encoded; others may have anything. The end of the push swaps the two.
+    """
+
+    def __init__(self, device: Device, size: int, stream: Stream) -> None:
+        self.before = DeviceVector.allocate(device, size, stream)
+        self.after = DeviceVector.allocate(device, size, stream)
+
+    def swap(self) -> None:
+        """What was after the push is before the next one."""
+        self.before, self.after = self.after, self.before
+
+
 class GrowingBuffer:
     """Bytes of a device whose content is anything. It is made anew where it is too small."""
 

@@ -28,20 +28,34 @@ static __device__ __forceinline__ const Row* row_of(const Row* rows, u64 count, 
     return rows + low;
 }
 
-// The values of a region: the gradient, plus what earlier pushes left out times the decay. Each is rounded by itself.
-// rest is null without error feedback, and where the sum was not finite: then that is forgotten.
+// Flags of a region: its sum with the rest, or with the velocity, is not finite. The same bits say what is forgotten.
+#define REST_OVERFLOWS 1u
+#define VELOCITY_OVERFLOWS 2u
+
+// The values of a region: the gradient, plus its velocity times the momentum, plus what earlier pushes left out times
+// the decay. Each is rounded by itself. rest is null without error feedback, velocity without momentum, and both where
+// the sum was not finite: then they are forgotten.
 struct Source {
     const float* values;
     const float* rest;
     float decay;
-    __device__ __forceinline__ float at(u64 i) const { return rest ? values[i] + rest[i] * decay : values[i]; }
+    const float* velocity;
+    float momentum;
+    __device__ __forceinline__ float moved(u64 i) const {
+        return velocity ? values[i] + velocity[i] * momentum : values[i];
+    }
+    __device__ __forceinline__ float at(u64 i) const { return rest ? moved(i) + rest[i] * decay : moved(i); }
     __device__ __forceinline__ u32 magnitude(u64 i) const { return __float_as_uint(at(i)) & MAGNITUDE_BITS; }
 };
 
 static __device__ __forceinline__ Source source_of(
-    const Row* row, const float* values, const float* rest, const u32* forgotten, float decay) {
-    bool is_used = rest && !forgotten[row->region];
-    return Source{values + row->base, is_used ? rest + row->base : nullptr, decay};
+    const Row* row, const float* values, const float* rest, const u32* forgotten, float decay,
+    const float* velocity = nullptr, float momentum = 0.0f) {
+    bool has_rest = rest && !(forgotten[row->region] & REST_OVERFLOWS);
+    bool has_velocity = velocity && !(forgotten[row->region] & VELOCITY_OVERFLOWS);
+    return Source{
+        values + row->base, has_rest ? rest + row->base : nullptr, decay,
+        has_velocity ? velocity + row->base : nullptr, momentum};
 }
 
 static __device__ __forceinline__ u32 warp_max(u32 value) {

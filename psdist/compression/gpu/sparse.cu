@@ -160,11 +160,11 @@ extern "C" __global__ void __launch_bounds__(256) select_chunks(
 // a whole region. bins: 2048 for each row, zeros before. digit: its bits, from `shift` on.
 extern "C" __global__ void __launch_bounds__(256) count_digits(
     const float* values, const float* rest, const Row* rows, u64 count, u32* flags, const u32* forgotten,
-    const Search* searches, u32* bins, float decay, u32 shift, u32 digit) {
+    const Search* searches, u32* bins, float decay, const float* velocity, float momentum, u32 shift, u32 digit) {
     __shared__ u32 counts[2048];
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay);
-    u32 mask = (1u << digit) - 1, prefix = searches[row - rows].prefix, most = 0;
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    u32 mask = (1u << digit) - 1, prefix = searches[row - rows].prefix, most = 0, found = 0;
     for (u32 i = threadIdx.x; i < 2048; i += 256) counts[i] = 0;
     __syncthreads();
     u64 low = (blockIdx.x - row->first) * HISTOGRAM_TILE, high = less(low + HISTOGRAM_TILE, row->size);
@@ -172,8 +172,9 @@ extern "C" __global__ void __launch_bounds__(256) count_digits(
         u32 magnitude = source.magnitude(i);
         most = magnitude > most ? magnitude : most;
         if ((u64)magnitude >> (shift + digit) == prefix) atomicAdd(&counts[magnitude >> shift & mask], 1u);
+        if (source.velocity && !is_finite(source.moved(i))) found = VELOCITY_OVERFLOWS;
     }
-    if (most >= INFINITY_BITS) flags[row->region] = 1;
+    if (most >= INFINITY_BITS) atomicOr(&flags[row->region], found | REST_OVERFLOWS);
     __syncthreads();
     u32* mine = bins + (row - rows) * 2048ull;
     for (u32 i = threadIdx.x; i < 2048; i += 256)
@@ -211,12 +212,12 @@ extern "C" __global__ void __launch_bounds__(256) choose_digit(
 // How many elements of a tile equal the threshold, where not all of those are kept.
 extern "C" __global__ void __launch_bounds__(256) count_ties(
     const float* values, const float* rest, const Row* rows, u64 count, const u32* forgotten, const Search* searches,
-    u32* counts, float decay) {
+    u32* counts, float decay, const float* velocity, float momentum) {
     __shared__ u32 sums[8];
     const Row* row = row_of(rows, count, blockIdx.x);
     const Search* search = searches + (row - rows);
     if (search->ties <= search->remaining) return;
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
     u64 low = (blockIdx.x - row->first) * HISTOGRAM_TILE, high = less(low + HISTOGRAM_TILE, row->size);
     u32 mine = 0;
     for (u64 i = low + threadIdx.x; i < high; i += 256) mine += source.magnitude(i) == search->prefix;
@@ -228,14 +229,14 @@ extern "C" __global__ void __launch_bounds__(256) count_ties(
 // so that there are fewer ties now than were counted: no search goes beyond the region for that.
 extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
     const float* values, const float* rest, const Row* rows, const u32* forgotten, Search* searches, const u32* counts,
-    float decay) {
+    float decay, const float* velocity, float momentum) {
     __shared__ u32 mine[256];
     __shared__ u64 tile;
     __shared__ u32 before;
     const Row* row = rows + blockIdx.x;
     Search* search = searches + blockIdx.x;
     if (search->ties <= search->remaining) return;
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
     u64 tiles = (row->size + HISTOGRAM_TILE - 1) / HISTOGRAM_TILE;
     if (threadIdx.x == 0) {
         before = 0;
@@ -261,9 +262,9 @@ extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
 // A block for each tile of 4096 elements: those above their region's threshold. searches: by region.
 extern "C" __global__ void __launch_bounds__(256) select_above(
     const float* values, const float* rest, float* after, const Row* rows, u64 count, const u32* forgotten,
-    const Search* searches, u32* bitmaps, float decay) {
+    const Search* searches, u32* bitmaps, float decay, const float* velocity, float momentum, float* moved) {
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
     const Search* search = searches + row->key;
     u32 threshold = search->prefix;
     u64 begin = row->start + (blockIdx.x - row->first) * 4096;
@@ -276,6 +277,7 @@ extern "C" __global__ void __launch_bounds__(256) select_above(
         u32 word = __ballot_sync(0xFFFFFFFFu, is_kept);
         if (threadIdx.x % 32 == 0) bitmap[8 * j + threadIdx.x / 32] = word;
         if (after && i < row->stop) after[row->base + i] = value;
+        if (moved && i < row->stop) moved[row->base + i] = source.moved(i);
     }
 }
 
@@ -350,15 +352,16 @@ static __device__ __forceinline__ u16 finite_brain(float value) {
 }
 
 // A thread for each task writes its part of the body, which is zeros before. scaled: elements that a scale stands for,
-// or 0. What is left out of values that are kept is written over the values themselves.
+// or 0. What is left out of values that are kept is written over the values themselves; their velocity, in `moved`, is
+// 0 from then on.
 extern "C" __global__ void __launch_bounds__(64) write_kept(
     const float* values, const float* rest, float* after, const Row* rows, u64 count, u64 tasks, const u32* forgotten,
-    const u32* bitmaps, const Kept* kept_of, const u32* totals, float decay, u32 bits, u32 chunk, u32 stride,
-    u32 scaled) {
+    const u32* bitmaps, const Kept* kept_of, const u32* totals, float decay, const float* velocity, float momentum,
+    float* moved, u32 bits, u32 chunk, u32 stride, u32 scaled) {
     u64 task = blockIdx.x * 64ull + threadIdx.x;
     if (task >= tasks) return;
     const Row* row = row_of(rows, count, task);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
     Kept kept = kept_of[task];
     u32 sent = totals[2 * (row - rows)], gap_bytes = totals[2 * (row - rows) + 1];
     u32 scales = scaled ? (u32)((row->stop + scaled - 1) / scaled - row->start / scaled) : 0;
@@ -387,6 +390,7 @@ extern "C" __global__ void __launch_bounds__(64) write_kept(
                 if (bits == 8) packed[at] = (u8)code; else atomicOr((u32*)packed + at / 16, code << at % 16 * 2);
             }
             if (after) after[row->base + row->start + place] = bits == 32 ? 0.0f : value - decoded;
+            if (moved) moved[row->base + row->start + place] = 0.0f;
             if (!is_raw) {
                 u32 gap = place - previous;
                 for (; gap >= 255; gap -= 255) *gap_at++ = 255;

@@ -98,7 +98,7 @@ class SparseCoder(Coder):
         run.launch(
             *("write_kept", -(-found.tasks // 64), 64, values, before, self.rest(memory)[1], rows, count),
             *(_U64(found.tasks), _U64(memory.forgotten), _U64(selected.bitmaps), _U64(selected.kept)),
-            *(_U64(selected.totals), _F32(self.decay)),
+            *(_U64(selected.totals), _F32(self.decay), *self.velocity(memory)),
             *(_U32(self.bits), _U32(self.chunk), _U32(self.stride), _U32(self.scaled)),
         )
 
@@ -134,7 +134,7 @@ class ChunkedTopKCoder(SparseCoder):
 
 
 class TopKCoder(SparseCoder):
-    """The largest elements of each region, without momentum."""
+    """The largest elements of each region."""
 
     def __init__(self, codec: TopK) -> None:
         super().__init__(codec, 32, 0)
@@ -152,7 +152,7 @@ class TopKCoder(SparseCoder):
         values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
             *("select_above", found.tasks, 256, values, before, self.rest(memory)[1], rows, count),
-            *(_U64(memory.forgotten), _U64(searches), _U64(bitmaps), _F32(self.decay)),
+            *(_U64(memory.forgotten), _U64(searches), _U64(bitmaps), _F32(self.decay), *self.velocity(memory)),
         )
         return bitmaps, kept
 
@@ -165,17 +165,19 @@ class TopKCoder(SparseCoder):
         searches, bins = run.scratch(_SEARCH_BYTES * len(whole)), run.scratch(_BINS_BYTES * len(whole))
         run.clear(searches, _SEARCH_BYTES * len(whole))
         run.clear(bins, _BINS_BYTES * len(whole))
-        flags, forgotten, decay = _U64(memory.flags), _U64(memory.forgotten), _F32(self.decay)
+        flags, forgotten = _U64(memory.flags), _U64(memory.forgotten)
+        weights = _F32(self.decay), *self.velocity(memory)[:2]
         for shift, digit in _DIGITS:
-            given = flags, forgotten, _U64(searches), _U64(bins), decay, _U32(shift), _U32(digit)
+            given = flags, forgotten, _U64(searches), _U64(bins), *weights, _U32(shift), _U32(digit)
             run.launch("count_digits", found.tasks, 256, values, before, rows, count, *given)
             ends = _U32(shift == _DIGITS[0][0]), _U32(shift == 0)
             run.launch("choose_digit", len(whole), 256, rows, _U64(searches), _U64(bins), _U32(digit), *ends)
         ties = _U64(run.scratch(4 * found.tasks))
         run.launch(
-            *("count_ties", found.tasks, 256, values, before, rows, count, forgotten, _U64(searches), ties, decay)
+            *("count_ties", found.tasks, 256, values, before, rows, count, forgotten, _U64(searches), ties, *weights)
         )
-        run.launch("find_ties_stop", len(whole), 256, values, before, rows, forgotten, _U64(searches), ties, decay)
+        places = rows, forgotten, _U64(searches), ties
+        run.launch("find_ties_stop", len(whole), 256, values, before, *places, *weights)
         return searches
 
 
@@ -192,6 +194,6 @@ def coder_of(codec: Codec) -> Coder | None:
             return SignCoder(codec)
         case ChunkedTopK():
             return ChunkedTopKCoder(codec)
-        case TopK(momentum=0.0):
+        case TopK():
             return TopKCoder(codec)
     return None

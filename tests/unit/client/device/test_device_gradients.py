@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), needs_compiler]
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
 CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
 RANDOM = PerTensor({"*": RandomK(0.25)}, min_elements=64)
+MOMENTUM = PerTensor({"v": TopK(0.1, momentum=0.9), "w": Int8()}, 64)
 ELEMENTS = 168
 BYTES = 4 * ELEMENTS
 
@@ -299,8 +300,9 @@ async def test_what_is_sent_again_is_the_same_bytes(start: Start, made: HostArra
     assert setup.weights.statistics().resent and len(payloads) == len({index for index, _ in payloads})
 
 
-async def test_gradients_may_move_between_memories(start: Start, made: HostArrays) -> None:
-    host, device = await start(), await start()
+@pytest.mark.parametrize("codec", [CODEC, MOMENTUM], ids=["int8", "momentum"])
+async def test_gradients_may_move_between_memories(start: Start, made: HostArrays, codec: PerTensor) -> None:
+    host, device = await start(compression=codec), await start(compression=codec)
     for seed in range(4):
         await host.weights.push(gradient(seed))
         await device.weights.push(there(gradient(seed)) if seed % 2 else gradient(seed))
@@ -316,8 +318,23 @@ async def test_what_is_left_out_is_read_where_a_snapshot_wants_it(start: Start, 
     assert isinstance(state["residual"], DeferredArray) and state["residual"].nbytes == BYTES
     assert len(made.device.copied) == before
     np.testing.assert_array_equal(state["residual"].copy(), kept)
+    assert "velocity" not in state
     setup.weights._steps.encoding.restore({name: array.copy() for name, array in state.items()})
     np.testing.assert_array_equal(residual(setup), kept)
+
+
+async def test_a_velocity_is_restored(start: Start, made: HostArrays) -> None:
+    host, device = await start(compression=MOMENTUM), await start(compression=MOMENTUM)
+    await host.weights.push(gradient(0)), await device.weights.push(there(gradient(0)))
+    state = device.weights._steps.encoding.save()
+    assert isinstance(state["velocity"], DeferredArray) and state["velocity"].nbytes == BYTES
+    kept = {name: array.copy() for name, array in state.items()}
+    await device.weights.push(there(gradient(1)))
+    device.weights._steps.encoding.restore(kept)
+    host.weights._steps.encoding.restore(kept)
+    await host.weights.push(gradient(2)), await device.weights.push(there(gradient(2)))
+    assert kept["velocity"].any()
+    assert [sent(device)[2, index] for index in range(3)] == [sent(host)[1, index] for index in range(3)]
 
 
 @pytest.mark.parametrize("codec", [None, CODEC], ids=["raw", "int8"])

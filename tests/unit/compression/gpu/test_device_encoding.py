@@ -31,6 +31,8 @@ CODECS = [
     ChunkedTopK(16, 4096), ChunkedTopK(9, 700, bits=8), ChunkedTopK(1, 16, bits=8, residual_decay=0.5),
     ChunkedTopK(60, 64), ChunkedTopK(64, 64), ChunkedTopK(2, 5000, bits=2, error_feedback=False), TopK(0.01),
     TopK(0.3), TopK(1.0), TopK(0.05, warm_up=3), TopK(1e-9, residual_decay=0.5), TopK(0.1, error_feedback=False),
+    TopK(0.01, momentum=0.9), TopK(0.3, momentum=0.5, residual_decay=0.7), TopK(0.02, momentum=0.9, warm_up=3),
+    TopK(1.0, momentum=0.9),
 ]  # fmt: skip
 SHORT = repr
 
@@ -153,6 +155,22 @@ def test_a_rest_is_forgotten_in_the_slices_that_come_first_too() -> None:
     assert both.host.totals.overflows == 1
 
 
+@pytest.mark.parametrize("parts", [None, [[0], [1, 2], [3]]], ids=["at once", "in parts"])
+def test_a_velocity_that_makes_a_sum_infinite_is_forgotten_in_its_region(parts: list[list[int]] | None) -> None:
+    both = BothEncoders(each_tensor(TopK(0.01, momentum=0.9)), layout_of((2000, 2000)), 1000)
+    values = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
+    values[1900:1964] = np.linspace(1e38, 1.7e38, 64, dtype=np.float32)
+    for _ in range(4):  # What is left out becomes too large, too.
+        both.push(values, parts)
+    assert both.host.totals.overflows >= 2
+
+
+def test_what_abstains_keeps_its_velocity() -> None:
+    both = BothEncoders(each_tensor(TopK(0.01, momentum=0.9)), LAYOUT, 500)
+    for seed, parts in enumerate([None, [[1, 2]], None]):
+        both.push(np.random.default_rng(seed).standard_normal(LAYOUT.total).astype(np.float32), parts)
+
+
 @pytest.mark.parametrize("gap", [1, 253, 254, 255, 256, 509, 510, 511, 4095, 4096])
 @pytest.mark.parametrize("codec", [TopK(0.001), ChunkedTopK(2, 5000)], ids=SHORT)
 def test_gaps_of_any_length(codec: Codec, gap: int) -> None:
@@ -187,7 +205,7 @@ def test_ties_that_are_overwritten_while_they_are_looked_for_lead_nowhere_else(c
     values, forgotten = run.upload(np.ones(region.size, np.float32)), run.upload(np.zeros(1, np.uint32))
     searches, counts = run.upload(search), run.upload(np.array([0, counted], np.uint32))
     addresses = [np.uint64(one) for one in (values, 0, run.upload(rows), forgotten, searches, counts)]
-    run.launch("find_ties_stop", 1, 256, *addresses, np.float32(1.0))
+    run.launch("find_ties_stop", 1, 256, *addresses, np.float32(1.0), np.uint64(0), np.float32(0.0))
     run.copy_out(search, searches)
     run.wait()
     assert search["stop"] == region.size
