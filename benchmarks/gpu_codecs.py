@@ -20,7 +20,7 @@ from benchmarks.gpu_updates import median_seconds
 from psdist.compression import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, TopK
 from psdist.compression.gpu.coders import PushNumbers
 from psdist.compression.gpu.encoder import DeviceEncoder, DevicePush
-from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.memory import DeviceVector, DoubleVector
 from psdist.compression.gpu.tables import SegmentRange
 from psdist.compression.regions import Region
 from psdist.gpu.device import Device
@@ -44,10 +44,9 @@ class Encoding:
         self._region = Region(0, values.size, codec, (values.size,))
         self._encoder = DeviceEncoder(device, [self._region])
         stream = self._encoder.launcher.stream
-        before = after = None
-        if self._encoder.coder(self._region).feeds_back:  # Else a worker has neither, and nothing is cleared.
-            before, after = (DeviceVector.allocate(device, values.size, stream) for _ in "ab")
-        self._push = DevicePush(values, before, after, PushNumbers(0, 0), np.zeros(1, np.uint32))
+        feeds_back = self._encoder.coder(self._region).feeds_back
+        rest = DoubleVector(device, values.size, stream) if feeds_back else None  # As in a worker: nothing to clear.
+        self._push = DevicePush(values, rest, None, PushNumbers(0, 0), np.zeros(1, np.uint32))
         starts = range(0, values.size, _SLICE)
         stops = [min(start + _SLICE, values.size) for start in starts]
         self._slices = [[SegmentRange(0, self._region, *bounds)] for bounds in zip(starts, stops, strict=True)]
