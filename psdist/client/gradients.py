@@ -89,8 +89,9 @@ class GradientVector:
 
     def device_buffers(self, number: int) -> dict[str, Any]:
         """Views of the vector of device ``number``. Raises DeviceUnavailableError, DeviceLostError."""
+        buffers = self.on_device(number).buffers()
         self._buffers_on_device = True
-        return self.on_device(number).buffers()
+        return buffers
 
     async def on_named(self, device: str | None) -> DeviceVectors | None:
         """The vectors on the device of this name; None for none. Raises as ``on_device``."""

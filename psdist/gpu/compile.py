@@ -30,8 +30,10 @@ _FOLDER: Final = Path(__file__).parent
 _SONAMES: Final = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so")
 #: Where toolkits are installed.
 _TOOLKIT: Final = "/usr/local/cuda"
-#: NVRTC's number of an error: among OPTIONS only the architecture is one that it may not know.
+#: NVRTC's numbers of errors: among OPTIONS only the architecture is one that it may not know; and its library of
+#: builtins cannot be loaded.
 _INVALID_OPTION: Final = 5
+_NO_BUILTINS: Final = 7
 #: Packages of the wheels, and where in them the library lies.
 _PACKAGES: Final = ("cuda_nvrtc", "cu13")
 
@@ -61,8 +63,14 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = OPTI
                 missing="nvrtc",
             )
         if result:
-            log = _taken(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program)
-            raise InternalError(f"NVRTC for {architecture} ({result}): {log.rstrip(bytes(1)).decode()}")
+            log = _taken(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).rstrip(bytes(1)).decode()
+            if result == _NO_BUILTINS:
+                raise DeviceUnavailableError(
+                    f"NVRTC lacks a part of itself ({log.strip():.2000}): install it anew, as by "
+                    "pip install -U --force-reinstall nvidia-cuda-nvrtc-cu12",
+                    missing="nvrtc",
+                )
+            raise InternalError(f"NVRTC for {architecture} ({result}): {log}")
         return _taken(library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN, program)
 
 
@@ -71,12 +79,21 @@ def nvrtc() -> Any:
     """NVRTC, loaded. Raises DeviceUnavailableError where it cannot be found."""
     for name in _candidates():
         with suppress(OSError):
+            _load_builtins(Path(name))
             library = ctypes.CDLL(name)
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
     raise DeviceUnavailableError(
         "NVRTC is not installed, which compiles kernels: pip install nvidia-cuda-nvrtc-cu12", missing="nvrtc"
     )
+
+
+def _load_builtins(path: Path) -> None:
+    """Loads what lies beside NVRTC, which then finds it by its name: the library of CUDA 13.0's wheel does not look in
+    its own folder."""
+    for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")) if path.is_absolute() else ():
+        with suppress(OSError):
+            ctypes.CDLL(str(builtins))
 
 
 def _candidates() -> Iterator[str]:

@@ -365,16 +365,28 @@ def _compiled(source: str, architecture: str) -> Path:
     library.nvrtcVersion(*map(ctypes.byref, version))
     key = "\0".join((source, architecture, *OPTIONS, *(str(part.value) for part in version)))
     file = f"psdist-{hashlib.sha256(key.encode()).hexdigest()}.cubin"
-    folder = Path(os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache")
-    if (folder / file).is_file():
+    folder = _cache_folder()
+    if folder is not None and (folder / file).is_file():
         return folder / file
     cubin = compile_source(source, architecture)
     try:
+        if folder is None:
+            raise FileNotFoundError
         return _written(folder, file, cubin)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix="psdist-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)  # CuPy reads the file when a kernel is looked for.
         return _written(folder, file, cubin)
+
+
+def _cache_folder() -> Path | None:
+    """Where CuPy has compiled kernels; None for a user without a home."""
+    if chosen := os.environ.get("CUPY_CACHE_DIR"):
+        return Path(chosen)
+    try:
+        return Path.home() / ".cupy" / "kernel_cache"
+    except RuntimeError:
+        return None
 
 
 def _written(folder: Path, file: str, content: bytes) -> Path:

@@ -67,6 +67,13 @@ def test_arrays_are_taken_and_given_where_they_lie(device: CudaDevice, library: 
     elsewhere = {name: 2 * array for name, array in buffers.items()}
     vectors.copy_out(vectors.gather(elsewhere), out)
     np.testing.assert_array_equal(out, 2 * values)
+    doubles = {
+        name: array.astype("float64") if library == "cupy" else array.double() for name, array in buffers.items()
+    }
+    tiny = next(iter(doubles.values())).reshape(-1)
+    tiny[:2] = -3e-45  # CuPy's own conversion would flush it to zero.
+    vectors.copy_out(vectors.gather(doubles), out)
+    assert out[0] == np.float32(-3e-45) == out[1] and np.array_equal(out[2:], values[2:])
     weights = vectors.arrays(values, copy=True)
     for tensor, start in zip(LAYOUT.tensors, LAYOUT.offsets, strict=False):
         np.testing.assert_array_equal(weights[tensor.name].get(), values[start : start + tensor.size])

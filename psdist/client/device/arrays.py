@@ -6,16 +6,20 @@ for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
+from psdist.compression.gpu.launcher import Launcher
 from psdist.compression.gpu.memory import DeviceVector
+from psdist.compression.gpu.tables import TILE
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -67,6 +71,9 @@ class CupyArrays:
         self.device: Device = open_device(name)
         self._cupy = import_module("cupy")
         self._number = device_number(name)
+        #: For conversions, of one thread at a time.
+        self._own: Launcher | None = None
+        self._lock = Lock()
 
     @contextmanager
     def _used(self, what: str) -> Iterator[None]:
@@ -102,15 +109,36 @@ class CupyArrays:
         """As ``DeviceArrays``."""
         if hasattr(value, "detach"):  # A torch tensor, without its graph. torch gives its bfloat16 to nobody.
             value = value.detach()
+            _check(name, str(value.dtype).removeprefix("torch."))
             value = value.float() if str(value.dtype) == "torch.bfloat16" else value
         with self._used(f"reading tensor {name!r}"):
             self._check_number(name, self._number_of(value))  # CuPy would copy what lies on another device.
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
-            self._check(name, array)
+            _check(name, np.dtype(array.dtype).name)
+            is_double = array.dtype == np.float64
             with self._converting():
-                taken = self._cupy.ascontiguousarray(array, dtype=np.float32)
+                taken = self._cupy.ascontiguousarray(array, dtype=np.float64 if is_double else np.float32)
+            if is_double:
+                taken = self._converted("narrow_doubles", taken, np.float32)
             return TakenArray(taken.data.ptr, tuple(array.shape), taken)
+
+    def _converted(self, kernel: str, array: Any, dtype: type[np.generic]) -> Any:
+        """A contiguous array in another dtype, rounded as by numpy, denormal numbers included."""
+        out = self._cupy.empty(array.shape, dtype)
+        size = math.prod(array.shape)
+        if size:
+            self.synchronize()  # The script's work on it.
+            with self._lock:
+                addresses = np.uint64(array.data.ptr), np.uint64(out.data.ptr)
+                self._launcher().launch(kernel, -(-size // TILE), 256, *addresses, np.uint64(size))
+                self._launcher().wait()
+        return out
+
+    def _launcher(self) -> Launcher:
+        if self._own is None:
+            self._own = Launcher(self.device)
+        return self._own
 
     def _number_of(self, value: Any) -> int:
         if hasattr(value, "__dlpack_device__"):
@@ -126,14 +154,6 @@ class CupyArrays:
                 "parameter set on one device"
             )
 
-    def _check(self, name: str, array: Any) -> None:
-        if np.dtype(array.dtype) not in NUMPY_DTYPES.values():
-            raise DTypeMismatchError(
-                f"tensor {name!r} has dtype {array.dtype}: use float32 (or float64, float16, bfloat16)",
-                tensor=name,
-                given=array.dtype,
-            )
-
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
         """As ``DeviceArrays``."""
         cuda = self._cupy.cuda
@@ -142,6 +162,8 @@ class CupyArrays:
             array = self._cupy.ndarray(shape, np.float32, cuda.MemoryPointer(memory, 4 * start))
             if dtype == "float32":
                 return array
+            if dtype == "float64":
+                return self._converted("widen_floats", array, np.float64)
             with self._converting():
                 return array.astype(NUMPY_DTYPES[dtype])
 
@@ -149,6 +171,13 @@ class CupyArrays:
         """As ``DeviceArrays``."""
         with self._used("what was given to it before"):
             self._cupy.cuda.runtime.deviceSynchronize()
+
+
+def _check(name: str, dtype: str) -> None:
+    if dtype not in NUMPY_DTYPES:
+        raise DTypeMismatchError(
+            f"tensor {name!r} has dtype {dtype}: use float32 (or float64, float16, bfloat16)", tensor=name, given=dtype
+        )
 
 
 @cache

@@ -168,6 +168,16 @@ extern "C" __global__ void __launch_bounds__(256) gather(float* vector, const Ro
     for (u64 i = low + threadIdx.x; i < high; i += 256) vector[row->base + i] = ((const float*)row->out)[i];
 }
 
+// float64 to float32 and back, a tile of 4096 elements for each block. CuPy's own conversions flush denormal numbers.
+extern "C" __global__ void __launch_bounds__(256) narrow_doubles(const double* from, float* to, u64 size) {
+    u64 low = blockIdx.x * 4096ull, high = less(low + 4096, size);
+    for (u64 i = low + threadIdx.x; i < high; i += 256) to[i] = (float)from[i];
+}
+extern "C" __global__ void __launch_bounds__(256) widen_floats(const float* from, double* to, u64 size) {
+    u64 low = blockIdx.x * 4096ull, high = less(low + 4096, size);
+    for (u64 i = low + threadIdx.x; i < high; i += 256) to[i] = (double)from[i];
+}
+
 // Elements [start, stop) of the rows from one vector to another.
 extern "C" __global__ void __launch_bounds__(256) copy_ranges(
     const float* from, float* to, const Row* rows, u64 count) {

@@ -81,6 +81,26 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
         compiling.nvrtc.cache_clear()
 
 
+def test_builtins_are_loaded_from_beside_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """That of CUDA 13.0 does not find them by itself."""
+    loaded: list[str] = []
+    monkeypatch.setattr(compiling.ctypes, "CDLL", loaded.append)
+    names = ["libnvrtc-builtins.alt.so.13.0", "libnvrtc-builtins.so.13.0", "libnvrtc.so.13"]
+    for name in names:
+        (tmp_path / name).write_text("")
+    compiling._load_builtins(tmp_path / names[2])
+    assert loaded == [str(tmp_path / names[1])]
+    compiling._load_builtins(Path("libnvrtc.so.13"))
+    assert len(loaded) == 1
+
+
+def test_an_nvrtc_without_its_builtins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling.nvrtc(), "nvrtcCompileProgram", lambda *_: 7)
+    with pytest.raises(DeviceUnavailableError, match="NVRTC lacks a part of itself") as caught:
+        compile_source(_SOURCE, "sm_90")
+    assert caught.value.details["missing"] == "nvrtc"
+
+
 def test_an_error_in_the_middle_is_a_lost_device() -> None:
     device = CudaDevice(FakeCupy(memGetInfo=FakeCudaError(700, "illegal address")), 0)
     assert device.name == "cuda:0 (Fake)"
@@ -137,6 +157,16 @@ def test_a_kernel_is_looked_up_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("CUPY_CACHE_DIR", raising=False)
+    monkeypatch.setattr(Path, "home", home)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
 

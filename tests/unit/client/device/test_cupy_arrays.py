@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from host_device import HostDevice, needs_compiler
 from numpy.typing import NDArray
 
 from psdist.client.device import arrays as device_arrays
@@ -117,6 +118,10 @@ class FakeCupy(ModuleType):
         self.imported += 1
         return FakeArray(value.values)
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> FakeArray:
+        assert self.current == 0
+        return FakeArray(np.empty(shape, dtype))
+
     def ascontiguousarray(self, array: FakeArray, dtype: Any) -> FakeArray:
         values = np.ascontiguousarray(array.values, dtype)
         return array if values is array.values else self.converted(values)
@@ -151,12 +156,30 @@ def test_an_array_of_float32_is_taken_where_it_lies(cupy: FakeCupy) -> None:
     assert (taken.address, taken.shape) == (values.ctypes.data, (2, 3)) and cupy.current == 5
 
 
-@pytest.mark.parametrize("values", [np.arange(6.0), np.arange(6, dtype=np.float16), np.arange(12, dtype="f4")[::2]])
+@pytest.mark.parametrize("values", [np.arange(6, dtype=np.float16), np.arange(12, dtype="f4")[::2]])
 def test_other_floats_are_converted(cupy: FakeCupy, values: NDArray[Any]) -> None:
     taken = CupyArrays("cuda").take("w", FakeArray(values))
     assert isinstance(taken.owner, FakeArray) and taken.owner.values.dtype == np.float32
     np.testing.assert_array_equal(taken.owner.values, values)
     assert taken.address == taken.owner.values.ctypes.data != values.ctypes.data
+
+
+@needs_compiler
+def test_float64_is_converted_by_a_kernel_that_keeps_denormal_numbers(
+    cupy: FakeCupy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_arrays, "open_device", lambda name: HostDevice())
+    arrays, cupy.conversion = CupyArrays("cuda"), AssertionError("CuPy's own kernels flush denormal numbers")
+    values = np.array([1.0, -0.0, 1e-41, -3e-45, 1e-60, 0.1, np.inf, 3.4e38] * 700)[:5001]
+    taken = arrays.take("w", FakeArray(values))
+    assert isinstance(taken.owner, FakeArray) and taken.shape == values.shape
+    narrowed = values.astype(np.float32)
+    assert taken.owner.values.tobytes() == narrowed.tobytes()
+    owner = FakeArray(narrowed)
+    vector = DeviceVector(arrays.device, owner.data.ptr, narrowed.size, owner)
+    made = arrays.make(vector, 1, (5000,), "float64")
+    assert made.values.tobytes() == narrowed[1:].astype(np.float64).tobytes()
+    assert arrays.take("w", FakeArray(np.zeros((0, 3)))).shape == (0, 3)
 
 
 def test_a_tensor_of_torch_is_taken_without_its_graph(cupy: FakeCupy) -> None:
@@ -175,6 +198,9 @@ def test_what_has_only_dlpack_is_taken_by_that(cupy: FakeCupy) -> None:
 def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
     with pytest.raises(DTypeMismatchError, match="'w' has dtype int32: use float32"):
         CupyArrays("cuda").take("w", FakeArray(np.arange(6, dtype=np.int32)))
+    tensor = FakeTorchTensor(np.zeros(6, np.uint8), "torch.float8_e4m3fn")  # torch has no array interface for it.
+    with pytest.raises(DTypeMismatchError, match="'w' has dtype float8_e4m3fn: use float32"):
+        CupyArrays("cuda").take("w", tensor)
     assert cupy.current == 5
 
 

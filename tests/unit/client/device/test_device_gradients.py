@@ -436,6 +436,8 @@ async def test_without_cupy_a_device_is_refused(start: Start) -> None:
         with pytest.raises(errors.DeviceUnavailableError, match=r"CuPy is not installed.*psdist\[gpu\]") as caught:
             await call(device="cuda")
         assert caught.value.details["missing"] == "cupy"
+    with pytest.raises(errors.InvalidArgumentError, match="call that first"):  # There are no buffers to name.
+        await setup.weights.push_pull_async(["v"])
     with pytest.raises(errors.DeviceUnavailableError, match="CuPy is not installed"):
         await setup.weights.push(there(gradient(0)))
     await setup.weights.push(gradient(0))
