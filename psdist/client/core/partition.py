@@ -119,13 +119,15 @@ def check_names(layout: Layout, values: Mapping[str, object]) -> None:
     """Raises UnknownTensorError, MissingTensorError or InvalidArgumentError unless ``values`` has all tensors."""
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(f"tensors must come as a dict of arrays by name, not {type(values).__name__}")
-    for tensor in layout.tensors:
-        if tensor.name not in values:
-            raise MissingTensorError(f"tensor {tensor.name!r} is missing: give all of {tensor_names(layout)}")
-    if len(values) > len(layout.tensors):
-        known = {tensor.name for tensor in layout.tensors}
-        unknown = next(name for name in values if name not in known)
-        raise UnknownTensorError(f"tensor {unknown!r:.100} is unknown: these parameters have {tensor_names(layout)}")
+    missing = next((tensor.name for tensor in layout.tensors if tensor.name not in values), None)
+    if missing is None and len(values) == len(layout.tensors):
+        return
+    known = {tensor.name for tensor in layout.tensors}
+    unknown = [f"{name!r:.100}" for name in values if name not in known]
+    if missing is None:
+        raise UnknownTensorError(f"tensor {unknown[0]} is unknown: these parameters have {tensor_names(layout)}")
+    given = f"; {join_names(unknown, 4)} was given, which they do not have" if unknown else ""
+    raise MissingTensorError(f"tensor {missing!r} is missing: give all of {tensor_names(layout)}{given}")
 
 
 def join_names(names: Sequence[str], shown: int = 8) -> str:
@@ -345,15 +347,18 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
     numbers: the tensors to look at, one of which has some; None for all.
     """
     counts = {}
-    infinite = False
+    infinite = has_nan = False
     for number in range(len(layout.tensors)) if numbers is None else numbers:
         part = flat[layout.offsets[number] : layout.offsets[number + 1]]
         if count := int(np.count_nonzero(~(np.abs(part) < OVERFLOW[dtype]))):
             counts[layout.tensors[number]] = count
             infinite = infinite or not bool(np.isfinite(part).all())
+            has_nan = has_nan or bool(np.isnan(part).any())
     tensor, count = next(iter(counts.items()))
     total = sum(counts.values())
-    cast = "" if infinite else f" after the cast to {dtype}"
+    cast = f" after the cast to {dtype}"
+    if infinite:  # A float64 may have been finite.
+        cast = "" if has_nan else f" as float32, whose largest number is {np.finfo(np.float32).max:.2g}"
     more = f" ({total} in all tensors)" if total > count else ""
     return NonFiniteGradientError(
         f"gradient {tensor.name!r} holds {count} NaN or Inf of {tensor.size} elements{cast}{more}: nothing of it was "

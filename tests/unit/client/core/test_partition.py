@@ -50,8 +50,15 @@ def test_bad_gradients(change: dict[str, object], error: type[Exception], words:
 
 
 def test_missing_tensor() -> None:
-    with pytest.raises(errors.MissingTensorError, match="'s' is missing"):
-        partition.flatten(LAYOUT, {name: value for name, value in GOOD.items() if name != "s"})
+    rest = {name: value for name, value in GOOD.items() if name != "s"}
+    with pytest.raises(errors.MissingTensorError, match=r"'s' is missing: give all of w, b, s, e$"):
+        partition.flatten(LAYOUT, rest)
+
+
+def test_a_misspelled_tensor_is_named() -> None:
+    misspelled = {name if name != "s" else "S": value for name, value in GOOD.items()}
+    with pytest.raises(errors.MissingTensorError, match=r"'s' is missing: .*; 'S' was given, which they do not have"):
+        partition.flatten(LAYOUT, misspelled)
 
 
 def test_no_dict() -> None:
@@ -109,7 +116,7 @@ def test_non_finite_names_the_tensor_and_the_count(bad: float) -> None:
     values["b"][1:] = bad
     flat = partition.flatten(LAYOUT, values)
     assert not partition.is_finite(flat, "float32")
-    with pytest.raises(errors.NonFiniteGradientError, match=r"'b' holds 2 NaN or Inf of 3 elements: "):
+    with pytest.raises(errors.NonFiniteGradientError, match=r"'b' holds 2 NaN or Inf of 3 elements(: | as float32)"):
         raise partition.non_finite(LAYOUT, flat, "float32")
 
 
@@ -123,7 +130,12 @@ def test_overflow_of_the_cast_is_found() -> None:
 
 def test_float64_beyond_float32_is_found() -> None:
     layout = partition.layout_of({"w": np.zeros(1)})
-    assert not partition.is_finite(partition.flatten(layout, {"w": np.array([1e300])}), "float32")
+    flat = partition.flatten(layout, {"w": np.array([1e300])})
+    assert not partition.is_finite(flat, "float32")
+    said = "holds 1 NaN or Inf of 1 elements as float32, whose largest number is 3.4e+38: nothing"
+    assert said in str(partition.non_finite(layout, flat, "float32"))
+    flat[0] = np.nan
+    assert "1 elements: nothing" in str(partition.non_finite(layout, flat, "float32"))
 
 
 def test_large_sums_are_no_alarm() -> None:
