@@ -1,5 +1,5 @@
-"""gRPC's fork handlers are off before gRPC is imported, by whichever module of psdist a script begins with: they crash
-forked children now and then."""
+"""What gRPC reads when it is imported is set before, by whichever module of psdist a script begins with: its fork
+handlers are off, as they crash forked children now and then, and its own log has errors alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import importlib, os, sys
 
 def on_import(event, arguments):
     if event == "import" and arguments[0] == "grpc":
-        print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"))
+        print(os.environ.get("GRPC_ENABLE_FORK_SUPPORT"), os.environ.get("GRPC_VERBOSITY"), sep="/")
 
 sys.addaudithook(on_import)
 importlib.import_module(sys.argv[1])
@@ -22,19 +22,20 @@ importlib.import_module(sys.argv[1])
 
 
 def imported_with(module: str, **environ: str) -> set[str]:
-    """What the setting is whenever grpc is asked for while ``module`` is imported in a new process."""
-    kept = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    """What the settings are whenever grpc is asked for while ``module`` is imported in a new process."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     output = subprocess.check_output([sys.executable, "-c", SCRIPT, module], env={**kept, **environ}, text=True)
     return set(output.split())
 
 
 @pytest.mark.parametrize("module", ["psdist.client.async_client", "psdist.wire.channels"])
-def test_the_handlers_are_off_when_grpc_is_imported(module: str) -> None:
-    assert imported_with(module) == {"0"}
+def test_they_are_set_when_grpc_is_imported(module: str) -> None:
+    assert imported_with(module) == {"0/ERROR"}
 
 
 def test_the_environment_counts() -> None:
-    assert imported_with("psdist.wire.channels", GRPC_ENABLE_FORK_SUPPORT="1") == {"1"}
+    environ = {"GRPC_ENABLE_FORK_SUPPORT": "1", "GRPC_VERBOSITY": "INFO"}
+    assert imported_with("psdist.wire.channels", **environ) == {"1/INFO"}
 
 
 def test_tests_fork_without_them() -> None:
