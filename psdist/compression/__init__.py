@@ -67,4 +67,7 @@ def resolve(compression: Codec | str | None) -> Codec:
         return compression
     if isinstance(compression, str) and compression in CODECS:
         return CODECS[compression]()
-    raise UnknownCodecError(f"codec {compression!r:.60} is unknown: use one of {', '.join(sorted(CODECS))}")
+    raise UnknownCodecError(
+        f"codec {compression!r:.60} is unknown: use one of {', '.join(sorted(CODECS))}, or an object such as "
+        "psdist.compression.TopK(0.01), which takes arguments"
+    )
