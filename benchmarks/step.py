@@ -110,7 +110,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise SystemExit("--plot needs matplotlib: pip install 'psdist[bench]'") from None
+        raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     shown = {"psdist": result["psdist"]} | {name: one for name, one in result["peers"].items() if "ms" in one}
     figure = Figure(figsize=(7, 0.6 + 0.5 * len(shown)), layout="constrained")
     axes = figure.subplots()

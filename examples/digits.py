@@ -35,7 +35,7 @@ def load() -> Pair:
     """
     spec = importlib.util.find_spec("sklearn")
     if spec is None or not spec.submodule_search_locations:
-        raise SystemExit("the digits are scikit-learn's: pip install 'psdist[examples]'")
+        raise SystemExit("the digits are scikit-learn's: pip install scikit-learn")
     table = np.loadtxt(
         Path(spec.submodule_search_locations[0], "datasets/data/digits.csv.gz"), np.float32, delimiter=","
     )

@@ -99,7 +99,7 @@ def script_flags() -> tuple[Flag, ...]:
         Flag("--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", "-t",
              torchrun("tee")),
         Flag("--tensorboard", "write TensorBoard files of what scripts report to DIR/RUN_ID (pip install "
-             "'psdist[tensorboard]')", Path, None, "DIR"),
+             "tensorboardX)", Path, None, "DIR"),
         Flag("--progress", "a line of what scripts report: auto (in place on a terminal), plain or off",
              one_of(*get_args(ProgressName)), "auto", "HOW"),
         Flag("--metrics-interval", "what scripts report is added up for so long", seconds(), METRICS_INTERVAL_SECONDS,

@@ -1,6 +1,6 @@
 """Where metrics go: a script registers a ``Tracker`` by ``context.add_tracker``, and the launcher has some of its own.
 
-``TensorBoardTracker`` writes event files (extra ``psdist[tensorboard]``), ``JsonLinesTracker`` lines of JSON.
+``TensorBoardTracker`` writes event files (extra ``tensorboard``), ``JsonLinesTracker`` lines of JSON.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class TensorBoardTracker:
             from tensorboardX.proto import event_pb2, summary_pb2
         except Exception as error:  # Some versions do not get on with the protobuf that is installed.
             raise ConfigurationError(
-                f"TensorBoard files need tensorboardX: pip install 'psdist[tensorboard]' ({error})"
+                f"TensorBoard files need tensorboardX: pip install -U tensorboardX ({error})"
             ) from None
         self._directory = Path(directory)
         self._make_writer = EventsWriter

@@ -65,7 +65,7 @@ def test_without_tensorboardx_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
         return real(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ConfigurationError, match=r"pip install 'psdist\[tensorboard\]'"):
+    with pytest.raises(ConfigurationError, match=r"pip install -U tensorboardX"):
         TensorBoardTracker(tmp_path)
 
 
