@@ -116,14 +116,14 @@ def main() -> None:
     text = read_text()
     model = CharGPT(options.width, options.layers, options.heads, options.context, options.recompute)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    rank, world, begin = 0, 1, 0
+    rank, world, step = 0, 1, 0
     if not options.plain:
         import psdist.torch  # psdist
 
         optimizer = psdist.torch.DistributedOptimizer(model, optimizer, max_grad_norm=1.0)  # psdist
-        rank, world, begin = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
+        rank, world, step = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
     began = time.perf_counter()
-    for step in range(begin, options.steps):  # a run that goes on from a snapshot does so at its step
+    while step < options.steps:
         passages = samples(text, options.batch, options.context, step)[rank::world]
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=options.bfloat16):
             loss = loss_of(model, passages)
@@ -132,10 +132,11 @@ def main() -> None:
         if options.plain:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if rank == 0 and (step + 1) % 20 == 0:
+        step = step + 1 if options.plain else optimizer.handle.step  # psdist
+        if rank == 0 and step % 20 == 0:
             seconds = time.perf_counter() - began
             bits = loss.item() / math.log(2)
-            print(f"step {step + 1:5}  loss {loss.item():.4f}  {bits:.2f} bits/character  {seconds:.1f} s", flush=True)
+            print(f"step {step:5}  loss {loss.item():.4f}  {bits:.2f} bits/character  {seconds:.1f} s", flush=True)
 
 
 if __name__ == "__main__":

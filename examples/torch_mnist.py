@@ -8,6 +8,7 @@ The lines marked with ``psdist`` are all that differs. Those marked with ``metri
 """
 
 import argparse
+import functools
 import gzip
 import time
 from pathlib import Path
@@ -55,6 +56,12 @@ def digits() -> tuple[Images, Images]:
     return (images[~test], classes[~test]), (images[test], classes[test])
 
 
+@functools.lru_cache(maxsize=1)
+def order_of(epoch: int, size: int) -> Tensor:
+    """The images of a pass over all of them, in an order that is the same for all workers."""
+    return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+
+
 def network(side: int) -> nn.Module:
     """Two convolutions and two layers, for images of ``side`` pixels squared."""
     return nn.Sequential(
@@ -88,29 +95,31 @@ def main() -> None:
     train, test = mnist(options.data) if options.data else digits()
     model = network(train[0].shape[-1])
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
-    rank, world, begin = 0, 1, 0
+    rank, world, step = 0, 1, 0
     if not options.plain:
         import psdist.torch  # psdist
 
         optimizer = psdist.torch.DistributedOptimizer(model, optimizer)  # psdist
-        rank, world, begin = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
+        rank, world, step = optimizer.context.rank, optimizer.context.world_size, optimizer.handle.step  # psdist
     steps = len(train[0]) // options.batch
-    for epoch in range(begin // steps, options.epochs):  # a run that goes on from a snapshot does so at its step
-        began = time.perf_counter()
-        order = torch.randperm(len(train[0]), generator=torch.Generator().manual_seed(epoch))
-        batches = order.split(options.batch)[max(0, begin - epoch * steps) : steps]
-        for batch in batches:
-            mine = batch[rank::world]
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(train[0][mine]), train[1][mine])
-            loss.backward()
-            optimizer.step()
-            if not options.plain:  # metrics
-                optimizer.context.report(loss=loss, samples=len(mine))  # metrics
-        if rank == 0:
-            rate = len(batches) * options.batch / (time.perf_counter() - began)
-            progress = f"epoch {epoch + 1}  loss {loss.item():.4f}"
-            print(f"{progress}  test accuracy {accuracy(model, test):.1%}  {rate:,.0f} images/s", flush=True)
+    first, began = step, time.perf_counter()
+    while step < options.epochs * steps:
+        epoch, number = divmod(step, steps)
+        batch = order_of(epoch, len(train[0]))[number * options.batch : (number + 1) * options.batch]
+        mine = batch[rank::world]
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(train[0][mine]), train[1][mine])
+        loss.backward()
+        optimizer.step()
+        if not options.plain:  # metrics
+            optimizer.context.report(loss=loss, samples=len(mine))  # metrics
+        step = step + 1 if options.plain else optimizer.handle.step  # psdist
+        if step // steps > epoch:
+            rate = (step - first) * options.batch / (time.perf_counter() - began)
+            if rank == 0:
+                progress = f"epoch {epoch + 1}  loss {loss.item():.4f}"
+                print(f"{progress}  test accuracy {accuracy(model, test):.1%}  {rate:,.0f} images/s", flush=True)
+            first, began = step, time.perf_counter()
 
 
 if __name__ == "__main__":

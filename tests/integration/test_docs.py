@@ -100,16 +100,61 @@ def test_the_program_of_the_page_on_optimizers_trains(tmp_path: Path) -> None:
 
 def test_the_readmes_run_ends_at_its_step_also_when_it_is_resumed(tmp_path: Path) -> None:
     script = _program_of("../README.md", tmp_path)
-    command = [sys.executable, "-m", "psdist.cli.main", "run", "--run-id", "line", "--nproc-per-node", "2", str(script)]
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--run-id", "line", "--nproc-per-node", "2"]
+    command += ["--storage-path", str(tmp_path / "runs"), str(script)]
     environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
     ends = []
-    for _ in range(2):
+    for is_resumed in (False, True):
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path, env=environ
         )
         assert done.returncode == 0, done.stderr
+        assert ("this run resumes" in done.stdout + done.stderr) == is_resumed
         ends += re.findall(r"^\[worker 0\] (.* after 200 steps)$", done.stdout, re.M)
     assert len(ends) == 2 and ends[0] == ends[1], ends
+
+
+def test_the_loop_for_torch_resumes_at_its_step(tmp_path: Path) -> None:
+    """That of the README, which is the one of the page on torch."""
+    first, second = (
+        re.findall(r"```diff\n(.*?)```", (DOCS / page).read_text(), re.S)[0] for page in ("../README.md", "torch.md")
+    )
+    assert first == second
+    script = tmp_path / "train.py"
+    lines = [line[1:] for line in first.splitlines() if not line.startswith("-")]
+    used = "    print('batches', step, batch.tolist(), flush=True)"
+    script.write_text(f"{_BEFORE_THE_LOOP}{chr(10).join(lines)}\n{used}\n")
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", "--run-id", "torch"]
+    command += ["--storage-path", str(tmp_path / "runs")]
+    environ = {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state")}
+    for count, steps in ((8, [0, 1, 2, 3]), (12, [4, 5])):
+        done = subprocess.run(
+            [*command, str(script), str(count)],
+            capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path, env=environ,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        shown = re.findall(r"^\[worker (\d)\] batches (\d+) \[(\d+)\.0\]$", done.stdout, re.M)
+        expected = [(rank, step, 2 * step + rank) for step in steps for rank in (0, 1)]
+        assert sorted(tuple(map(int, one)) for one in shown) == sorted(expected)
+
+
+_BEFORE_THE_LOOP = """
+import sys
+
+import torch
+
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+
+def loss_of(model, batch):
+    return model(batch).square()
+
+
+batches = [torch.tensor([float(number)]) for number in range(int(sys.argv[1]))]
+"""
 
 
 def _table(page: str, title: str) -> list[list[str]]:
