@@ -9,11 +9,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import psdist
+from psdist import compression
 from psdist.cli import run, worker
+from psdist.compression import pulls
+from psdist.compression.gpu.sparse_coders import coder_of
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
 from psdist.settings import exit_codes
@@ -211,6 +214,28 @@ def test_the_page_on_optimizers_has_each_with_its_defaults() -> None:
         own = {field.name for field in fields(optimizer)} - {"schedule", "max_grad_norm", "overrides"}
         assert own == given.keys()
         assert all(getattr(optimizer, key) == ast.literal_eval(value) for key, value in given.items()), name
+
+
+def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
+    """Also whether it can send weights, and whether a GPU encodes it."""
+    rows = {row[0].strip("`"): row for row in _table("compression.md", "Codecs") if len(row) == 7}
+    classes = {name: getattr(compression, name) for name in compression.__all__}
+    kinds = {name for name, one in classes.items() if isinstance(one, type) and issubclass(one, compression.Codec)}
+    assert rows.keys() == kinds - {"Codec", "Cast", "Compressor"}
+    names = {(cls.__name__, name) for name, cls in compression.CODECS.items() if isinstance(cls, type)}
+    assert names == {(codec, name) for codec, row in rows.items() for name in re.findall(r'"(\w+)"', row[1])}
+    for name, (_, text, _, arguments, feedback, weights, gpu) in rows.items():
+        own = {field.name: field.default for field in fields(classes[name])}
+        given = re.findall(r"`(\w+)=([^`]+)`", arguments)
+        assert given == [
+            (key, repr(value)) for key, value in own.items()
+            if value is not MISSING and key not in ("error_feedback", "residual_decay")
+        ]  # fmt: skip
+        if text and name != "Auto":
+            codec = classes[name]()
+            assert (weights == "yes") == (name in pulls._CODECS)
+            assert (gpu != "no") == (coder_of(codec) is not None)
+            assert (feedback == "none") == (not isinstance(codec, compression.Compressor))
 
 
 def _program_of(page: str, directory: Path) -> Path:

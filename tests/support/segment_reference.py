@@ -91,7 +91,7 @@ def _two(kept: Floats) -> Floats:
 
 
 def decode(payload: bytes, elements: int) -> Floats:
-    """What a valid payload encodes, as ``docs/compression.md`` says."""
+    """What a valid payload encodes, as ``docs/payload-format.md`` says."""
     out = np.zeros(elements, np.float32)
     at = done = 0
     while at < len(payload):

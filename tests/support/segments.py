@@ -1,4 +1,4 @@
-"""Encoded payloads as docs/compression.md specifies them, written by hand."""
+"""Encoded payloads as docs/payload-format.md specifies them, written by hand."""
 
 from __future__ import annotations
 

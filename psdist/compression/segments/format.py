@@ -1,6 +1,6 @@
 """The container of encoded payloads: segments, each a header and a body (CODEC_SEGMENTS on the wire).
 
-``docs/compression.md`` specifies the bytes. A payload covers the elements of one slice, in order and exactly.
+``docs/payload-format.md`` specifies the bytes. A payload covers the elements of one slice, in order and exactly.
 Everything is little-endian. A body is padded with zeros to a multiple of 4 bytes.
 """
 

@@ -1,7 +1,7 @@
 """Random numbers by counting: that of an element follows from a key and the element's number, whatever came before.
 
-So they need no state, and give the same for any cut into slices. ``docs/compression.md`` specifies them. Nothing here
-is for secrets. The functions take numbers, of numba too, and arrays alike.
+So they need no state, and give the same for any cut into slices. ``docs/payload-format.md`` specifies them. Nothing
+here is for secrets. The functions take numbers, of numba too, and arrays alike.
 """
 
 from __future__ import annotations

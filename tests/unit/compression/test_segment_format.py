@@ -1,4 +1,4 @@
-"""The examples of ``docs/compression.md``: golden bytes of each kind of segment."""
+"""The examples of ``docs/payload-format.md``: golden bytes of each kind of segment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from psdist.compression.segments.format import Kind
 from psdist.compression.segments.prepared import PreparedLowRank
 from psdist.types import TensorSpec
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "compression.md"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "payload-format.md"
 EXAMPLES = {
     name: (bytes.fromhex(data), np.array(values.split(), np.float32))
     for name, data, values in re.findall(r"```golden\n(.*)\n((?:[0-9a-f ]+\n)+)= (.*)\n```", PAGE.read_text("utf-8"))
