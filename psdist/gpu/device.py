@@ -153,8 +153,8 @@ def _cupy() -> Any:
         return import_module("cupy")
     except ImportError as error:
         raise DeviceUnavailableError(
-            f"CuPy is not installed, or cannot be loaded ({error}): pip install 'psdist[gpu]', or cupy-cuda13x where "
-            "the driver is of CUDA 13",
+            f"CuPy is not installed, or cannot be loaded ({error}): pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12 "
+            "nvidia-cuda-runtime-cu12, or cupy-cuda13x with its NVRTC where the driver is of CUDA 13",
             missing="cupy",
         ) from None
 

@@ -1,4 +1,4 @@
-"""Training of PyTorch models through psdist: needs the extra ``psdist[torch]``.
+"""Training of PyTorch models through psdist: needs the extra ``torch``.
 
 ``DistributedOptimizer`` trains a model on parameter servers in any consistency mode, and replaces the script's
 optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
@@ -10,7 +10,7 @@ from __future__ import annotations
 try:
     import torch as _torch
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install 'psdist[torch]'", name="torch") from error
+    raise ModuleNotFoundError("psdist.torch needs PyTorch: pip install torch", name="torch") from error
 
 from psdist.torch.conversion import convert_optimizer, convert_scheduler
 from psdist.torch.data_parallel import DistributedDataParallel

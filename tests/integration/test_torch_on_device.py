@@ -145,7 +145,7 @@ def test_without_cupy_a_warning_says_what_is_missing(
     alone: Context, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def open_arrays(_: int) -> None:
-        raise DeviceUnavailableError("CuPy is not installed: pip install 'psdist[gpu]'", missing="cupy")
+        raise DeviceUnavailableError("CuPy is not installed: pip install cupy-cuda12x", missing="cupy")
 
     monkeypatch.setattr(device_arrays, "open_arrays", open_arrays)
     monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 1)

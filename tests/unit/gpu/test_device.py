@@ -36,7 +36,7 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(DeviceUnavailableError, match=r"pip install 'psdist\[gpu\]'") as caught:
+    with pytest.raises(DeviceUnavailableError, match="pip install cupy-cuda12x") as caught:
         open_device("cuda")
     assert caught.value.details["missing"] == "cupy"
 

@@ -433,7 +433,7 @@ async def test_a_device_that_fails_is_a_typed_error(start: Start, made: HostArra
 async def test_without_cupy_a_device_is_refused(start: Start) -> None:
     setup = await start()
     for call in (setup.weights.pull, setup.weights.gradient_buffers):
-        with pytest.raises(errors.DeviceUnavailableError, match=r"CuPy is not installed.*psdist\[gpu\]") as caught:
+        with pytest.raises(errors.DeviceUnavailableError, match=r"CuPy is not installed.*cupy-cuda12x") as caught:
             await call(device="cuda")
         assert caught.value.details["missing"] == "cupy"
     with pytest.raises(errors.InvalidArgumentError, match="call that first"):  # There are no buffers to name.
