@@ -66,6 +66,14 @@ def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
 
 
+def test_workers_agree_on_a_mean_as_the_page_on_use_says(tmp_path: Path) -> None:
+    script = _program_of("use.md", tmp_path, number=1)
+    command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"accuracy .*", done.stdout) == ["accuracy 0.905"], done.stdout
+
+
 def test_the_program_of_the_page_on_torch_trains(tmp_path: Path) -> None:
     script = _program_of("torch.md", tmp_path)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
@@ -238,9 +246,9 @@ def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
             assert (feedback == "none") == (not isinstance(codec, compression.Compressor))
 
 
-def _program_of(page: str, directory: Path) -> Path:
-    """The only Python program of a page, as a file."""
-    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
+def _program_of(page: str, directory: Path, number: int = 0) -> Path:
+    """A Python program of a page, as a file."""
+    code = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)[number]
     script = directory / "program.py"
     script.write_text(code)
     return script
