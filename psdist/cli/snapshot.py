@@ -164,6 +164,7 @@ async def _export(given: Namespace) -> int:
         "tensors": written.tensors,
         "bytes": written.bytes,
         "overflowed": written.overflowed,
+        "left_out": list(written.left_out),
     }
     show(given.report, report, snapshot_table.show_exported)
     return OK
@@ -276,7 +277,7 @@ def _export_leaf() -> Leaf:
         _NAME,
         Flag("--format", f"{', '.join(export.FORMATS)} (default: by the name of the file, else safetensors)",
              one_of(*export.FORMATS), None, "FORMAT", twin=False),
-        Flag("--dtype", f"dtype of all tensors: {', '.join(export.DTYPES)} (default: each tensor's own)",
+        Flag("--dtype", f"dtype of floating-point tensors: {', '.join(export.DTYPES)} (default: each one's own)",
              one_of(*export.DTYPES), None, "DTYPE", twin=False),
         Flag("--parameters", "only these, by name, separated by commas", text, "", "NAMES", twin=False),
         Flag("--max-file-size", "begin another file past this size, such as 500MiB (default 5GB)", file_size, None,

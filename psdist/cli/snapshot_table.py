@@ -119,6 +119,8 @@ def show_exported(report: dict[str, Any]) -> None:
     if report["overflowed"]:
         lost = f"warning: {report['overflowed']:,} elements are too large for the dtype and became infinite"
         console.print(Text(lost, style="yellow"))
+    for sentence in report["left_out"]:
+        console.print(Text(f"warning: {sentence}", style="yellow"))
 
 
 def show_deleted(report: dict[str, Any]) -> None:

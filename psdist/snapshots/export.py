@@ -1,8 +1,9 @@
 """Exports a snapshot's weights for other programs: as safetensors, npz, or torch files.
 
 Tensors are read slice by slice, each verified, and written at once, so that memory does not grow with the model. Only
-a file in torch's format is assembled in memory. Files appear under their names when all are complete, or not at all.
-The optimizer's state is not exported, because only psdist can use it.
+a file in torch's format is assembled in memory; what is in the snapshot as bytes, such as a model's buffers, is held.
+Files appear under their names when all are complete, or not at all. The optimizer's state is not exported, because only
+psdist can use it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
+import math
 import os
 import zipfile
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
@@ -20,9 +22,10 @@ from typing import IO, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import ConfigurationError, StorageError, UnknownParametersError
 from psdist.snapshots.format import Manifest, ParametersState
+from psdist.snapshots.model_tensors import DTYPES as TENSOR_DTYPES
+from psdist.snapshots.model_tensors import StoredTensor, contents
 from psdist.snapshots.reader import SliceReader
 from psdist.snapshots.storage import Storage
 from psdist.types import ITEM_BYTES
@@ -31,16 +34,23 @@ FORMATS: Final = ("safetensors", "npz", "torch")
 DTYPES: Final = tuple(ITEM_BYTES)
 #: Formats whose readers do not know bfloat16, such as numpy.
 _WITHOUT_BFLOAT16: Final = ("npz",)
+#: They have tensors of these dtypes as float32.
+_UNKNOWN_TO_NUMPY: Final = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 FILE_BYTES_MAX: Final = 5_000_000_000
-_SAFETENSORS_DTYPES: Final = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_SAFETENSORS_DTYPES: Final = {
+    **{"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL", "complex64": "C64"},
+    **{f"{kind}{bits}": f"{kind[0].upper()}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)},
+    **{"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
     """What is exported.
 
-    dtype: of all tensors; None for each tensor's own. parameters: names of parameter sets; empty for all.
-    file_bytes_max: bytes of tensors after which another file is begun; a tensor is never divided.
+    dtype: of all tensors of floating-point numbers; None for each tensor's own. parameters: names of parameter sets;
+    empty for all. file_bytes_max: bytes of tensors after which another file is begun; a tensor is
+    never divided.
     """
 
     format: str = "safetensors"
@@ -62,37 +72,35 @@ class ExportOptions:
 class Exported:
     """What was exported.
 
-    files: in their order, the index last. overflowed: finite elements that became infinite in the dtype.
+    files: in their order, the index last. overflowed: finite elements that became infinite in the dtype. left_out: a
+    sentence for each kind of tensors that the snapshot has and cannot be exported.
     """
 
     files: tuple[Path, ...]
     tensors: int
     bytes: int
     overflowed: int
+    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
     """A tensor and the dtype that it is written in."""
 
-    name: str
-    state: ParametersState
-    number: int
+    tensor: StoredTensor
     dtype: str
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.state.layout.tensors[self.number].shape
+    def name(self) -> str:
+        return self.tensor.name
 
     @property
-    def elements(self) -> range:
-        """Its range of the flat vector."""
-        offsets = self.state.layout.offsets
-        return range(offsets[self.number], offsets[self.number + 1])
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
 
     @property
     def bytes(self) -> int:
-        return len(self.elements) * ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * TENSOR_DTYPES[self.dtype].itemsize
 
 
 async def export(
@@ -102,14 +110,17 @@ async def export(
     options: ExportOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Writes the weights of a snapshot to ``out``, or, if they are too large for one file, to several and an index.
+    """Writes the weights of a snapshot, and a model's buffers, to ``out``, or, if they are too large for one file, to
+    several and an index.
 
     progress: gets the bytes that are written, and the total.
     Raises ConfigurationError if a file exists already or two tensors have the same name, UnknownParametersError,
     StorageError if a file cannot be written, SnapshotCorruptError if the snapshot is not what was written; then no file
     of this export stays.
     """
-    items = _items(manifest, options)
+    _check_chosen(manifest, options)
+    found = await contents(storage, manifest, options.parameters)
+    items = _items(found.tensors, options)
     parts = _parts(items, options.file_bytes_max)
     paths = _paths(out, len(parts))
     index = out.with_name(f"{out.name}.index.json") if len(parts) > 1 else None
@@ -131,35 +142,36 @@ async def export(
         if index is not None:
             with keep(index) as raw:
                 raw.write(_index(paths, parts, total))
-    return Exported((*paths, *([index] if index else [])), len(items), total, overflowed)
+    return Exported((*paths, *([index] if index else [])), len(items), total, overflowed, found.left_out)
 
 
 # --- what is written where --------------------------------------------------------------------------------------------
 
 
-def _items(manifest: Manifest, options: ExportOptions) -> list[_Item]:
-    """Tensors in the order of the files: wide elements first, so that each lies at a multiple of its width."""
+def _check_chosen(manifest: Manifest, options: ExportOptions) -> None:
     known = {state.spec.name: state for state in manifest.parameters}
     for name in options.parameters:
         if name not in known:
             raise UnknownParametersError(
                 f"the snapshot {manifest.directory} has no parameters {name!r:.80}: it has {', '.join(known) or 'none'}"
             )
-    chosen = [state for state in manifest.parameters if not options.parameters or state.spec.name in options.parameters]
+
+
+def _items(tensors: Iterable[StoredTensor], options: ExportOptions) -> list[_Item]:
+    """Tensors in the order of the files: wide elements first, so that each lies at a multiple of its width."""
     items: list[_Item] = []
     owners: dict[str, str] = {}
-    for state in chosen:
-        for number, tensor in enumerate(state.layout.tensors):
-            if (other := owners.setdefault(tensor.name, state.spec.name)) != state.spec.name:
-                raise ConfigurationError(
-                    f"{other} and {state.spec.name} both have a tensor {tensor.name}: export one after the other, with "
-                    f"--parameters {other}"
-                )
-            dtype = options.dtype or tensor.dtype
-            if dtype == "bfloat16" and options.format in _WITHOUT_BFLOAT16:
-                dtype = "float32"
-            items.append(_Item(tensor.name, state, number, dtype))
-    return sorted(items, key=lambda item: -ITEM_BYTES[item.dtype])
+    for tensor in tensors:
+        if (other := owners.setdefault(tensor.name, tensor.owner)) != tensor.owner:
+            raise ConfigurationError(
+                f"{other} and {tensor.owner} both have a tensor {tensor.name}: export one after the other, with "
+                f"--parameters {other}"
+            )
+        dtype = (options.dtype if tensor.is_float else None) or tensor.dtype
+        if dtype in _UNKNOWN_TO_NUMPY and options.format in _WITHOUT_BFLOAT16:
+            dtype = "float32"
+        items.append(_Item(tensor, dtype))
+    return sorted(items, key=lambda item: -TENSOR_DTYPES[item.dtype].itemsize)
 
 
 def _parts(items: Sequence[_Item], bytes_max: int) -> list[list[_Item]]:
@@ -228,11 +240,22 @@ class _Source:
         self._reader = SliceReader(storage, manifest)
         self._kept: tuple[str, int, NDArray[np.float32]] | None = None
 
-    async def chunks(self, item: _Item) -> AsyncIterator[NDArray[np.float32]]:
-        """The elements of a tensor, in pieces."""
-        size, elements = item.state.slicing.slice_elements, item.elements
+    async def chunks(self, item: _Item) -> AsyncIterator[NDArray[Any]]:
+        """The elements of a tensor, in pieces; one that is there as bytes in one piece."""
+        tensor = item.tensor
+        if tensor.place is None:
+            yield tensor.decoded(None)
+        elif tensor.is_encoded:
+            pieces = [piece async for piece in self._pieces(tensor.place[0], tensor.elements)]
+            yield tensor.decoded(np.concatenate([np.empty(0, np.float32), *pieces]))
+        else:
+            async for piece in self._pieces(tensor.place[0], tensor.elements):
+                yield piece
+
+    async def _pieces(self, state: ParametersState, elements: range) -> AsyncIterator[NDArray[np.float32]]:
+        size = state.slicing.slice_elements
         for index in range(elements.start // size, -(-elements.stop // size) if elements else 0):
-            weights = await self._weights(item.state, index)
+            weights = await self._weights(state, index)
             start = index * size
             yield weights[max(0, elements.start - start) : elements.stop - start]
 
@@ -243,16 +266,17 @@ class _Source:
         return self._kept[2]
 
 
-def _cast(values: NDArray[np.float32], dtype: str) -> tuple[NDArray[Any], int]:
+def _cast(values: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
     """The values in a dtype, rounded to nearest, and how many of them became infinite."""
-    target = NUMPY_DTYPES[dtype] if dtype != "float64" else np.dtype(np.float64)
+    target = TENSOR_DTYPES[dtype]
     if target == values.dtype:
         return values, 0
+    wide = values if values.dtype == np.float64 else values.astype(np.float32, copy=False)
     with np.errstate(over="ignore", invalid="ignore"):
-        cast = values.astype(target)
-    if target.itemsize >= values.itemsize:
+        cast = wide.astype(target)
+    if target.itemsize >= wide.itemsize:
         return cast, 0
-    return cast, int(np.count_nonzero(np.isinf(cast.astype(np.float32)) & np.isfinite(values)))
+    return cast, int(np.count_nonzero(np.isinf(cast.astype(np.float32)) & np.isfinite(wide)))
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------
@@ -284,7 +308,8 @@ def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
     @contextlib.contextmanager
     def begin(item: _Item) -> Iterator[Callable[[Any], object]]:
         with archive.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True) as entry:
-            header = {"descr": f"<f{ITEM_BYTES[item.dtype]}", "fortran_order": False, "shape": item.shape}
+            descr = np.lib.format.dtype_to_descr(TENSOR_DTYPES[item.dtype])
+            header = {"descr": descr, "fortran_order": False, "shape": item.shape}
             np.lib.format.write_array_header_1_0(entry, header)
             yield entry.write
 

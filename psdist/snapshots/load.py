@@ -27,6 +27,7 @@ from psdist.errors import (
 )
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord, ParametersState
+from psdist.snapshots.model_tensors import DTYPES, Contents, contents
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
 from psdist.snapshots.storage import Storage
@@ -83,7 +84,8 @@ def load_snapshot(
 
     step: the snapshot of this step; None takes the newest, or, if that is corrupt, the one before, with a warning.
     parameters: name of a parameter set; None takes all in the snapshot, whose tensors must then have different names.
-    dtype: of all arrays, "float32", "float16", "bfloat16" or "float64"; None gives each tensor its own.
+    dtype: of all arrays of floating-point numbers, "float32", "float16", "bfloat16" or "float64"; None gives each
+        tensor its own.
     into: numpy arrays by name that are filled, each in its own dtype; the result then has these, and no others.
     strict: False does not fill arrays of ``into`` that the snapshot does not have; the result's ``missing`` and
         ``unexpected`` name what differs. True raises MissingTensorError or UnknownTensorError.
@@ -97,20 +99,26 @@ def load_snapshot(
         raise InvalidArgumentError("dtype and into cannot be given together: each array of into has its own dtype")
     _check_targets(into or {})
     storage = open_storage(url)
-    found, states, arrays = _wait(_load(storage, step, parameters))
+    found, states, stored, arrays = _wait(_load(storage, step, parameters))
     for sentence in found.skipped:
         warnings.warn(f"an older snapshot is used: {sentence}", RuntimeWarning, stacklevel=2)
+    for sentence in stored.left_out:
+        warnings.warn(sentence, RuntimeWarning, stacklevel=2)
     if into is not None:
         return _fill(Snapshot(into, found, states), arrays, into, strict)
-    dtypes = {tensor.name: dtype or tensor.dtype for state in states for tensor in state.layout.tensors}
     with np.errstate(over="ignore"):
-        typed = {name: array.astype(NUMPY_DTYPES[dtypes[name]], copy=False) for name, array in arrays.items()}
+        typed = {
+            tensor.name: arrays[tensor.name].astype(
+                DTYPES[(dtype if tensor.is_float else None) or tensor.dtype], copy=False
+            )
+            for tensor in stored.tensors
+        }
     return Snapshot(typed, found, states)
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-_Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], dict[str, AnyArray]]
+_Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], Contents, dict[str, AnyArray]]
 
 
 def _wait(load: Coroutine[Any, Any, T]) -> T:
@@ -131,12 +139,14 @@ async def _load(storage: Storage, step: int | None, parameters: str | None) -> _
     async for found in reader.usable(storage, where=wanted):
         states = _states(found, parameters)
         try:
-            arrays = await _read(storage, found, states)
+            stored = await contents(storage, found.manifest, () if parameters is None else (parameters,))
+            _check_owners(stored)
+            arrays = await _read(storage, found, stored)
         except SnapshotCorruptError as error:
             if await reader.is_committed(storage, found.commit):
                 corrupt.append(error.message)
             continue
-        return CommittedSnapshot(found.commit, found.manifest, (*found.skipped, *corrupt)), states, arrays
+        return CommittedSnapshot(found.commit, found.manifest, (*found.skipped, *corrupt)), states, stored, arrays
     if corrupt:
         raise SnapshotCorruptError(f"no snapshot in {storage.url} can be used: {'; '.join(corrupt)[:2000]}")
     raise await _unknown(storage, step)
@@ -160,27 +170,42 @@ def _states(found: CommittedSnapshot, parameters: str | None) -> tuple[Parameter
                 f"snapshot {found.manifest.directory} has no {parameters!r:.80}; it has {names}"
             )
         return (state,)
-    owners: dict[str, str] = {}
-    for state in states:
-        for tensor in state.layout.tensors:
-            if (other := owners.setdefault(tensor.name, state.spec.name)) != state.spec.name:
-                raise InvalidArgumentError(
-                    f"tensor {tensor.name!r} is in {other!r} and in {state.spec.name!r}: say which by parameters="
-                )
     return states
 
 
-async def _read(storage: Storage, found: CommittedSnapshot, states: tuple[ParametersState, ...]) -> dict[str, AnyArray]:
-    """All tensors as float32: views of one vector for each parameter set."""
-    slices, arrays = SliceReader(storage, found.manifest), {}
-    for state in states:
-        flat = np.empty(state.layout.total, np.float32)
-        for shard in range(len(state.shards)):
-            async for index, (weights, *_) in slices.slices(state, shard):
-                flat[slice(*state.slicing.bounds(index))] = weights
-        for tensor, start in zip(state.layout.tensors, state.layout.offsets, strict=False):
-            arrays[tensor.name] = flat[start : start + tensor.size].reshape(tensor.shape)
+def _check_owners(stored: Contents) -> None:
+    owners: dict[str, str] = {}
+    for tensor in stored.tensors:
+        if (other := owners.setdefault(tensor.name, tensor.owner)) != tensor.owner:
+            raise InvalidArgumentError(
+                f"tensor {tensor.name!r} is in {other!r} and in {tensor.owner!r}: say which by parameters="
+            )
+
+
+async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) -> dict[str, AnyArray]:
+    """All tensors: as float32, views of one vector for each parameter set; those that are there as bytes in their own
+    dtypes."""
+    slices, vectors = SliceReader(storage, found.manifest), dict[str, AnyArray]()
+    arrays: dict[str, AnyArray] = {}
+    for tensor in stored.tensors:
+        elements = None
+        if tensor.place is not None:
+            state = tensor.place[0]
+            if state.spec.name not in vectors:
+                vectors[state.spec.name] = await _vector(slices, state)
+            elements = vectors[state.spec.name][tensor.elements.start : tensor.elements.stop]
+        if elements is None or tensor.is_encoded:
+            elements = tensor.decoded(elements)
+        arrays[tensor.name] = elements.reshape(tensor.shape)
     return arrays
+
+
+async def _vector(slices: SliceReader, state: ParametersState) -> AnyArray:
+    flat = np.empty(state.layout.total, np.float32)
+    for shard in range(len(state.shards)):
+        async for index, (weights, *_) in slices.slices(state, shard):
+            flat[slice(*state.slicing.bounds(index))] = weights
+    return flat
 
 
 # --- into arrays of the caller ----------------------------------------------------------------------------------------
@@ -190,10 +215,8 @@ def _check_targets(into: Mapping[str, AnyArray]) -> None:
     for name, array in into.items():
         if not isinstance(array, np.ndarray) or not array.flags.writeable:
             raise InvalidArgumentError(f"into[{name!r:.100}] must be a writable numpy array")
-        if array.dtype not in NUMPY_DTYPES.values():
-            raise DTypeMismatchError(
-                f"into[{name!r:.100}] has dtype {array.dtype}: use one of {', '.join(NUMPY_DTYPES)}"
-            )
+        if array.dtype not in DTYPES.values():
+            raise DTypeMismatchError(f"into[{name!r:.100}] has dtype {array.dtype}: use one of {', '.join(DTYPES)}")
 
 
 def _fill(snapshot: Snapshot, arrays: Mapping[str, AnyArray], into: Mapping[str, AnyArray], strict: bool) -> Snapshot:
@@ -211,6 +234,11 @@ def _fill(snapshot: Snapshot, arrays: Mapping[str, AnyArray], into: Mapping[str,
     for name in both:
         if into[name].shape != arrays[name].shape:
             raise ShapeMismatchError(f"into[{name!r}] has shape {into[name].shape}, expected {arrays[name].shape}")
+        if not np.can_cast(arrays[name].dtype, into[name].dtype, "same_kind"):
+            raise DTypeMismatchError(
+                f"into[{name!r}] has dtype {into[name].dtype}, but the tensor is {arrays[name].dtype}: give an array "
+                "of that dtype"
+            )
     with np.errstate(over="ignore"):
         for name in both:
             np.copyto(into[name], arrays[name], casting="same_kind")

@@ -10,6 +10,7 @@ would lose steps for nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -279,6 +280,41 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
         yield part
     if whole.hexdigest() != state.digest:
         raise corrupt(path, "its digest is not that in the manifest")
+
+
+async def read_state_tensors(storage: Storage, manifest: Manifest, state: WorkerState, prefix: str) -> dict[str, bytes]:
+    """The bytes of those tensors in the state of a worker whose names begin with ``prefix``, by their names without it.
+    Of the others, such as residuals, only one part at a time is held. Raises SnapshotCorruptError."""
+    path = layouts.file_path(manifest.directory, state.file)
+    head, position = bytearray(), 0
+    ranges: dict[str, tuple[int, int]] | None = None
+    found: dict[str, bytearray] = {}
+    async for part in read_state(storage, manifest, state):
+        if ranges is None:
+            head += part
+            try:
+                ranges = _ranges(head, prefix)
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                raise corrupt(path, f"its header is none: {error}"[:300]) from None
+            if ranges is None:
+                continue
+            found, part = {name: bytearray() for name in ranges}, bytes(head)
+        for name, (start, stop) in ranges.items():
+            found[name] += part[max(0, start - position) : max(0, stop - position)]
+        position += len(part)
+    if ranges is None:
+        raise corrupt(path, "it ends in its header")
+    return {name.removeprefix(prefix): bytes(data) for name, data in found.items()}
+
+
+def _ranges(head: bytearray, prefix: str) -> dict[str, tuple[int, int]] | None:
+    """Where in a safetensors file tensors lie; None where ``head`` does not have its whole header."""
+    start = 8 + int.from_bytes(head[:8], "little")
+    if len(head) < max(8, start):
+        return None
+    entries = {name: entry for name, entry in json.loads(head[8:start]).items() if name.startswith(prefix)}
+    places = {name: [int(offset) for offset in entry["data_offsets"]] for name, entry in entries.items()}
+    return {name: (start + first, start + last) for name, (first, last) in places.items()}
 
 
 async def _read(storage: Storage, path: str, start: int, length: int) -> bytes:

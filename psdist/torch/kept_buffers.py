@@ -1,4 +1,5 @@
-"""Buffers of a model, such as running statistics, in the snapshots of its run.
+"""Buffers of a model, such as running statistics, in the snapshots of its run, and what these need to be read as its
+``state_dict``.
 
 Each worker has its own, so each hands in its own, and gets them back by its rank when the run goes on. A snapshot may
 have them with the batch in them that the worker was computing when it was taken.
@@ -9,7 +10,8 @@ Not here: what all workers begin with (``values``), buffers that workers have in
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from psdist.client.session.worker_state import BUFFERS, DeferredArray
+from psdist.client.session.worker_state import DeferredArray
 from psdist.client.sync_client import Client, Parameters
+from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
 from psdist.torch.inspection import COMPILED
-from psdist.torch.values import from_bytes, raw_bytes
+from psdist.torch.values import from_bytes, is_plain, raw_bytes
 
 logger = logging.getLogger("psdist")
 
@@ -32,25 +35,41 @@ class _BufferBytes(DeferredArray):
 
 
 class KeptBuffers:
-    """The buffers of ``model`` that its ``state_dict`` has. A module may replace one by another of its shape."""
+    """The buffers of ``model`` that its ``state_dict`` has. A module may replace one by another of its shape.
 
-    def __init__(self, model: nn.Module) -> None:
-        #: Who has each buffer, and its name there.
-        self._places = {
+    trained: names of the parameter sets of the model. fixed: that of the tensors ``fixed_tensors``, by their names.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: Iterable[str], fixed: str, fixed_tensors: Mapping[str, Tensor]
+    ) -> None:
+        buffers = {
             f"{prefix}.{key}".replace(COMPILED, "").removeprefix("."): (module, key)
             for prefix, module in model.named_modules()
             for key, buffer in module._buffers.items()
-            if buffer is not None and buffer.numel() and key not in module._non_persistent_buffers_set
+            if buffer is not None and key not in module._non_persistent_buffers_set
         }
+        #: Who has each buffer, and its name there.
+        self._places = {name: (module, key) for name, (module, key) in buffers.items() if module._buffers[key].numel()}
+        frozen = {name: tensor for name, tensor in fixed_tensors.items() if isinstance(tensor, nn.Parameter)}
+        plain = [name for name, tensor in frozen.items() if is_plain(tensor) and tensor.numel()]
+        encoded = {name: tensor for name, tensor in frozen.items() if name not in plain}
+        encoded |= {name: module._buffers[key] for name, (module, key) in buffers.items()}
+        self._description = ModelDescription(
+            tuple(trained), fixed, tuple(plain),
+            {name: _form(tensor) for name, tensor in encoded.items()}, _aliases(model, buffers),
+        )  # fmt: skip
+        self._description_bytes = len(self._description.to_bytes())
+        self._is_needed = bool(fixed_tensors or self._description.aliases)
         self._is_restored = False
 
     def keep(self, client: Client, handle: Parameters) -> None:
         """Has them in snapshots from now on, with the pushes of ``handle``. Where the run goes on from a snapshot, they
         become what it has of this rank. A worker for which there is nothing logs a warning."""
-        if not self._places:
+        if not self._is_needed:
             return
         handle.keep_state(self._save, self._restore, prefix=BUFFERS)
-        if not self._is_restored and (client.joins_late(handle.name) or handle.restored):
+        if self._places and not self._is_restored and (client.joins_late(handle.name) or handle.restored):
             logger.warning(
                 "buffers of %r (%s) begin with the values that they had when training began, and not where it goes on: "
                 "no snapshot has those of this worker, or others train already, which have their own. Save the model "
@@ -59,7 +78,16 @@ class KeptBuffers:
             )  # fmt: skip
 
     def _save(self) -> dict[str, DeferredArray]:
-        return {name: _BufferBytes(self._buffer(name).nbytes, partial(self._read, name)) for name in self._places}
+        state: dict[str, DeferredArray] = {DESCRIPTION: _BufferBytes(self._description_bytes, self._describe)}
+        return state | {
+            name: _BufferBytes(self._buffer(name).nbytes, partial(self._read, name)) for name in self._places
+        }
+
+    def _describe(self) -> NDArray[np.uint8]:
+        now = {name: _form(self._buffer(name)) for name in self._places}
+        return np.frombuffer(
+            replace(self._description, encoded={**self._description.encoded, **now}).to_bytes(), np.uint8
+        )
 
     def _buffer(self, name: str) -> Tensor:
         module, key = self._places[name]
@@ -77,3 +105,20 @@ class KeptBuffers:
             # By data, as a backward pass that is under way would refuse a change.
             buffer.data.copy_(from_bytes(state[name], buffer).view_as(buffer))
             self._is_restored = True
+
+
+def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
+
+
+def _aliases(model: nn.Module, buffers: Container[str]) -> dict[str, str]:
+    """The other names that a ``state_dict`` has tensors under. buffers: names of those that are kept one by one."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
+        for key, tensor in (module._parameters | own).items():
+            name = f"{prefix}.{key}".replace(COMPILED, "").removeprefix(".")
+            if tensor is not None and first.setdefault(id(tensor), name) != name and name not in buffers:
+                aliases[name] = first[id(tensor)]
+    return aliases

@@ -107,9 +107,10 @@ def offload(
     give_back_buffers()
     for group in wrapped.param_groups if wrapped is not None else ():
         group["params"] = [materializer.replaced.get(one, one) for one in group["params"]]
-    share_fixed(context.client, f"{name}/-/fixed", fixed_tensors(model, tensors.trained))
+    fixed, fixed_name = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
+    share_fixed(context.client, fixed_name, fixed)
     take_turns(made)
-    KeptBuffers(model).keep(context.client, made[0].handle)
+    KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
     rates = Rates(spec, wrapped, scheduler, made[0].handle)
     then = ModelParameters(model, parameters_of(wrapped))

@@ -115,7 +115,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
         self._wrapped = wrapped
         self._pull()
-        KeptBuffers(model).keep(client, self.handle)
+        KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).keep(client, self.handle)
         if self._overlaps:
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)

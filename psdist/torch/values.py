@@ -92,19 +92,20 @@ def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
 
 def to_finite(tensor: Tensor) -> NDArray[np.float32]:
     """A tensor as finite float32 that a parameter set can hold: a float32 parameter as it is, all else as bytes."""
-    return _plain(tensor) if _is_plain(tensor) else as_bytes(tensor)
+    return _plain(tensor) if is_plain(tensor) else as_bytes(tensor)
 
 
 def take_finite(tensor: Tensor, array: NDArray[np.float32]) -> None:
     """Gives ``tensor`` the values of which ``array`` is ``to_finite``."""
-    if _is_plain(tensor):
+    if is_plain(tensor):
         write_into(tensor, array)
     else:
         with torch.no_grad():
             tensor.copy_(from_bytes(array, tensor).view_as(tensor))
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor that is not trained crosses a parameter set as it is."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
 
 

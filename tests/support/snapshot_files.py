@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from psdist import BSP
 from psdist.optim import Adam
 from psdist.snapshots import format as layout
-from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile
+from psdist.snapshots.format import CommitRecord, Manifest, ParametersState, ShardFile, WorkerState
 from psdist.snapshots.opening import open_storage
 from psdist.types import DType, Layout, ParametersSpec, TensorSpec
 
@@ -53,8 +53,10 @@ def write(
     run_id: str = "digits",
     shards: int = 2,
     size: int = 5,
+    kept: Mapping[tuple[str, int], bytes] = {},
 ) -> CommitRecord:
-    """Commits a snapshot of parameters by name, each of tensors by name: (declared dtype, values)."""
+    """Commits a snapshot of parameters by name, each of tensors by name: (declared dtype, values). kept: the files of
+    the states that workers keep themselves, by parameters and rank."""
     states: list[ParametersState] = []
     contents: dict[str, bytes] = {}
     for number, (name, own) in enumerate(tensors.items()):
@@ -63,6 +65,11 @@ def write(
         state, files = parameters(name, specs, flat, step, number, shards, size)
         states.append(state)
         contents |= files
+    own_states = []
+    for (name, rank), data in kept.items():
+        file = layout.state_file_name(list(tensors).index(name), rank)
+        own_states.append(WorkerState(name, rank, step, file, len(data), layout.digest_of(data)))
+        contents[file] = data
     directory = layout.directory_name(step, 1, sequence, "abcdef")
     manifest = Manifest(
         run_id=run_id,
@@ -73,6 +80,7 @@ def write(
         configuration={"replicas": 1},
         parameters=tuple(states),
         psdist_version="0.1.0",
+        states=tuple(own_states),
     )
     data = manifest.to_bytes()
     commit = CommitRecord(

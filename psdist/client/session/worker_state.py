@@ -35,6 +35,7 @@ from psdist.errors import (
     PsdistError,
     SnapshotFailedError,
 )
+from psdist.snapshots.model_description import BUFFERS
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits
 
@@ -70,8 +71,6 @@ _PART_BYTES: Final = 1 << 20
 
 #: What psdist keeps itself, beside the user's state, has names that begin like this.
 OWN: Final = "psdist."
-#: What ``psdist.torch`` keeps has names that begin like this.
-BUFFERS: Final = "psdist-buffers."
 _RESERVED: Final = (OWN, BUFFERS)
 
 
