@@ -12,6 +12,7 @@ snapshots do not have them: that is what ``DistributedOptimizer`` is for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
@@ -32,6 +33,8 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import write_into
+
+logger = logging.getLogger("psdist")
 
 #: A tensor that has 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
@@ -115,6 +118,13 @@ class DistributedDataParallel(nn.Module):
             flags[_USED] = np.zeros(len(shapes), np.float32)
         #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
+        if self.handle.restored:
+            logger.warning(
+                "%r goes on from snapshot %s, in which a DistributedDataParallel keeps neither weights nor optimizer: "
+                "they begin as the script has them now. Load the script's own checkpoint before wrapping the model, or "
+                "use psdist.torch.DistributedOptimizer, whose runs go on from snapshots",
+                name, self.handle.restored,
+            )  # fmt: skip
         #: Whose values all workers begin with, and whose buffers all have: also where a run is resumed, as a snapshot
         #: has the values of its beginning, and a script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")

@@ -46,8 +46,10 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)) * 5
 
 
-def test_data_parallel_training_goes_on_from_what_the_script_loaded(tmp_path: Path) -> None:
-    """And not from the values of the first start, which the snapshot has."""
+def test_data_parallel_training_goes_on_from_what_the_script_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And not from the values of the first start, which the snapshot has. Each worker says so."""
 
     def train(context: Context, loaded: dict[str, Any] | None, first: int) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(context.rank)
@@ -65,8 +67,11 @@ def test_data_parallel_training_goes_on_from_what_the_script_loaded(tmp_path: Pa
 
     with life(tmp_path) as both:
         (_, saved), _ = both(lambda context: train(context, None, 0))
+    assert "DistributedDataParallel" not in caplog.text
     with life(tmp_path) as both:
         ends = both(lambda context: train(context, saved if context.rank == 0 else None, 3))
+    warnings = [record.getMessage() for record in caplog.records if "DistributedDataParallel" in record.getMessage()]
+    assert len(warnings) == 2 and all("Load the script's own checkpoint" in text for text in warnings)
     for begun, _ in ends:
         for name, value in saved.items():
             assert torch.equal(begun[name], value), f"{name} as rank 0 loaded it"
