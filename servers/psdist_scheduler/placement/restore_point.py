@@ -87,8 +87,9 @@ class Resume:
         if needing and not spec.reset_optimizer:
             raise SettingsMismatchError(
                 f"settings differ from {whose}: {'; '.join(needing)}. The optimizer's state there is of no use with "
-                "that: pass reset_optimizer=True to client.parameters() on every worker, which begins the optimizer's "
-                f"state anew from the snapshot's weights; or {_REMEDY}"
+                "that: pass reset_optimizer=True to client.parameters(), or to DistributedOptimizer or offload of "
+                "psdist.torch, on every worker, which begins the optimizer's state anew from the snapshot's weights; "
+                f"or {_REMEDY}"
             )
 
     def resets(self, spec: ParametersSpec) -> bool:

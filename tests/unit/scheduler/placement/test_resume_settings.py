@@ -163,7 +163,7 @@ def test_what_the_state_is_of_no_use_with_needs_a_reset(case: str) -> None:
     error = refused(d, optimizer=new)
     assert isinstance(error, SettingsMismatchError)
     assert f"'mlp' as snapshot {first_snapshot(d)} has it: {text}. " in error.message
-    assert "reset_optimizer=True to client.parameters()" in error.message
+    assert "reset_optimizer=True to client.parameters(), or to DistributedOptimizer" in error.message
     assert "anew from the snapshot's weights" in error.message and "another --run-id" in error.message
     assert d.map.parameters == () and d.cluster.registry.all == ()
     (worker,) = (member for member in d.cluster.members.workers)
