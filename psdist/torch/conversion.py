@@ -200,7 +200,8 @@ def _simple(scheduler: lr_scheduler.LRScheduler) -> Schedule:
 def _unknown(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"{type(scheduler).__name__} cannot be converted: {why}. Use a schedule of psdist.optim, such as "
-        "psdist.optim.Cosine(total_steps, warmup_steps=...), in a specification of psdist.optim"
+        "psdist.optim.Cosine(total_steps, warmup_steps=...), in a specification of psdist.optim; or "
+        "psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
     )
 
 

@@ -176,7 +176,8 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
     ],
 )
 def test_other_schedulers_are_named(make: Callable[[Any], lr_scheduler.LRScheduler], said: str) -> None:
-    with pytest.raises(InvalidArgumentError, match=re.escape(said)):
+    remedy = "psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
+    with pytest.raises(InvalidArgumentError, match=f"{re.escape(said)}.*{remedy}"):
         convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
 
 
