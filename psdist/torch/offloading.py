@@ -39,7 +39,7 @@ from psdist.torch.offloaded.layer import OffloadedLayer
 from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.offloaded.turns import take_turns
-from psdist.torch.optimizer import groups_of, parameters_of, specification_of
+from psdist.torch.optimizer import groups_of, parameters_of, refuse_steps, specification_of
 from psdist.torch.rates import Rates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
@@ -146,6 +146,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._align()
         rates.begin(self.param_groups)
         passes.listen(self._check)
+        self._refusal = refuse_steps(wrapped, "optimizer that offload() returned")
         self._is_made = True
 
     @property
@@ -214,6 +215,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Takes the hooks off the model, whose weights stay on the servers. The context stays open."""
         self._passes.close()
+        if self._refusal is not None:
+            self._refusal.remove()
 
     # --- what torch's optimizers have ---
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils.hooks import RemovableHandle
 
 from psdist.client.context import Context, init
 from psdist.client.session.drops import OnDrop
@@ -125,6 +126,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the very groups that its scheduler writes to
         self._rates.begin(self.param_groups)
+        self._refusal = refuse_steps(wrapped, "DistributedOptimizer")
         self._is_made = True
 
     # --- the step ---
@@ -278,6 +280,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Takes the hooks off the model, which keeps its weights. The context stays open."""
         self._stream.close()
+        if self._refusal is not None:
+            self._refusal.remove()
 
     # --- what torch's optimizers have ---
 
@@ -327,6 +331,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
     """The parameters of a torch optimizer; None where there is none."""
     return None if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def refuse_steps(wrapped: torch.optim.Optimizer | None, taker: str) -> RemovableHandle | None:
+    """Has ``step()`` of a torch optimizer raise InvalidArgumentError, until the handle is removed: it would change
+    weights that the servers hold, and leave them waiting for the step. taker: the class that has its place."""
+    if wrapped is None:
+        return None
+
+    def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
+        raise InvalidArgumentError(
+            f"step() of a torch.optim.{type(optimizer).__name__} that was given to psdist: the servers make its steps. "
+            f"Call step() and zero_grad() of the {taker} instead; close() of that gives the model back to this one"
+        )
+
+    return wrapped.register_step_pre_hook(refuse)
 
 
 def specification_of(

@@ -224,6 +224,27 @@ def test_a_weight_is_one_number(alone: Context, name: str, wrap: Callable[..., A
             optimizer.set_weight(weight)
 
 
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_the_optimizer_that_was_given_makes_no_steps(alone: Context, name: str, wrap: Callable[..., Any]) -> None:
+    """Until it has its model back. Nothing is changed, so that the step can still be made as it should."""
+    model = mlp()
+    other = copy.deepcopy(model)
+    given = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = wrap(model, given, name=name)
+    loss_of(model, BATCHES(0)).backward()
+    with pytest.raises(
+        InvalidArgumentError, match=r"step\(\) of a torch.optim.SGD that was given to psdist: .*instead"
+    ):
+        given.step()
+    optimizer.step()
+    if wrap is DistributedOptimizer:
+        loss_of(other, BATCHES(0)).backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        assert distance(model, other) < 1e-5
+    optimizer.close()
+    given.step()
+
+
 def test_a_second_backward_pass_needs_no_sync(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
     model, _ = wrapped
     loss_of(model, BATCHES(0)).backward()
