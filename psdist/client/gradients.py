@@ -82,8 +82,10 @@ class GradientVector:
         if self._device is not None:
             self._device.unregister()
 
-    def buffers(self) -> dict[str, NDArray[np.float32]]:
-        """Views of the vector, by tensor name."""
+    def buffers(self, *, is_checked: bool = True) -> dict[str, NDArray[np.float32]]:
+        """Views of the vector, by tensor name. is_checked: whether it is looked for buffers that nobody writes to."""
+        if not is_checked:
+            self._stale.stop()
         self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False
         return dict(self._buffers)
 

@@ -258,7 +258,7 @@ class AsyncParameters(ProcessBound):
             await self._steps.release_memory(shared=False)
             mine.take_turns(theirs)
 
-    async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
+    async def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
         process, and where memory is shared, not to the servers either.
 
@@ -268,10 +268,11 @@ class AsyncParameters(ProcessBound):
 
         device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
             (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        is_checked: False gives no warning, for who surely writes all of them for every push, as psdist.torch does.
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         async with self._steps.call():
-            return await self._steps.gradient_buffers(device)
+            return await self._steps.gradient_buffers(device, is_checked)
 
     async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
         """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest

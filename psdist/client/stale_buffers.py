@@ -42,6 +42,10 @@ class StaleBufferCheck:
         self._misses = 0
         self._is_over = False
 
+    def stop(self) -> None:
+        """Who writes to the buffers is known."""
+        self._is_over = True
+
     def on_push(self, number: int, vector: Flat) -> None:
         """Push ``number`` is about to send the buffers, which are ``vector``. One that is made again does not count."""
         if self._is_over or number == self._push or not vector.size:

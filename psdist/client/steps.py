@@ -248,14 +248,14 @@ class Steps:
             await self._exchange.shared_memory.share_gradients()
         return bucket
 
-    async def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
+    async def gradient_buffers(self, device: str | None, is_checked: bool) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
         number = None if device is None else device_number(device)
         if self._bucket_step is None or not self._bucket_step.open:
             await self._exchange.shared_memory.share_gradients()
         await self._retry(self._exchange.open)
         if number is None:
-            return self._gradients.buffers()
+            return self._gradients.buffers(is_checked=is_checked)
         return await in_thread(lambda: self._gradients.device_buffers(number))
 
     async def keep_state(self, save: Save, restore: Restore, prefix: str) -> None:

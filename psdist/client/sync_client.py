@@ -479,7 +479,7 @@ class Parameters(ProcessBound):
         """
         loop.shared().call(self._handle.keep_state(save, restore, prefix=prefix))
 
-    def gradient_buffers(self, device: str | None = None) -> dict[str, Any]:
+    def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
         """Writable float32 arrays in the tensors' shapes, by name, always the same: pushing exactly these copies
         nothing in this process, and where memory is shared, not to the servers either.
 
@@ -489,9 +489,10 @@ class Parameters(ProcessBound):
 
         device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
             (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        is_checked: False gives no warning, for who surely writes all of them for every push, as psdist.torch does.
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
-        return loop.shared().call(self._handle.gradient_buffers(device))
+        return loop.shared().call(self._handle.gradient_buffers(device, is_checked=is_checked))
 
 
 class Bucket(ProcessBound):

@@ -30,7 +30,7 @@ def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str,
     if number is not None and handle.statistics().compression.encodes_on_device:
         arrays = _on_device(handle, number)
     if arrays is None:
-        arrays = handle.gradient_buffers()
+        arrays = handle.gradient_buffers(is_checked=False)
     return arrays, {name: as_tensor(array) for name, array in arrays.items()}
 
 

@@ -33,7 +33,8 @@ class GradientPlace:
     def of(self, layer: OffloadedLayer, name: str) -> Tensor:
         """Where the gradient of a parameter of ``layer`` is put. Begins the layer's turn; nobody else has one."""
         if self.holder is None:
-            self._buffers = {key: torch.from_numpy(one) for key, one in layer.handle.gradient_buffers().items()}
+            arrays = layer.handle.gradient_buffers(is_checked=False)
+            self._buffers = {key: torch.from_numpy(one) for key, one in arrays.items()}
             self.holder, self.is_used = layer, True
         assert self.holder is layer, "the place has gradients of another layer"
         return self._buffers[name]
