@@ -2,7 +2,7 @@
 
 The names a script uses, loaded when they are first used, so that ``import psdist`` costs nothing. ``psdist.init()``
 gives a launched script its ``Context``; ``psdist.Client()`` is the connection alone. In a launched script the import
-installs the exception hook of ``psdist.client.process.tracebacks``.
+installs the exception hook of ``psdist.client.process.tracebacks``; in others ``init()`` does.
 
 The import turns gRPC's fork handlers off, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers crash a forked child now and then (grpcio 1.85: 3 of 40 forks), and a script may fork, for a data loader say. A

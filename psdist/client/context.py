@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
 
-from psdist.client.process import loop
+from psdist.client.process import loop, tracebacks
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
@@ -172,6 +172,7 @@ def init(
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     with _lock:
         if _current is None:
+            tracebacks.install_alone()
             _current = _connect(given)
             loop.shared().end_on_sigterm()
         elif given:

@@ -1,12 +1,13 @@
-"""The exception hook of a script that a launcher started: a short traceback, and an exit status for wrong settings.
+"""The exception hook of a script: a short traceback, and, for launchers, an exit status for wrong settings.
 
 Frames of psdist, and of libraries that psdist called, are left out of a traceback: the call in the script and the
 message say what is wrong. A line below says how many were left out; with ``PSDIST_FULL_TRACEBACK=1`` all are printed.
 An exception that is none of psdist's, and was raised within it, is printed whole, because it may be a defect.
 
-The hook is installed when psdist is imported in such a process, since errors may be raised before ``psdist.init()``.
-The hook that was there before prints the traceback. An error that would come again with every attempt ends the script
-with ``exit_codes.CONFIGURATION`` or ``exit_codes.LATE``, at which launchers do not start it again.
+In a script that a launcher started the hook is installed when psdist is imported, since errors may be raised before
+``psdist.init()``. The hook that was there before prints the traceback. An error that would come again with every
+attempt ends the script with ``exit_codes.CONFIGURATION`` or ``exit_codes.LATE``, at which launchers do not start it
+again. In any other script ``psdist.init()`` installs it, where no hook but Python's is there; statuses are Python's.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ _FULL: Final = "PSDIST_FULL_TRACEBACK"
 _LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
-def install() -> None:
+def install_alone() -> None:
+    """Makes this module's hook that of a process without a launcher, unless it has one."""
+    if sys.excepthook is sys.__excepthook__:
+        install(chooses_status=False)
+
+
+def install(*, chooses_status: bool = True) -> None:
     """Makes this module's hook the process's."""
     previous = sys.excepthook
 
@@ -33,7 +40,7 @@ def install() -> None:
         if os.environ.get(_FULL, "0") in ("", "0"):
             shorten(error)
         previous(kind, error, error.__traceback__)
-        if status := status_of(error):
+        if chooses_status and (status := status_of(error)):
             # SystemExit is how a hook chooses the status.
             raise SystemExit(status)
 

@@ -76,6 +76,29 @@ def test_without_a_launcher_nothing_is_installed() -> None:
     assert subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True).stdout == b"True\n"
 
 
+_ALONE = """
+import sys
+{before}
+import psdist
+def of_script():
+    psdist.init(scheduler="nowhere")
+of_script()
+"""
+
+
+@pytest.mark.parametrize("before", ["", "sys.excepthook = lambda kind, error, trace: print('mine:', kind.__name__)"])
+def test_without_a_launcher_init_installs_it_unless_there_is_one(before: str) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
+    command = [sys.executable, "-c", _ALONE.format(before=before)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 1, "Python's own, as nobody is told not to start the script again"
+    if before:
+        assert done.stdout == "mine: ConfigurationError\n" and not done.stderr
+    else:
+        assert "in of_script" in done.stderr and "context.py" not in done.stderr
+        assert "of psdist left out; PSDIST_FULL_TRACEBACK=1 shows all)" in done.stderr
+
+
 def test_the_hook_before_prints_the_traceback_and_cleanup_runs(tmp_path: Path) -> None:
     script = """
 import atexit, sys
