@@ -80,7 +80,8 @@ def load_snapshot(
     into: Mapping[str, AnyArray] | None = None,
     strict: bool = True,
 ) -> Snapshot:
-    """The weights in a committed snapshot of the storage at ``url``, a directory or a URL.
+    """The weights in a committed snapshot of the storage at ``url``, a directory or a URL. Of a model of psdist.torch
+    it has what the model's ``state_dict`` has, with the buffers of the lowest rank; a warning names what is left out.
 
     step: the snapshot of this step; None takes the newest, or, if that is corrupt, the one before, with a warning.
     parameters: name of a parameter set; None takes all in the snapshot, whose tensors must then have different names.

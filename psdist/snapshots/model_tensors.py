@@ -99,7 +99,7 @@ async def contents(storage: Storage, manifest: Manifest, parameters: Collection[
     Raises SnapshotCorruptError, StorageError.
     """
     models = [model for state in manifest.parameters if (model := await _model(storage, manifest, state)) is not None]
-    chosen = [state for state in manifest.parameters if _is_wanted(state, parameters)]
+    chosen = [state for state in manifest.parameters if _is_wanted(manifest, state, parameters)]
     plain = {model.description.fixed: model.description.plain for model in models}
     tensors, unknown, unreadable = list[StoredTensor](), list[str](), list[str]()
     for state in chosen:
@@ -119,10 +119,12 @@ async def contents(storage: Storage, manifest: Manifest, parameters: Collection[
     return Contents(tuple(tensors), tuple(_sentences(manifest, unknown, unreadable)))
 
 
-def _is_wanted(state: ParametersState, parameters: Collection[str]) -> bool:
+def _is_wanted(manifest: Manifest, state: ParametersState, parameters: Collection[str]) -> bool:
+    name = state.spec.name
     if parameters:
-        return state.spec.name in parameters
-    return not (isinstance(state.spec.optimizer, Mean) and state.spec.name.endswith(_AGREEMENTS))
+        return name in parameters
+    is_agreement = isinstance(state.spec.optimizer, Mean) and name.endswith(_AGREEMENTS)
+    return not (is_agreement and manifest.state(name.rpartition("/")[0]) is not None)
 
 
 async def _model(storage: Storage, manifest: Manifest, state: ParametersState) -> _Model | None:

@@ -298,6 +298,8 @@ async def read_state_tensors(storage: Storage, manifest: Manifest, state: Worker
                 raise corrupt(path, f"its header is none: {error}"[:300]) from None
             if ranges is None:
                 continue
+            if sum(max(0, stop - start) for start, stop in ranges.values()) > state.length:
+                raise corrupt(path, "its header has tensors that overlap")
             found, part = {name: bytearray() for name in ranges}, bytes(head)
         for name, (start, stop) in ranges.items():
             found[name] += part[max(0, start - position) : max(0, stop - position)]

@@ -141,8 +141,19 @@ def test_a_newer_description_is_refused(tmp_path: Path) -> None:
         found(tmp_path, state(described(format=2)))
 
 
+OVERLAPS = json.dumps({BUFFERS + name: {"data_offsets": [0, 80]} for name in "abc"}).encode()
+
+
 @pytest.mark.parametrize(
-    "data", [b"", b"short", b"\xff" * 8 + b"{}", b"\x02" + b"\0" * 7 + b"[]", b"\x04" + b"\0" * 7 + b'{"":']
+    "data",
+    [
+        len(OVERLAPS).to_bytes(8, "little") + OVERLAPS,
+        b"",
+        b"short",
+        b"\xff" * 8 + b"{}",
+        b"\x02" + b"\0" * 7 + b"[]",
+        b"\x04" + b"\0" * 7 + b'{"":',
+    ],
 )
 def test_a_state_that_is_no_safetensors_file_is_corrupt(tmp_path: Path, data: bytes) -> None:
     with pytest.raises(SnapshotCorruptError, match="header"):
