@@ -295,8 +295,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and the step. The optimizer's state is on the servers, and in the snapshots that the run takes;
-        ``psdist snapshot export`` writes it to files."""
+        """The settings and the step. The optimizer's state is on the servers, and in the snapshots that the run takes,
+        from which a run goes on; ``psdist snapshot export`` writes the model's ``state_dict`` to files."""
         step = self.handle.step
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": step}}
