@@ -109,6 +109,21 @@ def test_an_export_is_the_state_dict_of_the_lowest_rank(
         same(arrays | {"narrow": arrays["narrow"].to(torch.bfloat16)}, state)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_dtype_is_that_of_floating_point_tensors(
+    trained: tuple[str, dict[str, Tensor]], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """As ``module.to(dtype)`` casts."""
+    storage, state = trained
+    arguments = ["--out", str(tmp_path / "m.safetensors"), "--dtype", str(dtype).removeprefix("torch.")]
+    assert SNAPSHOT.run(["export", storage, *arguments], {}) == 0
+    read = safetensors.torch.load_file(tmp_path / "m.safetensors")
+    assert read.keys() == state.keys()
+    for name, value in state.items():
+        wanted = value.to(dtype) if value.is_floating_point() else value
+        assert read[name].dtype == wanted.dtype and torch.equal(read[name], wanted), name
+
+
 def test_load_snapshot_gives_the_state_dict(trained: tuple[str, dict[str, Tensor]]) -> None:
     storage, state = trained
     snapshot = psdist.load_snapshot(storage)
