@@ -95,6 +95,11 @@ class Shutdown:
         """Whether the run is ending."""
         return self._phase is not _Phase.RUNNING
 
+    @property
+    def snapshot_is_ahead(self) -> bool:
+        """Whether a snapshot is still to be started."""
+        return self._saves and self._table.ever_connected and self._stage < STOP_ORDER.index("snapshot")
+
     def begin(self, end: Finish, now: float) -> list[Effect]:
         """Begins to stop everything. The run ends with ``end``, whose culprit may be a worker that failed."""
         self._end = end

@@ -17,8 +17,9 @@ While the run goes on:
 * When all workers have succeeded, the run does.
 
 How everything is stopped then is in ``shutdown``. No snapshot is taken where servers or the scheduler are the cause.
-The user's first signal begins the shutdown, and changes nothing where that is under way already. A second one kills all
-processes at once, and leaves the snapshot out. Nothing that happens during the shutdown changes the cause.
+The user's first signal begins the shutdown, and changes nothing where that is under way already. Another one kills all
+processes at once, and leaves the snapshot out. One that comes within ``REPEAT_SECONDS`` of the first is its repeat, and
+is ignored. Nothing that happens during the shutdown changes the cause.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ from psdist.settings import exit_codes
 #: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_ALLOWED: Final = 5
 QUICK_SECONDS: Final = 10.0
+#: One stop may arrive several times: ``timeout`` signals its child, and then the group that the child is in.
+REPEAT_SECONDS: Final = 1.0
 #: Exit statuses with which every attempt of a worker would end, and what is said of them.
 _RECURRING: Final = {
     exit_codes.CONFIGURATION: " (wrong settings or arguments: not restarted)",
@@ -159,7 +162,8 @@ class Supervisor:
         self._shutdown = Shutdown(self.table, policy)
         #: Workers that succeeded without having connected, in the order of their exits.
         self._unconnected: list[ProcessKey] = []
-        self._interrupted = False
+        #: When the first signal came.
+        self._interrupted_at: float | None = None
         #: Elastic: the first worker that failed for good, and whether another one succeeded.
         self._first_failure: Finish | None = None
         self._succeeded = False
@@ -252,11 +256,15 @@ class Supervisor:
         return [*(() if is_cause else (Say(cause.message),)), *self._check_all_ended(now)]
 
     def _on_signal(self, signum: int, now: float) -> list[Effect]:
-        if self._interrupted:
-            self._shutdown.leave_snapshot_out()
-            return [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.of(role)]
-        self._interrupted = True
         name = signal.Signals(signum).name
+        if self._interrupted_at is not None:
+            if now < self._interrupted_at + REPEAT_SECONDS:
+                return []
+            lost = "; what was trained since the last snapshot is not saved" if self._shutdown.snapshot_is_ahead else ""
+            self._shutdown.leave_snapshot_out()
+            kills = [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.of(role)]
+            return [Say(f"{name} again: all processes are killed{lost}"), *kills]
+        self._interrupted_at = now
         if self.stopping:
             return [Say(f"{name}: the run is ending already; once more kills its processes")]
         said = Say(f"{name}: stopping all processes; once more kills them")

@@ -89,7 +89,6 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
     for process in stage.started:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-            process.send_signal(signal.SIGTERM)
             process.wait()
         if process.stdout is not None:
             process.stdout.close()
@@ -128,6 +127,8 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     status, text = stage.run("status")
     assert status == 0 and saved["directory"] in text and "snapshots: every 10 min and at the end" in text, text
 
+    # `timeout` sends it twice.
+    run.send_signal(signal.SIGTERM)
     run.send_signal(signal.SIGTERM)
     text, _ = run.communicate()
     assert run.returncode == 143 and re.search(r"\[snapshot\] \d\d:\d\d:\d\d step", text), text

@@ -95,19 +95,32 @@ def test_no_snapshot_of_what_is_lost_or_was_never_used() -> None:
     assert machine.on(Exited(W1, 0), 2.0)[1:] == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
 
 
-def test_a_second_signal_leaves_the_snapshot_out() -> None:
+def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
     machine = supervisor(saves=True)
     machine.on(Connected(W0), 0.5)
     machine.on(Interrupted(signal.SIGINT), 1.0)
     machine.on(Exited(W0, -15, True), 1.1)
     assert machine.on(Exited(W1, -15, True), 1.2) == [Start(SNAPSHOT, 0)]
-    kills = machine.on(Interrupted(signal.SIGINT), 1.3)
+    said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
+    # The end of the snapshot is told by itself.
+    assert said == Say("SIGINT again: all processes are killed")
     assert set(kills) == {Kill(key, signal.SIGKILL) for key in (S0, S1, SCHEDULER, SNAPSHOT)}
     machine = supervisor(saves=True)
     machine.on(Connected(W0), 0.5)
     machine.on(Interrupted(signal.SIGINT), 1.0)
-    machine.on(Interrupted(signal.SIGINT), 1.1)
+    lost = "what was trained since the last snapshot is not saved"
+    assert machine.on(Interrupted(signal.SIGINT), 2.0)[0] == Say(f"SIGINT again: all processes are killed; {lost}")
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
+
+
+def test_one_stop_that_arrives_twice_is_one_stop() -> None:
+    machine = supervisor(saves=True)
+    machine.on(Connected(W0), 0.5)
+    machine.on(Interrupted(signal.SIGTERM), 1.0)
+    assert machine.on(Interrupted(signal.SIGTERM), 1.02) == [] == machine.on(Interrupted(signal.SIGINT), 1.9)
+    machine.on(Exited(W0, -15, True), 1.9)
+    assert machine.on(Exited(W1, -15, True), 1.9) == [Start(SNAPSHOT, 0)]
+    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 2.0)
 
 
 def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time() -> None:
@@ -125,7 +138,7 @@ def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time() ->
     machine.on(Exited(W0, 0), 1.0)
     machine.on(Exited(W1, 0), 1.0)
     machine.on(Interrupted(signal.SIGTERM), 1.1)
-    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 1.2)
+    assert Kill(SNAPSHOT, signal.SIGKILL) in machine.on(Interrupted(signal.SIGTERM), 2.2)
 
 
 def test_a_scheduler_that_cannot_begin_is_not_started_again() -> None:
@@ -368,7 +381,9 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
 def test_a_second_signal_kills_at_once() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGINT), 1.0)
-    kills = machine.on(Interrupted(signal.SIGINT), 1.1)
+    said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
+    # Without a storage there was nothing to save.
+    assert said == Say("SIGINT again: all processes are killed")
     assert kills == [Kill(key, signal.SIGKILL) for key in (W0, W1, S0, S1, SCHEDULER)]
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
 
