@@ -195,8 +195,6 @@ async def _supervise(
                 stop_timeout_seconds=script.stop_timeout_seconds,
                 durable=services.replicas > 1 or services.snapshots is not None,
                 saves=services.snapshots is not None and options.policy.at_end,
-                # Where no storage was asked for, a failed snapshot is only a warning.
-                unsaved_status=exit_codes.UNSAVED if options.storage else exit_codes.OK,
             ),
             lifeline=services.lifeline,
             metrics=metrics.descriptor,

@@ -10,7 +10,7 @@ not hold its machine. Half of that time is for the common end, then a second SIG
 call of psdist.
 
 Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown begins, except
-that a run that succeeded ends with ``unsaved_status`` if its snapshot fails.
+that a run that succeeded ends with ``UNSAVED`` if its snapshot fails.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class RunPolicy:
     elastic: whether a worker that failed for good leaves the others to go on.
     durable: whether what a server holds outlives it, so that the run goes on without it.
     saves: whether a snapshot is taken at the end.
-    unsaved_status: exit status of a run that succeeded, but for that snapshot.
     """
 
     restarts_max: int = 3
@@ -62,7 +61,6 @@ class RunPolicy:
     stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
     durable: bool = False
     saves: bool = False
-    unsaved_status: int = exit_codes.OK
     elastic: bool = False
 
 
@@ -114,10 +112,11 @@ class Shutdown:
         """Takes the end of a process, which the table has no longer."""
         effects: list[Effect] = []
         if event.key == _SNAPSHOT and event.returncode != 0:
-            if self._end.status == 0:
-                self._end = replace(self._end, status=self._policy.unsaved_status)
-            why = describe(event.returncode)
-            effects.append(Say(f"what was trained since the last snapshot is not saved: {why}"))
+            self._end = replace(self._end, status=self._end.status or exit_codes.UNSAVED)
+            # Where the snapshot failed by itself, its last line says why.
+            how = f": the last one was {describe(event.returncode)}" if event.returncode < 0 else ""
+            lost = f"what was trained since the last snapshot is not saved{how}"
+            effects.append(Say(f"{lost}; the run ends with exit status {self._end.status}"))
         if not self._table.of(STOP_ORDER[self._stage]):
             effects += self._stop_from(self._stage + 1, now)
         return effects

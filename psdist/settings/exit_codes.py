@@ -23,7 +23,7 @@ UNAVAILABLE: Final = 69
 INFRASTRUCTURE: Final = 70
 #: The CUDA device of a server failed while it was used. What it held is lost; the run goes on from its copies.
 DEVICE_LOST: Final = 71
-#: The scripts succeeded, but the snapshot at the end failed, for which a storage was named.
+#: The scripts succeeded, but the snapshot at the end failed.
 UNSAVED: Final = 74
 #: A script gave psdist wrong settings or arguments, the token is wrong, or there is no CUDA device as it was asked for:
 #: it would fail again, so it is not started again.

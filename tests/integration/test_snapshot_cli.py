@@ -24,7 +24,7 @@ import numpy as np, psdist
 gradient = {"w": np.ones((300, 200), np.float32)}
 with psdist.init() as context:
     model = context.client.parameters(
-        "model",
+        "renamed" if "rename" in sys.argv else "model",
         init={"w": np.zeros((300, 200), np.float32)},
         optimizer=psdist.optim.SGD(lr=1.0),
         consistency=psdist.BSP(),
@@ -151,6 +151,15 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     status, text = stage.train("--fresh", "train.py")
     assert status == 2 and "has 3 snapshots" in text and "--fresh" in text, text
     assert "the run goes on" not in text and "begins at" not in text
+
+
+def test_a_renamed_parameter_set_is_told_at_once_and_ends_with_a_status(stage: Stage) -> None:
+    assert stage.train("train.py")[0] == 0
+    status, text = stage.train("train.py", "rename")
+    assert status == 74 and "'renamed' is not in snapshot" in text and "The snapshot has 'model'" in text, text
+    assert "'model', which the snapshot before has, was not created" in text, text
+    assert "what was trained since the last snapshot is not saved; the run ends with exit status 74" in text, text
+    assert "training goes on" not in text and "exit code 1" not in text, text
 
 
 @pytest.mark.long

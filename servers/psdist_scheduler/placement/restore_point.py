@@ -2,7 +2,8 @@
 
 A parameter set that is in the snapshot takes its vector's cut, its step and its values from there. No worker uploads
 any; each server loads the shards of which it is the primary, and reports that. The other settings are those of the
-workers, and ``notice`` tells what differs from the snapshot. A parameter set of another name begins anew.
+workers, and ``notice`` tells what differs from the snapshot. A parameter set of another name begins anew, which
+``notice`` tells, too.
 
 With ``reset_optimizer`` the optimizer's state begins anew too, once in a run. Rolling back to a snapshot that the run
 took itself resets nothing again. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``;
@@ -23,7 +24,7 @@ from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
 from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
-from psdist_scheduler.events.records import RestorePoint, group
+from psdist_scheduler.events.records import RestorePoint, group, name_some
 from psdist_scheduler.events.snapshot_events import CommitFound, Loaded
 
 #: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
@@ -101,9 +102,17 @@ class Resume:
         return not is_done or any(change.needs_reset for change in changes(state.spec, spec))
 
     def notice(self, entry: ParametersEntry) -> str:
-        """What people should know of how parameters began that were loaded: settings that were others, each with its
-        old and new value, and whether the optimizer's state began anew. Empty where there is nothing to say."""
+        """What people should know of how parameters began in a run that goes on from a snapshot: that it has none of
+        this name; settings that were others, each with its old and new value; and whether the optimizer's state began
+        anew. Empty where there is nothing to say."""
         state, restore = self.state(entry.spec.name), entry.restore
+        if state is None and self.found is not None:
+            there = name_some([repr(state.spec.name) for state in self.found.manifest.parameters])
+            return (
+                f"{entry.spec.name!r} is not in snapshot {self.found.commit.directory}, from which the run goes on, "
+                f"and begins anew from the values that the script gives. The snapshot has {there}: a parameter set "
+                "goes on under the name that it was saved by"
+            )
         if state is None or restore is None:
             return ""
         others = "; ".join(f"{change}" for change in changes(state.spec, entry.spec))

@@ -252,14 +252,15 @@ class AttemptRunner:
         return [] if attempt is None or attempt.phase is AttemptPhase.COMMITTING else self._abandon(attempt, reason)
 
     def fail(self, text: str, now: float) -> list[Effect]:
-        """The attempt has failed: callers that wait for it are refused, and training goes on."""
+        """The attempt has failed: callers that wait for it are refused, and training, if there is any, goes on."""
         attempt = self.attempt
         assert attempt is not None
         self.failures = SnapshotFailures(self.failures.count + 1, text, now)
         self._end(attempt, None, now)
         effects = attempt.end(False, text, self._members) + self._removed(attempt)
-        effects.append(LogEvent(f"the snapshot of step {attempt.cut.step} failed: {text}; training goes on", "warning"))
-        error = SnapshotFailedError(f"the snapshot failed, and training goes on: {text}")
+        goes_on = "; training goes on" if self._members.workers else ""
+        effects.append(LogEvent(f"the snapshot of step {attempt.cut.step} failed: {text}{goes_on}", "warning"))
+        error = SnapshotFailedError(f"the snapshot failed: {text}{goes_on}")
         return effects + self._waiters.refuse_all(error, attempt.number)
 
     def _abandon(self, attempt: Attempt, reason: str) -> list[Effect]:

@@ -13,7 +13,7 @@ SNAPSHOT = ProcessKey("snapshot", 0)
 
 
 def shutdown(table: ProcessTable, saves: bool = False) -> Shutdown:
-    return Shutdown(table, RunPolicy(grace_seconds=5.0, saves=saves, unsaved_status=74))
+    return Shutdown(table, RunPolicy(grace_seconds=5.0, saves=saves))
 
 
 def ended(table: ProcessTable, machine: Shutdown, key: ProcessKey, now: float, returncode: int = 0) -> object:

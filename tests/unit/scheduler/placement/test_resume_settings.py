@@ -89,6 +89,24 @@ def test_with_the_same_settings_nothing_is_announced() -> None:
     assert noted(d) == [] and told(d) == [""]
 
 
+def test_a_name_that_the_snapshot_lacks_is_announced_as_soon_as_it_is_created() -> None:
+    d = resumed(saved_run(7))
+    d.begin(name="renamed")
+    d.go_on()
+    text = f"'renamed' is not in snapshot {first_snapshot(d)}, from which the run goes on, and begins anew"
+    (notice,) = told(d)
+    assert notice.startswith(text) and "The snapshot has 'mlp'" in notice and notice in d.notes
+
+
+def test_a_run_that_goes_on_from_no_snapshot_announces_no_name() -> None:
+    d = SnapshotDriver()
+    (worker,) = d.begin()
+    d.create(worker, name="second")
+    d.ask(ev.CommitParameters, worker, "second")
+    d.go_on()
+    assert told(d) == ["", ""]
+
+
 def test_a_worker_that_joins_later_reads_it_too() -> None:
     d = resumed(saved_run(7, consistency=ASP()))
     d.begin(consistency=ASP(), optimizer=optim.SGD(lr=0.5))

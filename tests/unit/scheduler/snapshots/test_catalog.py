@@ -7,6 +7,7 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
+from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 
 
@@ -86,6 +87,7 @@ def test_what_the_snapshot_before_has_is_not_lost_by_the_next() -> None:
     d.go_on()
     error = d.state(at_the_end)
     assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
+    assert str(error).endswith("; training goes on")
     # While the run goes on it may be created yet: what the snapshot before has of it is kept.
     assert d.saved(d.save()).steps == {"mlp": 6}
     assert any("'b', which the snapshot before has" in note for note in d.notes)
@@ -94,3 +96,15 @@ def test_what_the_snapshot_before_has_is_not_lost_by_the_next() -> None:
     d.versions = {"mlp": 7, "b": 5}
     d.beat_versions()
     assert d.saved(d.save()).steps == {"mlp": 7, "b": 5}
+
+
+def test_at_the_end_nobody_is_told_that_training_goes_on() -> None:
+    d, worker = run_of_two()
+    d.train(6)
+    d.on(ev.Leave(d.number(), caller(worker)))
+    at_the_end = d.number()
+    d.on(sn.Save(at_the_end, "", reason="at the end"))
+    d.go_on()
+    error = d.state(at_the_end)
+    assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
+    assert "training goes on" not in "".join([str(error), *d.notes])
