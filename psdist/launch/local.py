@@ -193,6 +193,7 @@ async def _supervise(
             policy=RunPolicy(
                 restarts_max=script.restarts_max,
                 stop_timeout_seconds=script.stop_timeout_seconds,
+                copies=services.replicas > 1,
                 durable=services.replicas > 1 or services.snapshots is not None,
                 saves=services.snapshots is not None and options.policy.at_end,
             ),

@@ -52,7 +52,8 @@ class RunPolicy:
     restarts_max: restarts of each worker.
     grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
     elastic: whether a worker that failed for good leaves the others to go on.
-    durable: whether what a server holds outlives it, so that the run goes on without it.
+    durable: whether what a server holds may outlive it, so that the run may go on without it.
+    copies: whether other servers have it, so that the run surely does.
     saves: whether a snapshot is taken at the end.
     """
 
@@ -60,6 +61,7 @@ class RunPolicy:
     grace_seconds: float = GRACE_SECONDS
     stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
     durable: bool = False
+    copies: bool = False
     saves: bool = False
     elastic: bool = False
 

@@ -233,7 +233,10 @@ class Supervisor:
             given_up = f"{how}; the last of {deaths} times in a row within {QUICK_SECONDS:g} s of its start"
             return self._give_up(Finish(exit_codes.INFRASTRUCTURE, given_up, key), now)
         self.table.start(key, now, process.attempt + 1, deaths)
-        return [Say(f"{how}; the run goes on, and it is started again"), Start(key, process.attempt + 1)]
+        what = "the run goes on, and it is started again"
+        if key.role == "server" and event.returncode != 0 and not self._policy.copies:
+            what = "it is started again, and the run goes back to its last snapshot, if it has one"
+        return [Say(f"{how}; {what}"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max

@@ -66,12 +66,15 @@ class SavePolicy:
     @property
     def text(self) -> str:
         """The policy as text: ``every 100 steps and at the end, the last 3 kept``."""
-        when = self.every
-        if self.at_end:
-            when = f"{when} and at the end" if when else "at the end"
         kept = f"the last {self.keep_last} kept" if self.keep_last > 1 else "the last one kept"
         kept += f", and one of every {_counted(self.keep_every, 'step')}" if self.keep_every else ""
-        return f"{when or 'on demand'}, {kept}"
+        return f"{self.when}, {kept}"
+
+    @property
+    def when(self) -> str:
+        """When snapshots are taken, as text: ``every 100 steps and at the end``."""
+        ends = ("at the end",) if self.at_end else ()
+        return " and ".join(filter(None, (self.every, *ends))) or "on demand"
 
 
 def parse_interval(text: str) -> tuple[int, float]:

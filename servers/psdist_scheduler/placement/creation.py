@@ -40,7 +40,7 @@ from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
+from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
 #: A worker that ended its script is waited for so long: it may be about to make another client.
@@ -66,7 +66,7 @@ class Creation:
         ServerLostError."""
         p = self._registry.get(event.spec.name)
         if p is not None:
-            _check_lost(p)
+            self._check_lost(p)
             p.check_same(event)
         self._resume.check(event.spec, event.layout)
         if p is None or p.spec is None:
@@ -77,7 +77,7 @@ class Creation:
     def describe(self, event: ev.Describe, worker: Member) -> list[ev.Effect]:
         """A worker wants to know a parameter set. Raises InvalidNameError, LimitExceededError, ServerLostError."""
         p = self._registry.open(check_name(event.parameters, "parameters name"))
-        _check_lost(p)
+        self._check_lost(p)
         return p.add_describer(event.call, worker)
 
     def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
@@ -125,7 +125,7 @@ class Creation:
             if self._members.changed:
                 self._drop_members(p)
             if p.lost:
-                effects += self._refuse(_lost_error(p), (*p.creators, *p.describers))
+                effects += self._refuse(self._lost_error(p), (*p.creators, *p.describers))
             elif p.record is None and not self._missing(p, now):
                 effects += self._gather(p, epoch)
             elif p.record is None and (error := self._worker_left(p, now)):
@@ -335,11 +335,9 @@ class Creation:
             self._registry.end(call)
         return [ev.Refuse(call, error) for call in refused]
 
+    def _check_lost(self, p: ParameterSet) -> None:
+        if p.lost:
+            raise self._lost_error(p)
 
-def _check_lost(p: ParameterSet) -> None:
-    if p.lost:
-        raise _lost_error(p)
-
-
-def _lost_error(p: ParameterSet) -> ServerLostError:
-    return ServerLostError(f"{p.lost} and is gone, and with it what it held: {REMEDY}")
+    def _lost_error(self, p: ParameterSet) -> ServerLostError:
+        return ServerLostError(f"{p.lost} and is gone, and with it what it held: {self._registry.remedy}")

@@ -25,11 +25,16 @@ from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
 from psdist_scheduler.placement.restore_point import Resume
 
-#: How to go on when shards are lost.
-REMEDY = (
-    "restart the run; with --replicas 2 a lost server costs nothing, and with --storage-path a run goes back to its "
-    "last snapshot by itself"
-)
+
+def _remedy(settings: ClusterSettings) -> str:
+    """How to go on when shards are lost, and no snapshot has all of them."""
+    copies = "with --replicas 2 a lost server costs nothing"
+    if not settings.storage or settings.unwritable:
+        return f"restart the run; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
+    return (
+        f"no snapshot has all parameter sets yet: snapshots are taken {settings.policy.when}. Restart the run; a "
+        f"shorter --save-interval takes the first one sooner, and {copies}"
+    )
 
 
 @dataclass(slots=True)
@@ -216,6 +221,8 @@ class Registry:
     ) -> None:
         self.resume = resume
         self._replicas = settings.replicas
+        #: How to go on when shards are lost.
+        self.remedy = _remedy(settings)
         self._all: dict[str, ParameterSet] = {}
         for record in records:
             spec = record.entry.spec
@@ -246,7 +253,7 @@ class Registry:
     def lost_text(self) -> str:
         """One sentence about all that is lost and how to go on; empty if nothing is."""
         lost = [text for p in self._all.values() if (text := p.lost)]
-        return f"lost: {'; '.join(lost)}; {REMEDY}" if lost else ""
+        return f"lost: {'; '.join(lost)}; {self.remedy}" if lost else ""
 
     @property
     def base_in_use(self) -> str:

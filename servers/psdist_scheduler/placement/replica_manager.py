@@ -16,7 +16,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, group
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
-from psdist_scheduler.placement.registry import REMEDY, ParameterSet, Registry, name_shards
+from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
 
 #: A server's place as a replica: parameter set, shard, and the server's incarnation.
 _Place = tuple[str, int, Replica]
@@ -218,7 +218,7 @@ class ReplicaManager:
             if not self._members.workers:
                 effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
                 continue
-            text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {REMEDY}"
+            text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {self._registry.remedy}"
             effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
             effects.append(ev.LogEvent(f"lost: {text}", "warning"))
         return effects

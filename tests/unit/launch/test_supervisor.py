@@ -254,6 +254,14 @@ def test_a_dead_server_with_copies_elsewhere_is_started_again() -> None:
     assert machine.table.attempt(S1) == 2 and not machine.stopping
 
 
+def test_without_copies_it_is_not_said_that_the_run_goes_on() -> None:
+    for copies in (False, True):
+        machine = Supervisor(ALL, RunPolicy(durable=True, copies=copies))
+        said, _ = machine.on(Exited(S1, -9), 1.0)
+        assert isinstance(said, Say)
+        assert ("the run goes on" in said.message) is copies is ("its last snapshot, if it has one" not in said.message)
+
+
 def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:
     for durable in (False, True):
         machine = supervisor(durable=durable)

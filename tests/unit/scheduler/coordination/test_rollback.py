@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from psdist.errors import FencedError
+from psdist.snapshots.policy import SavePolicy
 from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
@@ -74,3 +75,19 @@ def _wait(d: SnapshotDriver, seconds: float) -> None:
     for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
         d.beat(*d.cluster.members.sessions)
         d.tick()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_loss_before_the_first_snapshot_names_when_that_is_due(stored: bool) -> None:
+    """A run that has a storage is not told that a storage would have helped."""
+    d = SnapshotDriver(policy=SavePolicy(seconds=600), unwritable="" if stored else "no space")
+    d.begin(servers=1)
+    d.go_on()
+    d.train(3)
+    lose(d, "server-0")
+    d.go_on()
+    (lost,) = d.shards_lost
+    due = "no snapshot has all parameter sets yet: snapshots are taken every 10 min and at the end."
+    for text in (lost.text, d.cluster.registry.lost_text):
+        assert (due in text) is stored is ("--storage-path" not in text)
+        assert "--replicas 2" in text and ("--save-interval" in text) is stored

@@ -272,7 +272,7 @@ def test_without_a_snapshot_shards_stay_lost() -> None:
     d = SnapshotDriver()
     d.begin()
     lose(d, "server-1")
-    assert not d.rolled_back and d.shards_lost and "--storage-path" in d.shards_lost[0].text
+    assert not d.rolled_back and d.shards_lost and "--save-interval" in d.shards_lost[0].text
     assert isinstance(d.state(d.save()), errors.SnapshotFailedError)
 
 
