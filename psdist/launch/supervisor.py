@@ -2,8 +2,9 @@
 
 While the run goes on:
 
-* A worker that fails is started again with its rank, up to ``restarts_max`` times, unless its settings are wrong. Then
-  everything is stopped, and the first worker that was not started again is the *cause*: the run ends with its status.
+* A worker that fails is started again with its rank, up to ``restarts_max`` times, unless its settings are wrong, or
+  its first start ended with an exception before it had connected: each other start would end so, too. Then everything
+  is stopped, and the first worker that was not started again is the *cause*: the run ends with its status.
 * In an elastic run the others go on instead. It succeeds if one of them does; else the first that failed is the cause.
   A worker that came too late to take part is left out in the same way in every run.
 * A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
@@ -60,9 +61,10 @@ QUICK_SECONDS: Final = 10.0
 REPEAT_SECONDS: Final = 1.0
 #: Exit statuses with which every attempt of a worker would end, and what is said of them.
 _RECURRING: Final = {
-    exit_codes.CONFIGURATION: " (wrong settings or arguments: not restarted)",
+    exit_codes.CONFIGURATION: " (wrong settings or use of psdist: not restarted)",
     exit_codes.LATE: " (training that it cannot join had begun: not restarted)",
 }
+_BEFORE_CONNECTING: Final = " (it failed before psdist.init() had connected, as it would again: not restarted)"
 #: Nobody sends these to itself: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
@@ -240,12 +242,18 @@ class Supervisor:
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
         how, most = describe(event.returncode), self._policy.restarts_max
-        recurs = event.returncode in _RECURRING
+        recurs = _RECURRING.get(event.returncode, "")
+        if (
+            event.returncode == exit_codes.FAILURE
+            and process.attempt == 0
+            and not (process.connected or event.connected)
+        ):
+            recurs = _BEFORE_CONNECTING
         if process.attempt < most and not recurs:
             attempt = process.attempt + 1
             self.table.start(event.key, now, attempt)
             return [Say(f"{event.key} failed: {how}; restart {attempt} of {most}"), Start(event.key, attempt)]
-        tried = _RECURRING.get(event.returncode, f" (--max-restarts {most} used up)" if most else "")
+        tried = recurs or (f" (--max-restarts {most} used up)" if most else "")
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
         is_late = event.returncode == exit_codes.LATE
         if not (self._policy.elastic or is_late):

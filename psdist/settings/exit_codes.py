@@ -25,8 +25,8 @@ INFRASTRUCTURE: Final = 70
 DEVICE_LOST: Final = 71
 #: The scripts succeeded, but the snapshot at the end failed.
 UNSAVED: Final = 74
-#: A script gave psdist wrong settings or arguments, the token is wrong, or there is no CUDA device as it was asked for:
-#: it would fail again, so it is not started again.
+#: A script gave psdist wrong settings or arguments, or called what it had closed; the token is wrong, or there is no
+#: CUDA device as it was asked for: it would fail again, so it is not started again.
 CONFIGURATION: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128

@@ -257,6 +257,16 @@ def test_a_failed_worker_is_restarted_with_its_rank(stage: Stage) -> None:
     stage.assert_clean()
 
 
+def test_a_script_that_fails_before_it_connects_is_run_once(stage: Stage) -> None:
+    (stage.path / "work" / "typo.py").write_text("import psdist\nthis is no Python\n")
+    status, text = stage.run("typo.py")
+    assert status == 1 and text.count("SyntaxError") == 1 and "restart 1" not in text, text
+    assert text.splitlines()[-1].endswith(
+        "(it failed before psdist.init() had connected, as it would again: not restarted)"
+    )
+    stage.assert_clean()
+
+
 def test_a_traceback_that_the_console_had_is_not_repeated(stage: Stage) -> None:
     flags = ("--nproc-per-node", "2", "--max-restarts", "1")
     status, text = stage.run(*flags, "train.py", "connect", "0:wait", "1:fail")

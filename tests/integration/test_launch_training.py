@@ -164,7 +164,7 @@ def test_wrong_arguments_are_said_once_and_the_others_stopped(stage: Stage) -> N
     assert text.count("Traceback") == text.count("expected (300, 200)") == 1 and "restart 1" not in text, text
     assert re.findall(r'File "(.*)", line', text) == [str(stage.path / "train.py")], text
     assert "frames of psdist left out; PSDIST_FULL_TRACEBACK=1 shows all)" in text, text
-    failed = "psdist: worker 1 failed: exit code 78 (wrong settings or arguments: not restarted)"
+    failed = "psdist: worker 1 failed: exit code 78 (wrong settings or use of psdist: not restarted)"
     assert text.splitlines()[-1].endswith(failed)
 
 

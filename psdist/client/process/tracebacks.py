@@ -57,13 +57,15 @@ def status_of(error: BaseException) -> int:
 
 
 def would_recur(error: BaseException) -> bool:
-    """Whether another attempt of the script would end with the same error: its settings or arguments are wrong."""
+    """Whether another attempt of the script would end with the same error: its settings or arguments are wrong, it
+    calls what it has closed, or its device is not there."""
     from psdist import errors
 
     settings = (
         *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
         *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
         *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
+        *(errors.ClosedError, errors.DeviceUnavailableError),
     )
     # The next gradient may be finite.
     return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)

@@ -198,6 +198,20 @@ def test_a_worker_with_wrong_settings_is_not_started_again() -> None:
     assert (end.status, end.culprit) == (78, W1) and "not restarted" in end.message
 
 
+def test_a_worker_whose_first_start_fails_before_it_connects_is_not_started_again() -> None:
+    machine = supervisor(restarts=3)
+    assert machine.on(Exited(W1, 1, False), 1.0) == [Kill(W0, signal.SIGTERM)]
+    end = finish(machine, {W0, S0, S1, SCHEDULER})
+    assert (end.status, end.culprit) == (1, W1)
+    assert "before psdist.init()" in end.message and "not restarted" in end.message
+    # One that has connected, or was killed, may do better.
+    for how in (Exited(W1, 1, True), Exited(W1, -9, False)):
+        machine = supervisor(restarts=3)
+        assert Start(W1, 1) in machine.on(how, 1.0)
+        # It began once: what keeps it from that now may pass.
+        assert Start(W1, 2) in machine.on(Exited(W1, 1, False), 2.0)
+
+
 def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
     machine = elastic_agent()
     (said,) = machine.on(Exited(W0, 1, True), 1.0)

@@ -18,7 +18,9 @@ import psdist
 from psdist.client.core import partition
 from psdist.client.process import tracebacks
 from psdist.errors import (
+    ClosedError,
     ConfigurationError,
+    DeviceUnavailableError,
     InternalError,
     LateWorkerError,
     NonFiniteGradientError,
@@ -149,6 +151,8 @@ def test_causes_are_shortened_too() -> None:
         (ConfigurationError(""), 78),
         (ShapeMismatchError(""), 78),
         (SettingsMismatchError(""), 78),
+        (ClosedError(""), 78),
+        (DeviceUnavailableError("", missing="device"), 78),
         (LateWorkerError(""), 66),
         (NonFiniteGradientError(""), 0),
         (WaitTimeoutError(""), 0),
