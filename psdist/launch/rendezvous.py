@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 _RETRY_SECONDS: Final = 0.25
+#: After so long without any answer it is said who is waited for.
+_SILENCE_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +54,33 @@ async def _ask(request: RankRequest, token: str) -> Place:
     from psdist.wire.scheduler_client import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds
-    async with scheduler_at(request.scheduler, token) as call:
-        while True:
-            try:
-                return await _rendezvous(call, request)
-            except SchedulerUnreachableError:
-                if time.monotonic() >= deadline:
-                    raise
-            await asyncio.sleep(_RETRY_SECONDS)
+    text = f"for a scheduler to answer at {request.scheduler}; given up after {request.timeout_seconds:g} s"
+    silence = asyncio.get_running_loop().call_later(_SILENCE_SECONDS, _print, {"waiting_for": text})
+    try:
+        async with scheduler_at(request.scheduler, token) as call:
+            while True:
+                try:
+                    return await _rendezvous(call, request, silence.cancel)
+                except SchedulerUnreachableError:
+                    if time.monotonic() >= deadline:
+                        raise
+                await asyncio.sleep(_RETRY_SECONDS)
+    finally:
+        silence.cancel()
 
 
-async def _rendezvous(call: Callable[..., Any], request: RankRequest) -> Place:
+async def _rendezvous(call: Callable[..., Any], request: RankRequest, on_answer: Callable[[], None]) -> Place:
     import grpc
 
     from psdist.errors import InternalError, SchedulerUnreachableError
     from psdist.v1 import scheduler_pb2
     from psdist.wire import status
+    from psdist.wire.member_connection import FIND_SCHEDULER
 
     others = {name: value for name, value in asdict(request).items() if name not in ("scheduler", "timeout_seconds")}
     try:
         async for answer in call("Rendezvous", scheduler_pb2.RendezvousRequest(**others)):
+            on_answer()
             if answer.formed:
                 return Place(answer.node_rank, answer.nodes, answer.first_rank, answer.world_size)
             if answer.waiting_for:
@@ -79,7 +88,7 @@ async def _rendezvous(call: Callable[..., Any], request: RankRequest) -> Place:
     except grpc.aio.AioRpcError as error:
         if error.code() == grpc.StatusCode.UNAVAILABLE:
             tried = f"no scheduler answers at {request.scheduler} (tried for {request.timeout_seconds:g} s)"
-            raise SchedulerUnreachableError(f"{tried}: {error.details()}") from None
+            raise SchedulerUnreachableError(f"{tried}: {error.details()}. {FIND_SCHEDULER}") from None
         raise status.from_call(error, f"scheduler {request.scheduler}") from None
     raise InternalError(f"scheduler {request.scheduler} ended the rendezvous without an answer")
 

@@ -30,6 +30,11 @@ from psdist.wire.backoff import Backoff
 
 logger = logging.getLogger("psdist")
 
+#: What to do where no scheduler answers.
+FIND_SCHEDULER: Final = (
+    "Is it running, and is this its address? Start one with 'psdist run' or 'psdist-scheduler', or set "
+    "PSDIST_SCHEDULER=HOST:PORT"
+)
 _LEAVE_SECONDS: Final = 1.0
 #: One attempt to register waits no longer for an answer.
 _REGISTER_SECONDS: Final = 5.0
@@ -117,8 +122,7 @@ class MemberConnection:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
         return SchedulerUnreachableError(
             f"no scheduler answered at {self.address} (from {self._source}) in {timeout:g} s and {attempts} attempts; "
-            f"the last one: {last}. Is it running, and is this its address? Start one with 'psdist run' or "
-            "'psdist-scheduler', or set PSDIST_SCHEDULER=HOST:PORT",
+            f"the last one: {last}. {FIND_SCHEDULER}",
             address=self.address,
             attempts=attempts,
         )
