@@ -12,16 +12,20 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
 from psdist.cli.commands import show
 from psdist.errors import ConfigurationError
+from psdist.launch.output import stamped
 from psdist.settings.config import TransportName, find_scheduler, find_token
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.types import WIRE_DTYPES
+
+#: Kernels that are in the cache are loaded sooner than that.
+_QUIET_SECONDS: Final = 3.0
 
 if TYPE_CHECKING:
     from psdist.client.sync_client import Client
@@ -85,11 +89,23 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
         )
     from psdist.launch.embedded import EmbeddedCluster
 
-    # Servers compile their kernels beside the first steps, which would be measured.
-    subprocess.run([sys.executable, "-m", "psdist_server.kernels"], stdout=subprocess.DEVNULL, check=True)
+    _compile_kernels()
     cluster = EmbeddedCluster(given.nservers, environ)
     stack.callback(cluster.close)
     return Client(cluster.address, cluster.token, run_id=cluster.run_id, transport=given.transport, **times)
+
+
+def _compile_kernels() -> None:
+    """Compiles what is not in the cache: servers would do that beside the first steps, which are measured."""
+    command = [sys.executable, "-m", "psdist_server.kernels"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as compiler:
+        try:
+            compiler.wait(_QUIET_SECONDS)
+        except subprocess.TimeoutExpired:
+            text = "the kernels are compiled first, once on this machine, which may take half a minute"
+            print(stamped(text), file=sys.stderr, flush=True)
+        if compiler.wait():
+            raise subprocess.CalledProcessError(compiler.returncode, command)
 
 
 def table(report: Mapping[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from psdist.cli import bench as bench_command
 from psdist.launch.embedded import EmbeddedCluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,3 +182,12 @@ def test_bench_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = bench()
     assert done.returncode == 2 and "WORLD_SIZE is 2" in done.stderr
+
+
+@pytest.mark.parametrize("quiet_seconds", [0.0, 600.0])
+def test_who_compiles_kernels_for_long_says_so(
+    quiet_seconds: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_command, "_QUIET_SECONDS", quiet_seconds)
+    bench_command._compile_kernels()
+    assert ("the kernels are compiled first" in capsys.readouterr().err) is (quiet_seconds == 0.0)
