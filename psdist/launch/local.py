@@ -213,16 +213,20 @@ async def _supervise(
             f"run {run_id}: {plural(options.servers, 'server')}, {plural(script.processes, 'worker')}{copies}; "
             f"to look at it: psdist status --run-id {run_id}"
         )
-        if services.snapshots is not None:
-            _report_storage(output, services.snapshots, asked=bool(options.storage))
+        told = services.snapshots is not None and _report_storage(
+            output, services.snapshots, asked=bool(options.storage)
+        )
         output.say(_how_to_join(run_id, script, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         metrics.start(output)
         status = (await runner.run()).status
         metrics.close()
-        if status > exit_codes.SIGNAL_BASE and services.snapshots is not None and _has_commits(services.snapshots):
-            again = f"to go on: psdist run --run-id {run_id}, with the same arguments"
-            output.say(f"snapshots are in {services.snapshots.storage}; {again}")
+        if services.snapshots is not None and _has_commits(services.snapshots):
+            where = f"snapshots are in {services.snapshots.storage}"
+            if status > exit_codes.SIGNAL_BASE:
+                output.say(f"{where}; to go on: psdist run --run-id {run_id}, with the same arguments")
+            elif not told:
+                output.say(where)
         return status
     finally:
         await requests.close()
@@ -241,12 +245,13 @@ def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> s
     return f"to add a worker from another terminal: {shlex.join(command)}"
 
 
-def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> None:
-    """Prints where snapshots lie, if the user ``asked`` for them, or if a directory has some."""
+def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> bool:
+    """Prints where snapshots lie, if the user ``asked`` for them, or if a directory has some; whether it did."""
     there = _has_commits(snapshots)
     if asked or there:
         goes_on = ", from the newest of which this run resumes" if there and not snapshots.fresh else ""
         output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
+    return asked or there
 
 
 def _has_commits(snapshots: SnapshotPlan) -> bool:

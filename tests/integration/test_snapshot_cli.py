@@ -148,13 +148,18 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     assert [one["steps"]["model"] for one in stage.snapshots()][:2] == [step + 3, step]
     assert stage.run("snapshot", "verify", "psdist-runs/digits")[0] == 0
 
+    # Where snapshots lie is said once: at the start where there were some, else at the end.
+    place = f"in {stage.path / 'psdist-runs' / 'digits'}"
+    assert text.count(place) == 1, text
+
     status, text = stage.train("--fresh", "train.py")
     assert status == 2 and "has 3 snapshots" in text and "--fresh" in text, text
     assert "the run goes on" not in text and "begins at" not in text
 
 
 def test_a_renamed_parameter_set_is_told_at_once_and_ends_with_a_status(stage: Stage) -> None:
-    assert stage.train("train.py")[0] == 0
+    status, text = stage.train("train.py")
+    assert status == 0 and text.splitlines()[-1].endswith(f"snapshots are in {stage.path / 'psdist-runs' / 'digits'}")
     status, text = stage.train("train.py", "rename")
     assert status == 74 and "'renamed' is not in snapshot" in text and "The snapshot has 'model'" in text, text
     assert "'model', which the snapshot before has, was not created" in text, text
