@@ -122,7 +122,7 @@ def test_a_run_of_this_machine_is_found_by_its_id(tmp_path: Path) -> None:
         assert (found.run_id, found.token_file) == ("mine", tmp_path / "token")
         assert (found.nodes_min, found.nodes_max) == (1, 4096)
     assert agent("--run-id", "mine", "--nnodes", "2", "--token-file", "t", **environ).token_file == Path("t")
-    with pytest.raises(SchedulerUnreachableError, match=r"no run named other .* there are mine"):
+    with pytest.raises(SchedulerUnreachableError, match=r"no run named other .*: choose one of mine by --run-id"):
         agent("--run-id", "other", **environ)
     named = agent("--run-id", "mine", "--scheduler", "h:1", **environ)
     assert (named.scheduler, named.scheduler_file, named.token_file, named.nodes_max) == ("h:1", None, None, 1)
