@@ -12,6 +12,7 @@ from psdist.cli.commands import values
 from psdist.cli.status_table import SNAPSHOT_COLUMNS, make_console, make_table, moment, snapshot_row, steps
 from psdist.consistency import kind_of
 from psdist.launch.final_snapshot import size
+from psdist.launch.local import plural
 from psdist.snapshots.format import CommitRecord, ParametersState
 from psdist.snapshots.reader import CommittedSnapshot, Unreadable
 
@@ -87,8 +88,10 @@ def show_one(one: dict[str, Any]) -> None:
     console.print(Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", style="bold"))
     taken = f"taken {moment(one['time'])} ({one['reason']}) in {one['seconds']:.1f} s, {size(one['bytes'])}"
     console.print(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
-    if one["configuration"]:
-        console.print(Text(", ".join(f"{name} {value}" for name, value in sorted(one["configuration"].items()))))
+    # No workers are left when the last snapshot of a run is taken.
+    settings = [f"{name} {value}" for name, value in sorted(one["configuration"].items()) if str(value) != "0"]
+    if settings:
+        console.print(Text(", ".join(settings)))
     for parameters in one["parameters"]:
         console.print(Text(f"\n{_headline(parameters)}", style="bold"))
         console.print(_tensors(parameters["tensors"]))
@@ -135,7 +138,7 @@ def _headline(one: dict[str, Any]) -> str:
     arrays = f" ({', '.join(one['state_arrays'])})" if one["state_arrays"] else ""
     return (
         f"{one['name']}: step {one['step']}, {one['elements']:,} elements, {one['optimizer']}{arrays}, "
-        f"{one['consistency']}, {len(one['files'])} files"
+        f"{one['consistency']}, {plural(len(one['files']), 'file')}"
     )
 
 

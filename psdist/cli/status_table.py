@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from psdist.launch.final_snapshot import size
+from psdist.launch.local import plural
 
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4
@@ -30,7 +31,9 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
     """Prints ``status``: the phase first, then members, parameters, waits and the newest events."""
     console = make_console(file)
     console.print(Text(f"{status['run_id']}: {status['phase']}", style="bold"))
-    wanted = f"servers wanted {status['servers_wanted']}, copies of each shard {status['replicas']}"
+    # 0: nobody has set a number.
+    wanted = f"servers wanted {status['servers_wanted']}, " if status["servers_wanted"] else ""
+    wanted += f"copies of each shard {status['replicas']}"
     console.print(
         Text(f"epoch {status['epoch']}, up {duration(status['uptime_seconds'])}, psdist {status['version']}; {wanted}")
     )
@@ -56,12 +59,15 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without lines. Its cells are shown as they are: nothing in them is markup."""
+    """A table without lines, and without columns in which nothing is. Its cells are shown as they are: nothing in them
+    is markup."""
+    rows = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
+    shown = [number for number in range(len(columns)) if not rows or any(row[number] for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    for number in shown:
+        table.add_column(columns[number], overflow="fold")
     for row in rows:
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+        table.add_row(*(row[number] for number in shown))
     return table
 
 
@@ -100,8 +106,8 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
     def row(one: dict[str, Any]) -> list[str | Text]:
         low, high = one["version_min"], one["version_max"]
         held = [
-            f"{server['id']}: {server['shards']} shards, {f'{copies} copies, ' if (copies := server['copies']) else ''}"
-            f"{size(server['weight_bytes'])}"
+            f"{server['id']}: {plural(server['shards'], 'shard')}, "
+            f"{f'{copies} copies, ' if (copies := server['copies']) else ''}{size(server['weight_bytes'])}"
             for server in one["servers"]
         ]
         return [

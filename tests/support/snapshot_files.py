@@ -77,7 +77,7 @@ def write(
         epoch=1,
         time=1.5e9 + step,
         reason="on demand",
-        configuration={"replicas": 1},
+        configuration={"workers": 0, "replicas": 1},
         parameters=tuple(states),
         psdist_version="0.1.0",
         states=tuple(own_states),

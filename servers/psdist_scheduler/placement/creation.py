@@ -233,8 +233,8 @@ class Creation:
         # Servers may still speak of what they held before the run went back.
         counted_from, first_version = epoch if base.generation else 0, 0 if saved is None else saved.step
         self._registry.place(p, ParametersRecord(entry, p.layout, uploader), counted_from, first_version)
-        text = f"{entry.total} elements in {entry.slicing.count} slices, {len(entry.shards)} shards"
-        text = f"{text} on {len(set(entry.primaries))} servers, {len(creators)} members"
+        text = f"elements {entry.total}, slices {entry.slicing.count}, shards {len(entry.shards)}"
+        text = f"{text}, servers {len(set(entry.primaries))}, members {len(creators)}"
         if saved is not None and base.restore is not None:
             text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
         notice = self._resume.notice(entry)

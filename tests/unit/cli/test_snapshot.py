@@ -91,6 +91,7 @@ def test_show(storage: str, commits: list[CommitRecord], capsys: Output) -> None
     text = capsys.readouterr().out
     for word in (commits[1].directory, "digits", "step 20", "replicas 1", "adam", "bsp", "w ", "4x6", "float32"):
         assert word in text, word
+    assert "workers 0" not in text
     shown = loaded("show", storage, "--snapshot", "1", "--format", "json", output=capsys)
     assert shown["directory"] == commits[0].directory
     (model,) = shown["parameters"]

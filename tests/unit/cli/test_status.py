@@ -119,3 +119,13 @@ def test_a_server_has_its_device_and_how_much_of_it_is_taken() -> None:
     assert (server["device"], server["device_bytes"]) == ("cuda:0 (NVIDIA H200)", 1_310_000_000)
     text = " ".join(word for row in table(report) for word in row)
     assert "cuda:0" in text and "H200" in text
+
+
+def test_what_says_nothing_is_not_shown() -> None:
+    report = answer()
+    report.parameters[0].entry.shards.add().primary.server_id = "server-0"
+    text = "\n".join(" ".join(row) for row in table(report))
+    assert "servers wanted" not in text and "reason" not in text and "server-0: 1 shard, 0 B" in text, text
+    report.servers_wanted, report.members[2].reason = 3, "its session broke"
+    text = "\n".join(" ".join(row) for row in table(report))
+    assert "servers wanted 3, copies" in text and "reason" in text, text
