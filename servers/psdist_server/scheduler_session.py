@@ -197,8 +197,8 @@ class ServerSession:
                 if progress.drained:
                     return
                 _log.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
-        except (grpc.aio.AioRpcError, PsdistError) as error:
-            _log.warning("not drained", reason=str(error))
+        except grpc.aio.AioRpcError as failure:
+            _log.warning("not drained", reason=self._connection.error(failure).message)
 
     async def leave(self, reason: str) -> None:
         """Ends the membership; waits a second at most for the scheduler to answer."""
