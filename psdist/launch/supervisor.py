@@ -59,6 +59,10 @@ QUICK_DEATHS_ALLOWED: Final = 5
 QUICK_SECONDS: Final = 10.0
 #: One stop may arrive several times: ``timeout`` signals its child, and then the group that the child is in.
 REPEAT_SECONDS: Final = 1.0
+#: So many servers are started in so many seconds, at most, while a run trains: many at once would take the processor
+#: from it, and could not be called off.
+STARTS_AT_ONCE: Final = 4
+STARTS_SECONDS: Final = 1.0
 #: Exit statuses with which every attempt of a worker would end, and what is said of them.
 _RECURRING: Final = {
     exit_codes.CONFIGURATION: " (wrong settings or use of psdist: not restarted)",
@@ -100,13 +104,17 @@ class StoppingProcesses:
 
 
 class ServerScaling:
-    """Starts servers that are missing, and stops those that were drained. A stopped server's number is not reused."""
+    """Starts servers that are missing, a few at a time, and stops those that were drained. A stopped server's number is
+    not reused. Invariant: the newest number counts; what an earlier one left to be started is not."""
 
     def __init__(self, table: ProcessTable, stopping: StoppingProcesses, grace_seconds: float) -> None:
         self._table = table
         self._stopping = stopping
         self._grace_seconds = grace_seconds
         self._next_number = len(table.of("server"))
+        #: What is wanted, while servers are to be started for it; and when the next ones may be.
+        self._pending: ServersWanted | None = None
+        self._next_start = -math.inf
 
     def on_wanted(self, event: ServersWanted, now: float) -> list[Effect]:
         """Starts and stops servers as the scheduler wants."""
@@ -114,9 +122,22 @@ class ServerScaling:
         for key in (ProcessKey("server", number) for number in event.stop):
             if key in self._table and key not in self._stopping.keys:
                 effects += self._stopping.stop(key, now + self._grace_seconds, "holds nothing any more: stopped")
+        self._pending = event
+        return effects + self.on_time(now)
+
+    def on_time(self, now: float) -> list[Effect]:
+        """Starts the next servers that are missing."""
+        event = self._pending
+        if event is None or now < self._next_start:
+            return []
         leaving = self._stopping.keys.union(ProcessKey("server", number) for number in event.draining)
-        active = len(self._table.of("server").keys() - leaving)
-        for _ in range(event.servers - active):
+        missing = event.servers - len(self._table.of("server").keys() - leaving)
+        if missing <= STARTS_AT_ONCE:
+            self._pending = None
+        else:
+            self._next_start = now + STARTS_SECONDS
+        effects: list[Effect] = []
+        for _ in range(min(missing, STARTS_AT_ONCE)):
             key = ProcessKey("server", self._next_number)
             self._next_number += 1
             self._table.start(key, now)
@@ -199,7 +220,7 @@ class Supervisor:
             case TimePassed() if self.stopping:
                 return self._shutdown.on_time(now)
             case TimePassed():
-                return self._stopping.on_time(now)
+                return self._stopping.on_time(now) + self._servers.on_time(now)
 
     def _exited(self, event: Exited, now: float) -> list[Effect]:
         process = self.table.remove(event.key)

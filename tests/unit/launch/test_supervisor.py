@@ -315,6 +315,18 @@ def test_missing_servers_are_started_under_numbers_that_are_never_given_again() 
     assert [e for e in machine.on(ServersWanted(3), 4.0) if isinstance(e, Start)] == [Start(S3, 0)]
 
 
+def test_many_servers_are_started_a_few_at_a_time_and_the_newest_number_counts() -> None:
+    machine = supervisor()
+    assert machine.on(ServersWanted(100), 1.0)[1::2] == [Start(ProcessKey("server", n), 0) for n in range(2, 6)]
+    assert machine.on(TimePassed(), 1.9) == []
+    assert machine.on(ServersWanted(100, (0,)), 1.9) == []
+    assert machine.on(TimePassed(), 2.0)[1::2] == [Start(ProcessKey("server", n), 0) for n in range(6, 10)]
+    assert machine.on(ServersWanted(3), 2.5) == []
+    assert machine.on(TimePassed(), 3.0) == [] == machine.on(TimePassed(), 60.0)
+    # Ten are there.
+    assert machine.on(ServersWanted(11), 61.0)[1::2] == [Start(ProcessKey("server", 10), 0)]
+
+
 def test_a_server_that_is_drained_while_as_many_are_wanted_is_replaced_at_once() -> None:
     machine = supervisor()
     assert [e for e in machine.on(ServersWanted(2, (1,)), 1.0) if isinstance(e, Start)] == [Start(S2, 0)]
