@@ -1,15 +1,13 @@
 """``psdist.init()``: the rank and world of this script, and its client.
 
 Under a launcher they come from the environment. Without one the script is a world of one: a scheduler and a server are
-started for it, and end with it. Then the environment may name a storage for snapshots, as the flags of ``psdist run``
-do.
+started for it, and end with it.
 """
 
 from __future__ import annotations
 
 import atexit
 import inspect
-import logging
 import os
 import sys
 import threading
@@ -21,15 +19,11 @@ from psdist.client.process import loop, tracebacks
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
-from psdist.errors import ClosedError, ConfigurationError, PsdistError
+from psdist.errors import ConfigurationError
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.trackers.tracker import Tracker
 
-logger = logging.getLogger("psdist")
-
-#: The run of a script without a launcher, if it has a storage and no other name: it goes on when it is started again.
-_STORED_RUN: Final = "local"
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
 
@@ -52,7 +46,6 @@ class Context:
     client: Client
     _cluster: _Cluster | None = field(default=None, repr=False)
     _metrics: MetricsSettings = field(default_factory=MetricsSettings, repr=False)
-    _saves_at_end: bool = field(default=False, repr=False)
     _reporter: Reporter = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -106,24 +99,9 @@ class Context:
             if _current is self:
                 _current = None
         self._reporter.close()
-        try:
-            if self._saves_at_end:
-                self._save()
-        finally:
-            self.client.__exit__(kind, error, trace)
-            if self._cluster is not None:
-                self._cluster.close()
-
-    def _save(self) -> None:
-        """The last snapshot of a world of one. Its servers cannot take one once this process ends."""
-        if not self.client.measure().push_bytes:  # Nothing was trained.
-            return
-        try:
-            self.client.snapshot()
-        except ClosedError:
-            return  # So was all that was to be saved.
-        except PsdistError as error:
-            logger.warning("what was trained since the last snapshot is not saved: %s", error.message)
+        self.client.__exit__(kind, error, trace)
+        if self._cluster is not None:
+            self._cluster.close()
 
 
 _lock = threading.Lock()
@@ -146,12 +124,9 @@ def init(
     one until that is closed.
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``. Without
-        any of them a scheduler and a server are started for this script alone. They take snapshots where
-        ``PSDIST_STORAGE_PATH`` names a directory or a URL, and the script goes on from them when it is started again;
-        ``PSDIST_SAVE_INTERVAL`` and the variables of the other flags of ``psdist run`` on snapshots count, too.
+        any of them a scheduler and a server are started for this script alone.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
-    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it. It
-        names the run of a script without a launcher.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
     worker_id: this worker's name in the run; None lets the scheduler choose ``worker-<rank>``.
     rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler.
@@ -216,11 +191,8 @@ def _connect(arguments: dict[str, Any]) -> Context:
 def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
     from psdist.launch.embedded import EmbeddedCluster
     from psdist.launch.output import stamped
-    from psdist.settings.programs import snapshots_of_environment
 
-    storage, policy, fresh = snapshots_of_environment(os.environ)
-    run_id = arguments.get("run_id") or os.environ.get("PSDIST_RUN_ID") or (_STORED_RUN if storage else None)
-    cluster = EmbeddedCluster(servers=1, storage=storage or None, policy=policy, fresh=fresh, run_id=run_id)
+    cluster = EmbeddedCluster(servers=1)
     try:
         text = "no launcher, so this is a world of one: a scheduler and one server are started"
         print(stamped(text), file=sys.stderr)
@@ -229,8 +201,7 @@ def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Contex
     except BaseException:
         cluster.close()
         raise
-    saves_at_end = bool(storage) and policy.at_end
-    context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics, saves_at_end)
+    context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics)
     # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
     atexit.register(context.close)
     return context

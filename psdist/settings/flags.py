@@ -177,7 +177,7 @@ class CommandLine:
         values: dict[str, Any] = {"command": command, "words": words, "explicit": frozenset(given)}
         for flag in self.flags:
             try:
-                values[flag.dest] = value_of(flag, given.get(flag.dest), environ)
+                values[flag.dest] = _value(flag, given.get(flag.dest), environ)
             except (ValueError, InvalidArgumentError) as error:
                 fail(self.program, str(error))
         return argparse.Namespace(**values)
@@ -253,8 +253,7 @@ def _add(parser: argparse._ActionsContainer, flag: Flag, names: tuple[str, ...],
         parser.add_argument(*names, dest=flag.dest, metavar=flag.metavar, default=argparse.SUPPRESS, help=help_text)
 
 
-def value_of(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
-    """The value of a flag. given: what the command line has. Raises ConfigurationError and InvalidArgumentError."""
+def _value(flag: Flag, given: str | None, environ: Mapping[str, str]) -> Any:
     convert = flag.convert or _switch
     sources = [(flag.name, given)]
     # An empty variable is the usual way to unset one.

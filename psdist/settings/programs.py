@@ -30,7 +30,7 @@ from psdist.settings.config import (
     is_loopback,
     storage_text,
 )
-from psdist.settings.flags import CommandLine, Flag, fail, grouped, integer, one_of, seconds, text, value_of
+from psdist.settings.flags import CommandLine, Flag, fail, grouped, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
@@ -272,14 +272,6 @@ def save_policy(given: Namespace, stored: bool) -> SavePolicy:
     default = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if stored else (0, 0.0)
     steps, every = default if given.save_interval is None else given.save_interval
     return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
-
-
-def snapshots_of_environment(environ: Mapping[str, str]) -> tuple[str, SavePolicy, bool]:
-    """What the variables of ``storage_flags`` say: the storage, empty for none, the policy, and whether the run is to
-    be a new one. Raises ConfigurationError."""
-    given = Namespace(**{flag.dest: value_of(flag, None, environ) for flag in storage_flags("none")})
-    storage: str = given.storage_path or ""
-    return storage, save_policy(given, bool(storage)), given.fresh
 
 
 def scheduler_line() -> CommandLine:

@@ -68,35 +68,6 @@ with psdist.init() as context:
     assert re.fullmatch(rf"\d\d:\d\d:\d\d {said}\n", error), error
 
 
-_SAVED = """
-context = psdist.init()
-weights = context.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0))
-print(weights.step, weights.pull()["w"].tolist(), context.client.run_id)
-for _ in range(2):
-    weights.push({"w": -np.ones(3)})
-"""
-
-
-def test_a_world_of_one_goes_on_from_its_storage(tmp_path: Path) -> None:
-    storage = str(tmp_path / "saved")
-    for step in (0, 2):  # The script closes nothing: the last snapshot is taken when it ends.
-        code, out, error = run(_SAVED, PSDIST_STORAGE_PATH=storage)
-        assert (code, out) == (0, f"{step} {[float(step)] * 3} local\n"), error
-    code, out, _ = run(_SAVED, PSDIST_STORAGE_PATH=storage, PSDIST_RUN_ID="local", PSDIST_NO_SAVE_AT_END="1")
-    assert (code, out) == (0, "4 [4.0, 4.0, 4.0] local\n")
-    code, out, _ = run(_SAVED + "context.client.snapshot()", PSDIST_STORAGE_PATH=storage)
-    assert (code, out) == (0, "4 [4.0, 4.0, 4.0] local\n")
-
-
-def test_a_storage_that_is_wrong_is_refused_in_a_world_of_one(tmp_path: Path) -> None:
-    code, _, error = run("psdist.init()", PSDIST_STORAGE_PATH=str(tmp_path), PSDIST_SAVE_INTERVAL="5q")
-    assert code == 1 and "PSDIST_SAVE_INTERVAL: '5q' is not an interval" in error
-    code, _, error = run("psdist.init()", PSDIST_SAVE_INTERVAL="5m")
-    assert code == 1 and "--save-interval needs a storage" in error
-    code, _, error = run("psdist.init()", PSDIST_STORAGE_PATH=str(tmp_path / "unused"))
-    assert code == 0 and "not saved" not in error
-
-
 def test_a_script_that_just_ends_leaves_politely(cluster: EmbeddedCluster) -> None:
     code, _, error = run("client = psdist.Client(worker_id='careless'); psdist.Client(worker_id='second')", cluster)
     assert (code, error) == (0, "")
