@@ -1,7 +1,7 @@
 """Where the gradients of a model lie until they are pushed: the arrays of a parameter set, and tensors in their memory.
 
 Gradients of a model on a CUDA device stay there where the codec encodes there, so that only payloads come to main
-memory. That takes CuPy; without it they are copied to main memory first, as those of all other codecs.
+memory. That takes CuPy, and room for a vector; else they are copied to main memory first, as those of all other codecs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from psdist.client.sync_client import Parameters
-from psdist.errors import DeviceUnavailableError
+from psdist.errors import DeviceUnavailableError, LimitExceededError
 
 logger = logging.getLogger("psdist")
 
@@ -24,7 +24,7 @@ def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str,
     """The gradient buffers of ``handle`` for a model on ``device``, and a tensor in the memory of each; float32 in the
     shapes of the parameters.
 
-    Raises DeviceLostError, LimitExceededError.
+    Raises DeviceLostError.
     """
     number, arrays = cuda_number(device), None
     if number is not None and handle.statistics().compression.encodes_on_device:
@@ -44,7 +44,7 @@ def cuda_number(device: torch.device) -> int | None:
 def _on_device(handle: Parameters, number: int) -> dict[str, Any] | None:
     try:
         return handle.gradient_buffers(device=f"cuda:{number}")
-    except DeviceUnavailableError as error:
+    except (DeviceUnavailableError, LimitExceededError) as error:
         logger.warning(
             "gradients of %r are copied to main memory and encoded there, not on cuda:%d: %s",
             handle.name, number, error.message,

@@ -19,7 +19,7 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.client.device import arrays as device_arrays
 from psdist.compression import ChunkedTopK, Codec, Int8, RandomK, TopK
-from psdist.errors import DeviceUnavailableError, NonFiniteGradientError
+from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError
 from psdist.gpu.device import open_device
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, gradient_memory
 from tests.support.torch_models import MODELS, loss_of
@@ -141,11 +141,15 @@ def test_what_a_device_does_not_encode_is_copied_to_the_host(
     train(*optimizer(mlp(), name, RandomK(0.1), alone))  # CuPy is not asked for: nothing is logged.
 
 
-def test_without_cupy_a_warning_says_what_is_missing(
-    alone: Context, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error",
+    [DeviceUnavailableError("CuPy is not installed", missing="cupy"), LimitExceededError("CuPy has no room for it")],
+)
+def test_without_cupy_or_room_a_warning_says_what_is_missing(
+    alone: Context, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: PsdistError
 ) -> None:
     def open_arrays(_: int) -> None:
-        raise DeviceUnavailableError("CuPy is not installed: pip install cupy-cuda12x", missing="cupy")
+        raise error
 
     monkeypatch.setattr(device_arrays, "open_arrays", open_arrays)
     monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 1)

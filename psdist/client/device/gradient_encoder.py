@@ -88,7 +88,12 @@ class DeviceGradientEncoder:
             flat = there
         numbers = PushNumbers(self.rank, self._ordinal)
         state = DevicePush(flat, self._rest, self._velocity, numbers, self._forgotten)
-        batch = self._encoder.encode(state, segments, new)
+        forgotten = self._forgotten.copy()
+        try:
+            batch = self._encoder.encode(state, segments, new)
+        except BaseException:  # Nothing of it was sent, and the next call may come with another gradient.
+            self._forgotten[:] = forgotten
+            raise
         self._begun.update(new)
         self.totals.overflows += len(batch.overflows)
         push.payloads.update(zip(todo, batch.payloads, strict=True))

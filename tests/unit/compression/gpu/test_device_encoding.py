@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device_encoders import BothEncoders
+from device_encoders import BothEncoders, on_device
 from host_device import HostDevice, needs_compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,8 +127,6 @@ def test_a_value_that_cannot_be_sent_is_refused(bad: float) -> None:
     values[2000] = bad
     with pytest.raises(NonFiniteGradientError):
         both.push(values)
-    from device_encoders import on_device
-
     push = both.other.begin_push()
     with pytest.raises(NonFiniteGradientError, match="NaN or Inf"):
         both.other.encode(push, on_device(both.device, values), range(both.slicing.count))
@@ -163,6 +161,24 @@ def test_a_velocity_that_makes_a_sum_infinite_is_forgotten_in_its_region(parts: 
     for _ in range(4):  # What is left out becomes too large, too.
         both.push(values, parts)
     assert both.host.totals.overflows >= 2
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_gradient_that_is_refused_forgets_nothing(momentum: float) -> None:
+    codec = PerTensor({"t0": TopK(0.01, momentum=momentum), "t1": Float16()}, min_elements=64, min_vector=64)
+    both = BothEncoders(codec, layout_of((2000, 100)), 700)
+    values = np.zeros(2100, np.float32)
+    values[:64] = np.linspace(1.5e38, 2e38, 64, dtype=np.float32)
+    both.push(values)
+    large = values * np.float32(1.6)
+    large[2050] = 1e6
+    host, other = both.host.begin_push(), both.other.begin_push()
+    for encoder, push, vector in ((both.host, host, large), (both.other, other, on_device(both.device, large))):
+        with pytest.raises(NonFiniteGradientError):
+            encoder.encode(push, vector, range(both.slicing.count))
+    both.host.totals.overflows = both.other.totals.overflows = 0  # Of what was refused nobody counts them alike.
+    both.push(np.zeros(2100, np.float32))
+    assert both.host.residual.any()
 
 
 def test_what_abstains_keeps_its_velocity() -> None:
