@@ -27,7 +27,7 @@ from psdist.errors import (
 )
 from psdist.snapshots import reader
 from psdist.snapshots.format import CommitRecord, ParametersState
-from psdist.snapshots.model_tensors import DTYPES, Contents, contents
+from psdist.snapshots.model_tensors import DTYPES, Contents, contents, is_float
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.reader import CommittedSnapshot, SliceReader, Unreadable
 from psdist.snapshots.storage import Storage
@@ -235,15 +235,20 @@ def _fill(snapshot: Snapshot, arrays: Mapping[str, AnyArray], into: Mapping[str,
     for name in both:
         if into[name].shape != arrays[name].shape:
             raise ShapeMismatchError(f"into[{name!r}] has shape {into[name].shape}, expected {arrays[name].shape}")
-        if not np.can_cast(arrays[name].dtype, into[name].dtype, "same_kind"):
+        if not _can_fill(arrays[name].dtype, into[name].dtype):
             raise DTypeMismatchError(
                 f"into[{name!r}] has dtype {into[name].dtype}, but the tensor is {arrays[name].dtype}: give an array "
                 "of that dtype"
             )
     with np.errstate(over="ignore"):
         for name in both:
-            np.copyto(into[name], arrays[name], casting="same_kind")
+            np.copyto(into[name], arrays[name], casting="unsafe")  # It was checked; numpy knows no bfloat16.
     return snapshot
+
+
+def _can_fill(given: np.dtype[Any], into: np.dtype[Any]) -> bool:
+    """Whether values of one dtype may be rounded to the other: numbers of one kind."""
+    return (is_float(given.name) and is_float(into.name)) or np.can_cast(given, into, "same_kind")
 
 
 def _names(names: tuple[str, ...]) -> str:

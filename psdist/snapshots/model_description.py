@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from psdist.errors import StorageError
-from psdist.types import check_name
 
 #: What psdist.torch keeps in a worker's state has names that begin like this.
 BUFFERS: Final = "psdist-buffers."
 #: The description, after ``BUFFERS``. No name of a buffer begins with a dot.
 DESCRIPTION: Final = ".description"
+#: Of a tensor in numpy 1.
+_DIMENSIONS: Final = 32
+_NAME_LENGTH: Final = 4096
 #: The newest version of the description.
 _FORMAT: Final = 1
 
@@ -58,22 +60,28 @@ class ModelDescription:
             )
         encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, (dtype, shape) in _typed(values.get("encoded"), dict).items():
-            encoded[check_name(name, "tensor name")] = _typed(dtype, str), tuple(_size(size) for size in shape)
+            if len(shape) > _DIMENSIONS:
+                raise ValueError(f"{name!r:.80} has {len(shape)} dimensions, and numpy has {_DIMENSIONS} at most")
+            encoded[_name(name)] = _typed(dtype, str), tuple(_size(size) for size in shape)
         return cls(
             trained=_names(values.get("trained")),
             fixed=_typed(values.get("fixed"), str),
             plain=_names(values.get("plain")),
             encoded=encoded,
-            aliases={
-                check_name(alias, "tensor name"): _typed(name, str)
-                for alias, name in _typed(values.get("aliases"), dict).items()
-            },
+            aliases={_name(alias): _typed(name, str) for alias, name in _typed(values.get("aliases"), dict).items()},
         )
 
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{value!r:.80} is no {kind.__name__}")
+    return value
+
+
+def _name(value: str) -> str:
+    """A name of a module's tensor: it has any characters, where no parameter set has the tensor under it."""
+    if not 0 < len(value) <= _NAME_LENGTH or not value.isprintable() or ".." in value.split("/"):
+        raise ValueError(f"{value!r:.80} is no name of a tensor")
     return value
 
 

@@ -4,7 +4,8 @@ Most are those of its parameter sets. A model of psdist.torch has others, which 
 and frozen parameters of other dtypes than float32; and it has names of tied weights. A description says what they mean
 (``model_description``).
 
-Invariant: bytes of which nothing says what they mean are left out, and named; they are never given as numbers.
+Invariant: of a model that the servers train, bytes of which nothing says what they mean are left out, and named; they
+are never given as numbers.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class StoredTensor:
     @property
     def is_float(self) -> bool:
         """Whether its elements are floating-point numbers."""
-        return self.dtype.startswith(("float", "bfloat"))
+        return is_float(self.dtype)
 
     def decoded(self, elements: NDArray[np.float32] | None) -> NDArray[Any]:
         """Its values, in its dtype, of what ``place`` has; None where there is none. One dimension."""
@@ -92,14 +93,21 @@ class _Model:
     buffers: dict[str, bytes]
 
 
+def is_float(dtype: str) -> bool:
+    """Whether the dtype of this name has floating-point numbers."""
+    return dtype.startswith(("float", "bfloat"))
+
+
 async def contents(storage: Storage, manifest: Manifest, parameters: Collection[str] = ()) -> Contents:
-    """The tensors of a snapshot, in its order. parameters: names of the parameter sets that are wanted; empty for all
-    of a model. Buffers, which each worker has, are those of the lowest rank, and belong to what is trained.
+    """The tensors of a snapshot, in its order. parameters: names of the parameter sets that are wanted; with one that
+    is trained comes what is not trained of its model. Empty for all. Buffers, which each worker has, are those of the
+    lowest rank, and belong to what is trained.
 
     Raises SnapshotCorruptError, StorageError.
     """
     models = [model for state in manifest.parameters if (model := await _model(storage, manifest, state)) is not None]
-    chosen = [state for state in manifest.parameters if _is_wanted(manifest, state, parameters)]
+    wanted = {*parameters, *(model.description.fixed for model in models if model.owner in parameters)}
+    chosen = [state for state in manifest.parameters if _is_wanted(manifest, state, wanted)]
     plain = {model.description.fixed: model.description.plain for model in models}
     tensors, unknown, unreadable = list[StoredTensor](), list[str](), list[str]()
     for state in chosen:
@@ -166,7 +174,7 @@ def _aliases(model: _Model, tensors: Iterable[StoredTensor]) -> list[StoredTenso
     sets = {model.owner, model.description.fixed, *model.description.trained}
     known = {tensor.name: tensor for tensor in tensors if tensor.owner in sets}
     pairs = model.description.aliases.items()
-    return [replace(known[name], name=alias) for alias, name in pairs if name in known]
+    return [replace(known[name], name=alias) for alias, name in pairs if name in known and alias not in known]
 
 
 def _sentences(manifest: Manifest, unknown: Sequence[str], unreadable: Sequence[str]) -> Iterator[str]:

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -267,7 +268,7 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress = lamb
             progress(done, manifest.bytes)
 
 
-async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncIterator[bytes]:
+async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncGenerator[bytes]:
     """The bytes of the state that a worker keeps itself, in parts. Raises SnapshotCorruptError, perhaps only after the
     last part, when the digest of the whole is known."""
     path, whole = layouts.file_path(manifest.directory, state.file), xxhash.xxh3_128()
@@ -284,29 +285,39 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
 
 async def read_state_tensors(storage: Storage, manifest: Manifest, state: WorkerState, prefix: str) -> dict[str, bytes]:
     """The bytes of those tensors in the state of a worker whose names begin with ``prefix``, by their names without it.
-    Of the others, such as residuals, only one part at a time is held. Raises SnapshotCorruptError."""
+    Of the others, such as residuals, only one part at a time is held, and nothing but the header is read where no name
+    begins so. Raises SnapshotCorruptError."""
     path = layouts.file_path(manifest.directory, state.file)
     head, position = bytearray(), 0
     ranges: dict[str, tuple[int, int]] | None = None
     found: dict[str, bytearray] = {}
-    async for part in read_state(storage, manifest, state):
-        if ranges is None:
-            head += part
-            try:
-                ranges = _ranges(head, prefix)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                raise corrupt(path, f"its header is none: {error}"[:300]) from None
+    async with aclosing(read_state(storage, manifest, state)) as parts:
+        async for part in parts:
             if ranges is None:
-                continue
-            if sum(max(0, stop - start) for start, stop in ranges.values()) > state.length:
-                raise corrupt(path, "its header has tensors that overlap")
-            found, part = {name: bytearray() for name in ranges}, bytes(head)
-        for name, (start, stop) in ranges.items():
-            found[name] += part[max(0, start - position) : max(0, stop - position)]
-        position += len(part)
+                head += part
+                ranges = _wanted_ranges(head, prefix, path, state.length)
+                if ranges is None:
+                    continue
+                if not ranges:
+                    return {}
+                found, part = {name: bytearray() for name in ranges}, bytes(head)
+            for name, (start, stop) in ranges.items():
+                found[name] += part[max(0, start - position) : max(0, stop - position)]
+            position += len(part)
     if ranges is None:
         raise corrupt(path, "it ends in its header")
     return {name.removeprefix(prefix): bytes(data) for name, data in found.items()}
+
+
+def _wanted_ranges(head: bytearray, prefix: str, path: str, length: int) -> dict[str, tuple[int, int]] | None:
+    """As ``_ranges``, checked. length: of the file. Raises SnapshotCorruptError."""
+    try:
+        ranges = _ranges(head, prefix)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+        raise corrupt(path, f"its header is none: {error}"[:300]) from None
+    if ranges and sum(max(0, stop - start) for start, stop in ranges.values()) > length:
+        raise corrupt(path, "its header has tensors that overlap")
+    return ranges
 
 
 def _ranges(head: bytearray, prefix: str) -> dict[str, tuple[int, int]] | None:

@@ -125,8 +125,9 @@ def test_bytes_that_cannot_be_understood_are_left_out(tmp_path: Path, encoded: d
             {"encoded": {"count": "int64"}},
             {"encoded": {"count": ["int64", [-1]]}},
             {"encoded": {"count": ["int64", 1]}},
+            {"encoded": {"count": ["int64", [1] * 33]}},
         ),
-        *({"encoded": {"../count": ["int64", [1]], "a b": ["int64", []]}}, {"aliases": {"a\n": "w"}}),
+        *({"encoded": {"../count": ["int64", [1]]}}, {"aliases": {"a\n": "w"}}, {"aliases": {"": "w"}}),
         *({"format": "1"}, {"fixed": 3}, {"plain": [3]}, {"trained": "model"}, {"aliases": []}),
     ],
 )
@@ -136,11 +137,50 @@ def test_a_description_that_is_none_is_corrupt(tmp_path: Path, description: Any)
         found(tmp_path, state(whole))
 
 
+def test_second_names_have_any_characters_and_take_no_others_place(tmp_path: Path) -> None:
+    stored = found(tmp_path, state(described(aliases={"heads.en:de é": "w", "frozen": "w", "count": "w"})))
+    shapes = {tensor.name: tensor.shape for tensor in stored.tensors}
+    assert shapes == {
+        "w": (2, 3),
+        "heads.en:de é": (2, 3),
+        "frozen": (2,),
+        "narrow": (2,),
+        "count": (),
+        "empty": (0, 3),
+    }
+    assert len(shapes) == len(stored.tensors)
+
+
+def test_what_is_not_trained_comes_with_its_model(tmp_path: Path) -> None:
+    stored = found(tmp_path, state(described()), parameters=["model"])
+    assert {tensor.name for tensor in stored.tensors} == {
+        "w", "tied", "frozen", "narrow", "count", "count2", "empty",
+    }  # fmt: skip
+
+
+def test_weights_need_no_state_that_has_no_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of it is read but its header, so it may be damaged."""
+    monkeypatch.setattr(reader, "BATCH_BYTES", 100)
+    data = safetensors.numpy.save({"psdist.residual": np.ones(1000, np.float32)})
+    assert next(one.name for one in found(tmp_path, data).tensors) == "w"
+    (file,) = tmp_path.glob("snapshots/*/*worker*")
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+    async def read() -> Contents:
+        storage = open_storage(str(tmp_path))
+        newest = await reader.newest(storage)
+        assert newest is not None
+        return await contents(storage, newest.manifest)
+
+    assert next(one.name for one in asyncio.run(read()).tensors) == "w"
+
+
 def test_a_newer_description_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"has format 2, and this psdist reads 1: use the psdist that wrote it"):
         found(tmp_path, state(described(format=2)))
 
 
+ENDLESS = b'{"%s": {"data_offsets": [0, 1e999]}}' % (BUFFERS + "a").encode()
 OVERLAPS = json.dumps({BUFFERS + name: {"data_offsets": [0, 80]} for name in "abc"}).encode()
 
 
@@ -148,6 +188,7 @@ OVERLAPS = json.dumps({BUFFERS + name: {"data_offsets": [0, 80]} for name in "ab
     "data",
     [
         len(OVERLAPS).to_bytes(8, "little") + OVERLAPS,
+        len(ENDLESS).to_bytes(8, "little") + ENDLESS,
         b"",
         b"short",
         b"\xff" * 8 + b"{}",
