@@ -48,11 +48,14 @@ def install(*, chooses_status: bool = True) -> None:
 
 
 def status_of(error: BaseException) -> int:
-    """The exit status by which a launcher knows that another attempt would fail in the same way; 0 for other errors."""
-    from psdist.errors import LateWorkerError
+    """The exit status by which a launcher knows that another attempt would fail in the same way, or, with UNAVAILABLE,
+    that the scheduler may only be late; 0 for other errors."""
+    from psdist.errors import LateWorkerError, SchedulerUnreachableError
 
     if isinstance(error, LateWorkerError):
         return exit_codes.LATE
+    if isinstance(error, SchedulerUnreachableError):
+        return exit_codes.UNAVAILABLE
     return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 

@@ -109,7 +109,7 @@ class Snapshots:
         if event.worker_id:
             worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if not self.enabled:
-            raise NoStorageError("this run has no storage: start it with --storage-path DIR or URL")
+            raise NoStorageError("this run has no storage: start it by psdist run, with --storage-path DIR or URL")
         if self._settings.unwritable:
             raise NoStorageError(self._settings.unwritable)
         if self.catalog.replaced:
