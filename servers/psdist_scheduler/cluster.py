@@ -159,7 +159,7 @@ class Cluster:
             case StopReported():
                 return machines.stops.on_report(event)
             case ev.Scale():
-                return machines.scaling.scale(event, now)
+                return machines.scaling.scale(event)
             case ev.WatchScale():
                 return machines.scaling.watch(event)
             case ev.CommitParameters():
@@ -265,7 +265,7 @@ class Cluster:
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
         machines, epoch = self.machines, self.epoch + 1
-        effects += machines.changes.progress(now) + machines.scaling.drain_late(now)
+        effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
         effects += self._end_calls_of_the_gone()
         effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(now)

@@ -8,7 +8,6 @@ Not here: who starts and stops servers and workers (launchers do), which shard m
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -23,8 +22,6 @@ from psdist_scheduler.placement.registry import Registry
 
 #: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
 _REPEAT_SECONDS = 2.0
-#: A server that a launcher started for an earlier, larger number registers within so long.
-_LATE_SECONDS = 30.0
 
 
 @dataclass(slots=True)
@@ -49,8 +46,6 @@ class Scaling:
     _drains: dict[int, _Drain] = field(default_factory=dict)
     #: What each watching call was sent last.
     _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
-    #: Until then servers beyond the wanted number are those that were started for a larger one.
-    _late_until: float = -math.inf
 
     def drain(self, event: ev.Drain) -> list[ev.Effect]:
         """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
@@ -69,7 +64,7 @@ class Scaling:
         self._drains[event.call] = _Drain(member.replica, held)
         return self._mark([member])
 
-    def scale(self, event: ev.Scale, now: float) -> list[ev.Effect]:
+    def scale(self, event: ev.Scale) -> list[ev.Effect]:
         """A number of servers or workers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
         self._members.check_run(event.run_id)
         if bool(event.servers) == bool(event.workers):
@@ -88,8 +83,6 @@ class Scaling:
             raise LimitExceededError(f"{event.servers} servers are more than the limit of {MEMBERS_MAX}")
         there = sorted(self._members.staying, key=_by_number)
         surplus = there[event.servers :]
-        fewer = event.servers < (self._demand.servers_wanted or self._settings.servers_min)
-        self._late_until = now + _LATE_SECONDS if fewer and self._watchers else -math.inf
         self._demand.want_servers(event.servers)
         missing = max(0, event.servers - len(there))
         drained = tuple(server.member_id for server in surplus)
@@ -99,11 +92,6 @@ class Scaling:
             *self._mark(surplus),
             answer,
         ]
-
-    def drain_late(self, now: float) -> list[ev.Effect]:
-        """Drains servers that a launcher had started before fewer were wanted, and that have registered since."""
-        there = sorted(self._members.staying, key=_by_number)
-        return self._mark(there[self._demand.servers_wanted :]) if now < self._late_until else []
 
     def _scale_workers(self, event: ev.Scale) -> list[ev.Effect]:
         """Only launchers know which workers are theirs, so they choose which to stop."""

@@ -54,30 +54,6 @@ def test_workers_that_are_not_wanted_any_more_are_not_waited_for() -> None:
     assert d.state(call) == ev.Waiting("for 1 of 3 workers to register")
 
 
-def test_servers_that_were_started_for_a_larger_number_are_drained_when_they_register() -> None:
-    d = Driver()
-    d.join("server")
-    launcher = watch(d)
-    scale(d, servers=9)
-    d.join("server")
-    scale(d, servers=1)
-    assert d.state(launcher).stop == ("server-1",)
-    d.join("server")  # It was being started.
-    assert d.state(launcher).stop == ("server-1", "server-2")
-    d.now += 60
-    d.join("server")  # Somebody wanted it.
-    assert d.state(launcher).stop == ("server-1", "server-2") and len(d.cluster.members.staying) == 2
-
-
-def test_without_a_launcher_a_server_that_registers_is_one_that_somebody_wanted() -> None:
-    d = Driver()
-    d.join("server")
-    scale(d, servers=9)
-    scale(d, servers=1)
-    d.join("server")
-    assert len(d.cluster.members.staying) == 2
-
-
 @pytest.mark.parametrize(("servers", "workers"), [(0, 0), (2, 2)])
 def test_one_number_is_named(servers: int, workers: int) -> None:
     d = Driver()
