@@ -7,8 +7,8 @@ installs the exception hook of ``psdist.client.process.tracebacks``; in others `
 The import turns gRPC's fork handlers off, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers crash a forked child now and then (grpcio 1.85: 3 of 40 forks), and a script may fork, for a data loader say. A
 forked child cannot use psdist and gets an error (``psdist.client.process.loop``), but it does not die. gRPC reads the
-setting when it is imported, so a script that imports grpc itself imports psdist before. Likewise gRPC's own log has
-errors alone: at its default level it tells of each connection that a peer closes, which psdist handles and logs itself.
+setting when it is imported, so a script that imports grpc itself imports psdist before. Likewise gRPC's own log
+is off: it tells of each connection that a peer closes, and what goes wrong comes back as a status, in psdist's words.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 __version__: Final = "0.1.0"
 
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 if TYPE_CHECKING:
     from psdist import compression, consistency, data, errors, optim

@@ -11,7 +11,6 @@ def main() -> int:
     """Reads the command line and runs; the exit status."""
     gc.disable()  # What is imported stays: to look through it would take a tenth of the start, and of the exit.
     settings = server_settings(sys.argv[1:])
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # What goes wrong comes back as a status, in our own words.
     # A server multiplies no matrices, for which numpy would start a thread for each core when it is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from psdist_server.kernels import memory

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
-import os
 import time
 import warnings
 from collections import Counter
@@ -75,7 +74,6 @@ def prepare(kind: str = "") -> None:
     """Once per process: stand-ins, and no collection of garbage but between runs."""
     from tests.simulation import environment, scenario
 
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines that a crash kept from beginning.
     # What the environment replaces parts of must be loaded before.
     assert runs_of(kind) and ablations_of(kind)
