@@ -1,5 +1,5 @@
 """Memory of a server: 12 bytes per parameter with Adam, two slices per connected worker (over tcp four), and 150 MB for
-the rest. gRPC has each of those slices twice, while it copies what it received.
+the rest.
 
 Workers that share memory lend it their gradients' besides: the same memory, which each process that reads it counts.
 """
@@ -53,8 +53,7 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
         status = await clients[0].status()
         (server,) = [member for member in status.members if member.member_id == "server-0"]
         lent = 4 * ELEMENTS * workers if transport == "shm" else 0
-        copies = 2 if transport == "grpc" else 1
-        slices = limits.DIRECT_WINDOW_SLICES if transport == "tcp" else copies * limits.HELD_SLICES_MAX
+        slices = limits.DIRECT_WINDOW_SLICES if transport == "tcp" else limits.HELD_SLICES_MAX
         bound = 12 * ELEMENTS + slices * workers * choose_slice_elements(ELEMENTS) * 4 + OTHER_BYTES + lent
         peak = peak_bytes(server.pid)
         print(f"peak {peak / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB")
