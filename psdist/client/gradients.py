@@ -83,7 +83,7 @@ class GradientVector:
             self._device.unregister()
 
     def buffers(self, *, is_checked: bool = True) -> dict[str, NDArray[np.float32]]:
-        """Views of the vector, by tensor name. is_checked: whether it is looked for buffers that nobody writes to."""
+        """Views of the vector, by tensor name. is_checked: whether a push that finds nothing new in them counts."""
         if not is_checked:
             self._stale.stop()
         self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False

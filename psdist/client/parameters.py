@@ -268,7 +268,7 @@ class AsyncParameters(ProcessBound):
 
         device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
             (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
-        is_checked: False gives no warning, for who surely writes all of them for every push, as psdist.torch does.
+        is_checked: False logs no such warning: for a caller that always writes all of them, as psdist.torch does.
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         async with self._steps.call():

@@ -489,7 +489,7 @@ class Parameters(ProcessBound):
 
         device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
             (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
-        is_checked: False gives no warning, for who surely writes all of them for every push, as psdist.torch does.
+        is_checked: False logs no such warning: for a caller that always writes all of them, as psdist.torch does.
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         return loop.shared().call(self._handle.gradient_buffers(device, is_checked=is_checked))

@@ -72,7 +72,7 @@ class CupyArrays:
         self._cupy = import_module("cupy")
         self._number = device_number(name)
         #: For conversions, of one thread at a time.
-        self._own: Launcher | None = None
+        self._converter: Launcher | None = None
         self._lock = Lock()
 
     @contextmanager
@@ -136,9 +136,9 @@ class CupyArrays:
         return out
 
     def _launcher(self) -> Launcher:
-        if self._own is None:
-            self._own = Launcher(self.device)
-        return self._own
+        if self._converter is None:
+            self._converter = Launcher(self.device)
+        return self._converter
 
     def _number_of(self, value: Any) -> int:
         if hasattr(value, "__dlpack_device__"):
