@@ -258,7 +258,7 @@ class Supervisor:
         self.table.start(key, now, process.attempt + 1, deaths)
         what = "the run goes on, and it is started again"
         if key.role == "server" and event.returncode != 0 and not self._policy.copies:
-            what = "it is started again, and the run goes back to its last snapshot, if it has one"
+            what = "it is started again; what it held comes from the last snapshot, if there is one"
         return [Say(f"{how}; {what}"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:

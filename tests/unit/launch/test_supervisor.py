@@ -273,7 +273,7 @@ def test_without_copies_it_is_not_said_that_the_run_goes_on() -> None:
         machine = Supervisor(ALL, RunPolicy(durable=True, copies=copies))
         said, _ = machine.on(Exited(S1, -9), 1.0)
         assert isinstance(said, Say)
-        assert ("the run goes on" in said.message) is copies is ("its last snapshot, if it has one" not in said.message)
+        assert ("the run goes on" in said.message) is copies is ("if there is one" not in said.message)
 
 
 def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:
