@@ -314,8 +314,9 @@ class Dataset(ProcessBound):
 
     def give_back(self, held: Range) -> None:
         """Returns ``held`` unused, for others. After the client is closed, it was."""
+        # Loops call this in their ``finally``, where an exception that this worker is to leave would be dropped.
         with suppress(PsdistError):
-            loop.shared().call(self._data.leave(held))
+            loop.shared().call(self._data.leave(held), ending=True)
 
     def position(self) -> DataPosition:
         """The position of the data set. See ``AsyncDataset.position``."""

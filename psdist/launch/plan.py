@@ -185,7 +185,8 @@ class WorkersPlan:
             "PSDIST_CONNECTED_FILE": str(self.connected_file(rank, attempt)),
             **self.metrics,
         }
-        return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment)
+        is_program = self.script.kind is ScriptKind.PROGRAM
+        return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment, signals_group=is_program)
 
 
 @dataclass(frozen=True, slots=True)

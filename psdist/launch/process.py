@@ -34,11 +34,15 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class ProcessSpec:
-    """A process to start: its command line and its whole environment."""
+    """A process to start: its command line and its whole environment.
+
+    signals_group: SIGTERM is for its descendants, too, as for a shell script, which does not pass it on.
+    """
 
     key: ProcessKey
     argv: tuple[str, ...]
     environment: Mapping[str, str]
+    signals_group: bool = False
 
 
 class LineSplitter:
@@ -93,10 +97,12 @@ class Child:
             self._follow(number, stream)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to the process and its descendants of the same group."""
+        """Sends a signal to the process; SIGKILL goes to its whole group, and so do others where the spec says so."""
+        # A script trains on after SIGTERM, so the processes of its data loaders must live: torch raises without them.
+        send = os.killpg if self.spec.signals_group or signum == signal.SIGKILL else os.kill
         if self._returncode is None:
             with contextlib.suppress(OSError):
-                os.killpg(self.pid, signum)
+                send(self.pid, signum)
 
     def _follow(self, number: int, stream: IO[bytes]) -> None:
         descriptor, splitter = stream.fileno(), LineSplitter()

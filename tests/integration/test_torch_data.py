@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -19,11 +20,12 @@ import psdist
 from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.torch import LeasedDataLoader
+from tests.support.launched import Run
 
 SIZE = 203
 #: Trains on each sample by adding 1 to its place in the weights, so that these count how often each was used.
 SCRIPT = """
-import json, sys
+import json, os, signal, sys
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -47,17 +49,19 @@ def main():
         )
         options = dict(num_workers=2, multiprocessing_context=start_method)
         if kind == "leased":
-            leases = context.client.dataset("numbers", size=SIZE, range_size=20, data_epochs=2)
+            data_epochs = 10_000 if end == "stopped" else 2
+            leases = context.client.dataset("numbers", size=SIZE, range_size=20, data_epochs=data_epochs)
             loader = LeasedDataLoader(Numbers(), leases, 7, **options)
         else:
             loader = DataLoader(Numbers(), 7, sampler=psdist.data.DistributedSampler(SIZE, drop_last=True), **options)
         for number, batch in enumerate(loader):
             gradient = np.zeros(SIZE, np.float32)
             gradient[batch.numpy()] = -1.0
-            if end == "killed" and context.rank == 1 and number == 4:
-                import os, signal
+            if end == "killed" and (context.rank, context.client.incarnation, number) == (1, 1, 4):
                 os.kill(os.getpid(), signal.SIGKILL)
             weights.push({"w": gradient})
+            if number == 4:
+                print("trains", flush=True)
         context.client.barrier()
         if context.rank == 0:
             print(json.dumps(weights.pull()["w"].tolist()))
@@ -93,6 +97,20 @@ def test_no_sample_is_lost_with_a_worker(tmp_path: Path) -> None:
     """What it had read ahead, and not trained on, is given to others; what it trained on last may be used again."""
     counts = Counter(uses(tmp_path, "leased", "fork", "killed"))
     assert min(counts) >= 2.0 and counts[2.0] > SIZE / 2
+
+
+def test_the_processes_of_a_loader_live_until_a_stopped_script_has_ended(tmp_path: Path) -> None:
+    """A script trains on until the workers have agreed on their last step. torch raises where its loader has lost a
+    process, and a range that is given back then must not raise in the loader's own ``finally``."""
+    run = Run(tmp_path, SCRIPT, "leased", "fork", "stopped")
+    try:
+        run.until("trains", 2)
+        run.process.send_signal(signal.SIGTERM)
+        status, text = run.end()
+    finally:
+        run.stop()
+    assert status == 128 + signal.SIGTERM, text
+    assert "Traceback" not in text, text
 
 
 @pytest.mark.long
