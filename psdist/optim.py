@@ -245,6 +245,15 @@ class Optimizer:
         """Hyperparameters of group 0 (the optimizer's own), or with override number ``group`` applied."""
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
+    def check_lr_factor(self, factor: float) -> float:
+        """A factor on the learning rate of one push, as float. Raises InvalidArgumentError where it is not a finite
+        number of 0 or more, and where a rate times it is beyond float32."""
+        checked = _as_float("lr_factor", factor)
+        rate = max(self.group_values(group)["lr"] for group in range(len(self.overrides) + 1))
+        allowed = f"less, as lr={rate:g} times it is beyond float32"
+        _check(rate * checked <= _LARGEST, "lr_factor", factor, allowed)
+        return checked
+
     @property
     def state_names(self) -> tuple[str, ...]:
         """The names of the state arrays, of one number for each element, in their order."""

@@ -120,7 +120,7 @@ class BucketStep:
         self._gradient = gradient
         self._target = results.target(Wanted(None, copy=False)) if reads else None
         self._on_finished = on_finished
-        self._progress = exchange.participation.sequence.begin_push()
+        self._progress = exchange.participation.begin_push()
         self._plan = StepPlan(index, whole=whole)
         self._waiting: list[AsyncBucket] = []
         self._failures: list[PsdistError] = []

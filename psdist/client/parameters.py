@@ -26,7 +26,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
-from psdist.client.core.push_sequence import PushSequence
+from psdist.client.encoding import Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.drops import DropCounter, OnDrop
@@ -51,10 +51,6 @@ class AsyncParameters(ProcessBound):
         self._steps = Steps(exchange, layout, DropCounter(on_drop))
         self._generation = exchange.participation.generation
 
-    @property
-    def _sequence(self) -> PushSequence:
-        return self.exchange.participation.sequence
-
     # --- what there is to know ---
 
     @property
@@ -70,12 +66,12 @@ class AsyncParameters(ProcessBound):
     @property
     def step(self) -> int:
         """Number of the next push: its step in BSP, its sequence number in SSP and ASP."""
-        return self._sequence.step
+        return self._steps.sequence.step
 
     @property
     def first_step(self) -> int:
         """BSP: the first step that this worker contributes to."""
-        return self._sequence.first_step
+        return self._steps.sequence.first_step
 
     @property
     def restored(self) -> str | None:
@@ -87,16 +83,31 @@ class AsyncParameters(ProcessBound):
     @property
     def version(self) -> int:
         """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
-        return self._sequence.version
+        return self._steps.sequence.version
 
     @property
     def staleness(self) -> int:
         """SSP and ASP: most versions that passed between the weights the last gradient was computed on and its use."""
         return self._steps.counters.staleness_max
 
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate of this worker's pushes is multiplied by, beside the optimizer's schedule, from the
+        next push on (with FTRL, the gradient); 1 at first. For rates that are not known in advance.
+
+        BSP: a step has one learning rate, so all workers set the same; the pushes of others raise InvalidArgumentError.
+        SSP and ASP: each push has its own. Snapshots do not have it: a script that goes on from one sets it again.
+        Setting it raises InvalidArgumentError for a factor that is out of range.
+        """
+        return self.exchange.participation.lr_factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self.exchange.participation.lr_factor = self.spec.optimizer.check_lr_factor(factor)
+
     def measure(self) -> Measurements:
         """What is counted for ``Context.report``, by reading a few numbers."""
-        sequence, counters, traffic = self._sequence, self._steps.counters, self.exchange.traffic
+        sequence, counters, traffic = self._steps.sequence, self._steps.counters, self.exchange.traffic
         step = sequence.step if sequence.synchronous else sequence.version
         return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
 
@@ -112,19 +123,10 @@ class AsyncParameters(ProcessBound):
             rolled_back=exchange.participation.generation - self._generation,
             push_bytes=exchange.traffic.sent,
             pull_bytes=exchange.traffic.received,
-            compression=self._compression(),
+            compression=_compression(exchange, self._steps.encoding),
             transport=kinds.pop() if len(kinds) == 1 else "mixed",
             transports=transports,
         )
-
-    def _compression(self) -> CompressionStatistics:
-        options = self.exchange.options
-        if (encoding := self._steps.encoding) is not None:
-            return CompressionStatistics(
-                encoding.ratio, encoding.residual_norm, options.reason, encoding.works_on_device
-            )
-        ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]
-        return CompressionStatistics(ratio, choice=options.reason)
 
     def __repr__(self) -> str:
         role = f"step {self.step}" if self.is_member else "reading"
@@ -312,3 +314,11 @@ class AsyncParameters(ProcessBound):
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back. The client does it when it is closed."""
         await self._steps.close()
+
+
+def _compression(exchange: Exchange, encoding: Encoding | None) -> CompressionStatistics:
+    options = exchange.options
+    if encoding is not None:
+        return CompressionStatistics(encoding.ratio, encoding.residual_norm, options.reason, encoding.works_on_device)
+    ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]
+    return CompressionStatistics(ratio, choice=options.reason)

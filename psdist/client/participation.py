@@ -43,6 +43,8 @@ class Participation:
         #: How often the values began anew from a snapshot, as far as this worker's state and pushes have followed.
         self.generation = created.entry.generation
         self.sender = self._make_sender(self._origin)
+        #: On the learning rate of the pushes that begin from now on.
+        self.lr_factor = 1.0
         #: Another one in each incarnation of this worker.
         self.sequence = self._make_sequence(created, None)
 
@@ -118,6 +120,10 @@ class Participation:
             await self._session.stopping.until_allowed()
         self._session.snapshots.states.push_started(self.name)
         return self.sequence.send(self._session.snapshots.marks.mark)
+
+    def begin_push(self) -> PendingRequest:
+        """The next push, with all slices unanswered."""
+        return self.sequence.begin_push(self.lr_factor)
 
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
         """All of a push is answered. seen: the answers carried the weights."""

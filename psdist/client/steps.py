@@ -132,8 +132,8 @@ class Steps:
         self.drops = drops
 
     @property
-    def _sequence(self) -> PushSequence:
-        """Another one in each incarnation."""
+    def sequence(self) -> PushSequence:
+        """The numbers of this worker's pushes: another one in each incarnation."""
         return self._participation.sequence
 
     @asynccontextmanager
@@ -191,7 +191,7 @@ class Steps:
                 await self._send(*gathered, target, weight)
                 return target
             except FencedError as error:
-                number = self._sequence.step
+                number = self.sequence.step
                 if not await self._rejoin(error, incarnation):
                     self._drop(number)
                     return None
@@ -267,9 +267,9 @@ class Steps:
     async def finish(self) -> None:
         """Returns when all that was pushed is applied. Raises InvalidArgumentError where that takes another call."""
         await self._retry(self._begin)
-        if self._sequence.unfinished:
+        if self.sequence.unfinished:
             raise InvalidArgumentError(
-                f"push {self._sequence.step} of {self._participation.name!r} failed, and servers may have a part of "
+                f"push {self.sequence.step} of {self._participation.name!r} failed, and servers may have a part of "
                 "it: push its gradient again before a snapshot"
             )
 
@@ -305,7 +305,7 @@ class Steps:
             elif flat is not None and not isinstance(flat, np.ndarray):
                 cast = partial(self._gradients.cast, flat, self._exchange.slicing)
                 gradient = await in_thread(cast)
-            progress = self._sequence.begin_push()
+            progress = self._participation.begin_push()
             waiting = self._exchange.waiting(push=True, reads=target is not None)
             push = _push(self._exchange, progress, gradient, norm, target, weight or 1.0)
             with self._exchange.invalidate_on_error():
@@ -341,7 +341,7 @@ class Steps:
 
     async def _reach_first_step(self) -> None:
         """A worker that joined and pushes without a pull: waits until the others are at its first step."""
-        if self._sequence.before_first_step:
+        if self.sequence.before_first_step:
             await self._pull_into(self._results.target(Wanted(None, copy=False)))
 
     async def _result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
@@ -350,7 +350,7 @@ class Steps:
 
     def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | DeviceVector | None, float]:
         """The checked gradient and, where the servers need it, its norm; None to abstain."""
-        flat = self._gradients.gather(gradients, self._sequence.step)
+        flat = self._gradients.gather(gradients, self.sequence.step)
         if not weight:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
@@ -385,7 +385,7 @@ class Steps:
     def _drop(self, number: int) -> None:
         """The push of this number is dropped. Raises PushDroppedError as ``on_drop`` says."""
         self._participation.on_dropped()
-        expulsion, sequence = self._exchange.expulsion, self._sequence
+        expulsion, sequence = self._exchange.expulsion, self.sequence
         what = "step" if sequence.synchronous else "push"
         goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
         title = f"{what} {number} of {self._participation.name!r}"

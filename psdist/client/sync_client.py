@@ -323,6 +323,22 @@ class Parameters(ProcessBound):
         """SSP and ASP: staleness of the last gradient, in versions."""
         return self._handle.staleness
 
+    @property
+    def lr_factor(self) -> float:
+        """What the learning rate of this worker's pushes is multiplied by, beside the optimizer's schedule, from the
+        next push on (with FTRL, the gradient); 1 at first. For rates that are not known in advance, such as after a
+        validation that stopped improving.
+
+        BSP: a step has one learning rate, so all workers set the same; the pushes of others raise InvalidArgumentError.
+        SSP and ASP: each push has its own. Snapshots do not have it: a script that goes on from one sets it again.
+        Setting it raises InvalidArgumentError for a factor that is out of range.
+        """
+        return self._handle.lr_factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float) -> None:
+        self._handle.lr_factor = factor
+
     def statistics(self) -> Statistics:
         """Counters of this handle."""
         return self._handle.statistics()

@@ -33,8 +33,11 @@ _SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
 _SPEED: Final = ("foreach", "fused", "capturable")
 #: Settings that the servers do not have.
 _REFUSED: Final = ("amsgrad", "maximize", "differentiable")
-#: What else a group has, which says nothing about the update.
-_OTHER: Final = ("params", "param_names", "initial_lr", "decoupled_weight_decay")
+#: What else a group has, which says nothing about the update: some by schedulers.
+_OTHER: Final = (
+    *("params", "param_names", "decoupled_weight_decay"),
+    *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"),
+)
 #: As psdist.optim allows.
 _PATTERNS: Final = 256
 
@@ -54,23 +57,34 @@ def convert_optimizer(
     tell apart.
     """
     schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
+    if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
+        raise InvalidArgumentError(
+            f"this {_title(optimizer)} has a learning-rate scheduler, which the servers must know: pass it as "
+            "scheduler="
+        )
+    return convert_settings(optimizer, names, schedule)
+
+
+def convert_settings(
+    optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], schedule: Schedule
+) -> Optimizer:
+    """``convert_optimizer`` with this schedule: rates are those before the first step of a scheduler."""
     kind = _kind_of(optimizer)
-    groups = optimizer.param_groups
-    title = f"torch.optim.{type(optimizer).__name__}"
+    groups, title = optimizer.param_groups, _title(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has a state from the start
         raise InvalidArgumentError(
             f"this {title} has already made steps: the servers begin with an empty state. Wrap a new one; a run goes "
             "on from a snapshot by its --run-id"
-        )
-    if scheduler is None and any("initial_lr" in group for group in groups):
-        raise InvalidArgumentError(
-            f"this {title} has a learning-rate scheduler, which the servers must know: pass it as scheduler="
         )
     hyperparameters = [_hyperparameters(title, kind, group) for group in groups]
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
     spec = kind(**hyperparameters[base])
     overrides = _overrides(spec, base, hyperparameters, _names_of_groups(groups, names))
     return replace(spec, overrides=overrides, schedule=schedule)
+
+
+def _title(optimizer: torch.optim.Optimizer) -> str:
+    return f"torch.optim.{type(optimizer).__name__}"
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> type[Optimizer]:
@@ -154,6 +168,10 @@ def _escaped(name: str) -> str:
 # --- schedulers -------------------------------------------------------------------------------------------------------
 
 
+class _NoScheduleError(Exception):
+    """The servers have no schedule with the same factors. The text says why."""
+
+
 def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     """The schedule with the same factor at each step, for a scheduler that is stepped after every step of the
     optimizer.
@@ -162,6 +180,25 @@ def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     ExponentialLR and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these.
     Raises InvalidArgumentError for all others, and for one that has already made steps.
     """
+    try:
+        return _schedule_of(scheduler)
+    except _NoScheduleError as error:
+        raise InvalidArgumentError(
+            f"{type(scheduler).__name__} cannot be converted: {error}. Use a schedule of psdist.optim, such as "
+            "psdist.optim.Cosine(total_steps, warmup_steps=...), in a specification of psdist.optim; or pass it as "
+            "scheduler= to psdist.torch.DistributedOptimizer, which sends its rates to the servers"
+        ) from None
+
+
+def schedule_or_none(scheduler: lr_scheduler.LRScheduler) -> Schedule | None:
+    """``convert_scheduler``; None for a scheduler that cannot be converted."""
+    try:
+        return _schedule_of(scheduler)
+    except _NoScheduleError:
+        return None
+
+
+def _schedule_of(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     if getattr(scheduler, "last_epoch", 0) > 0:
         raise InvalidArgumentError(
             f"this {type(scheduler).__name__} has already made {scheduler.last_epoch} steps: the servers count from "
@@ -178,52 +215,44 @@ def _sequence(scheduler: lr_scheduler.SequentialLR) -> Schedule:
     parts, milestones = list(scheduler._schedulers), list(scheduler._milestones)
     first = parts[0]
     if len(parts) != 2 or type(first) is not lr_scheduler.LinearLR or not _is_warm_up(first):
-        raise _unknown(scheduler, "it is not LinearLR up to end_factor=1, and then one other scheduler")
+        raise _NoScheduleError("it is not LinearLR up to end_factor=1, and then one other scheduler")
     if milestones != [first.total_iters]:
-        raise _unknown(scheduler, f"its milestone {milestones[0]} is not the warm-up's total_iters={first.total_iters}")
+        raise _NoScheduleError(f"its milestone {milestones[0]} is not the warm-up's total_iters={first.total_iters}")
     return replace(_simple(parts[1]), warmup_steps=first.total_iters, warmup_start=first.start_factor)
 
 
 def _is_warm_up(scheduler: lr_scheduler.LinearLR) -> bool:
     if scheduler.total_iters < 1:
-        raise _unknown(scheduler, f"total_iters={scheduler.total_iters} leaves the rate at start_factor for ever")
+        raise _NoScheduleError(f"total_iters={scheduler.total_iters} leaves the rate at start_factor for ever")
     return scheduler.end_factor == 1.0 and scheduler.start_factor < 1.0
 
 
 def _simple(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     convert = _SCHEDULES.get(type(scheduler))
     if convert is None:
-        raise _unknown(scheduler, "the servers have no such schedule")
+        raise _NoScheduleError("the servers have no such schedule")
     return convert(scheduler)
-
-
-def _unknown(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
-        f"{type(scheduler).__name__} cannot be converted: {why}. Use a schedule of psdist.optim, such as "
-        "psdist.optim.Cosine(total_steps, warmup_steps=...), in a specification of psdist.optim; or "
-        "psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
-    )
 
 
 def _constant(scheduler: Any) -> Schedule:
     if scheduler.factor != 1:
-        raise _unknown(scheduler, f"factor={scheduler.factor} is not 1")
+        raise _NoScheduleError(f"factor={scheduler.factor} is not 1")
     return optim.Constant()
 
 
 def _linear(scheduler: Any) -> Schedule:
     if scheduler.start_factor != 1:
-        raise _unknown(scheduler, f"start_factor={scheduler.start_factor:g} is not 1, and end_factor is not 1 either")
+        raise _NoScheduleError(f"start_factor={scheduler.start_factor:g} is not 1, and end_factor is not 1 either")
     return optim.Linear(scheduler.total_iters, scheduler.end_factor)
 
 
 def _cosine(scheduler: Any) -> Schedule:
     rates = [float(rate) for rate in scheduler.base_lrs]
     if scheduler.eta_min and not all(rates):
-        raise _unknown(scheduler, f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
+        raise _NoScheduleError(f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
     factors = {scheduler.eta_min / rate for rate in rates if rate} or {0.0}
     if len(factors) > 1:
-        raise _unknown(scheduler, f"eta_min={scheduler.eta_min:g} is another part of the rate in each parameter group")
+        raise _NoScheduleError(f"eta_min={scheduler.eta_min:g} is another part of the rate in each parameter group")
     return optim.Cosine(scheduler.T_max, factors.pop())
 
 

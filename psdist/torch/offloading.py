@@ -178,7 +178,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
-        self._rates.check(self.param_groups)
+        factor = self._rates.check(self.param_groups)
+        for layer in self._layers:
+            layer.handle.lr_factor = factor
         self._parameters_then.check()
         for name, parameter in self._trained.items():
             if not parameter.requires_grad:

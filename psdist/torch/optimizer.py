@@ -25,9 +25,9 @@ from psdist.client.sync_client import Parameters
 from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Optimizer, group_of
+from psdist.optim import Constant, Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
-from psdist.torch.conversion import convert_optimizer
+from psdist.torch.conversion import convert_settings, schedule_or_none
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
@@ -46,8 +46,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         zeros. Buffers, such as running statistics, then stay with each worker, and snapshots have them.
     optimizer: of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a specification of
         psdist.optim. It runs on the servers. Parameters that torch's optimizer does not have are not trained.
-    scheduler: the learning-rate scheduler of torch's optimizer, for BSP; see ``convert_scheduler``. The servers follow
-        it by themselves; a loop that goes on calling ``scheduler.step()`` after each step has the same rates.
+    scheduler: the learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
+        step. One that ``convert_scheduler`` knows is followed by the servers themselves; the rates of others are sent
+        to them. In a run that goes on from a snapshot it is brought to the run's step. None: the rates in
+        ``param_groups`` are sent, whoever changes them, one factor for all groups; in BSP all workers must have the
+        same.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     compression, pull_dtype, non_finite, on_drop, reset_optimizer: as for ``Client.parameters``.
     max_grad_norm: clips the mean gradient to this global norm, as ``clip_grad_norm_`` in a single process; None leaves
@@ -204,7 +207,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         self._watch.check()
-        self._rates.check(self.param_groups)
+        self.handle.lr_factor = self._rates.check(self.param_groups)
         if self._join is not None:
             self._join.begin_step()
 
@@ -274,6 +277,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
+        self.handle.lr_factor = self._rates.factor(self.param_groups)
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 
@@ -353,11 +357,14 @@ def specification_of(
     trained: Mapping[str, nn.Parameter],
     scheduler: lr_scheduler.LRScheduler | None,
 ) -> Optimizer:
-    """What the servers are to run. Raises InvalidArgumentError, see ``convert_optimizer``."""
+    """What the servers are to run, without a schedule where they cannot follow the scheduler. Raises
+    InvalidArgumentError, see ``convert_optimizer``."""
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
-        return convert_optimizer(optimizer, {parameter: name for name, parameter in trained.items()}, scheduler)
+        schedule = None if scheduler is None else schedule_or_none(scheduler)
+        names = {parameter: name for name, parameter in trained.items()}
+        return convert_settings(optimizer, names, Constant() if schedule is None else schedule)
     raise InvalidArgumentError(
         f"optimizer is of type {type(optimizer).__qualname__}: give one of torch.optim, or a specification of "
         "psdist.optim, such as psdist.optim.AdamW(lr=1e-3)"

@@ -1,5 +1,8 @@
 """Learning rates: what torch's side shows of them, and a torch scheduler, beside the schedule that the servers follow.
 
+Where the servers have a schedule, torch's side must show the same rates. Where they have none, pushes carry the factor
+that the script's rates have over those at the beginning.
+
 The servers count their steps by themselves. A scheduler counts the calls of the script's loop. Both agree as long as
 the loop makes each step. After a step that was dropped, skipped or made elsewhere, the scheduler is brought to where
 the servers are.
@@ -9,6 +12,7 @@ Not here: what a scheduler means for the servers (``conversion``).
 
 from __future__ import annotations
 
+import logging
 import warnings
 from copy import deepcopy
 from typing import Any, Final
@@ -20,6 +24,8 @@ from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Cosine, Optimizer
+
+logger = logging.getLogger("psdist")
 
 #: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
 _RATE_TOLERANCE: Final = 1e-6
@@ -39,6 +45,10 @@ class Rates:
         self._wrapped = wrapped
         self._scheduler = scheduler
         self._handle = handle
+        #: The servers have no schedule: pushes carry a factor.
+        self._sends = spec.schedule == Constant()
+        #: The step that the run went on from, until it was said that the script must bring its rates there.
+        self._unsaid_step = handle.step if self._sends and scheduler is None else 0
         self._base: list[float] = []
         self._seen: list[dict[str, Any]] = []
         #: The scheduler's state before its first step, and the rates of the groups then.
@@ -49,7 +59,7 @@ class Rates:
 
     def begin(self, groups: list[dict[str, Any]]) -> None:
         """The optimizer is made. A scheduler is brought to the step that the run goes on from."""
-        self._base = [float(group["initial_lr"] if self._scheduler is not None else group["lr"]) for group in groups]
+        self._base = [float(group.get("initial_lr", group["lr"])) for group in groups]
         if self._scheduler is not None:
             self._fresh = deepcopy(self._scheduler.state_dict()), [float(group["lr"]) for group in groups]
         self._follow(groups)
@@ -70,22 +80,63 @@ class Rates:
             for _ in range(self._handle.step - self._scheduler.last_epoch):
                 self._scheduler.step()
 
-    def check(self, groups: list[dict[str, Any]]) -> None:
-        """Raises InvalidArgumentError where a setting is not the servers'. A scheduler follows them where they made
-        other steps than the script's loop."""
+    def check(self, groups: list[dict[str, Any]]) -> float:
+        """The factor on the learning rate that the next push carries. A scheduler follows the servers where they made
+        other steps than the script's loop. Raises InvalidArgumentError where a setting is not the servers'."""
         if self._is_irregular or self._handle.step != self._expected_step:
             self._follow(groups)
-        factor = self._spec.schedule.factor(self._handle.step) if self._scheduler is not None else 1.0
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
-            if self._scheduler is not None:
-                self._check_scheduled(number, float(group["lr"]), self._base[number] * factor)
             for key, value in seen.items():
-                if _plain(group[key]) != value and not (key == "lr" and self._scheduler is not None):
+                if key != "lr" and _plain(group[key]) != value:
                     raise InvalidArgumentError(
                         f"{key} of parameter group {number} was changed from {value} to {_plain(group[key])}, but the "
-                        "servers have their settings for the whole run: give a scheduler to DistributedOptimizer as "
-                        "scheduler=, or a schedule to a specification of psdist.optim"
+                        "servers have it for the whole run. A scheduler that cycles it needs cycle_momentum=False"
                     )
+        if not self._sends:
+            self._check_shown(groups)
+        elif self._scheduler is not None and self._scheduler.last_epoch != self._handle.step:
+            raise InvalidArgumentError(
+                f"the scheduler has made {self._scheduler.last_epoch} steps at step {self._handle.step}: call "
+                "scheduler.step() after each step of the optimizer. One that is stepped once for each data epoch is "
+                "not given as scheduler=; its rates are used as they are"
+            )
+        return self.factor(groups)
+
+    def factor(self, groups: list[dict[str, Any]]) -> float:
+        """What the rates of all groups are multiples of, over those that the servers have; 1 where these follow a
+        schedule. Raises InvalidArgumentError where that differs between groups."""
+        if not self._sends:
+            return 1.0
+        rates = [(float(group["lr"]), base) for group, base in zip(groups, self._base, strict=True)]
+        factors = [rate / base for rate, base in rates if base]
+        factor = factors[0] if factors else 1.0
+        for number, (rate, base) in enumerate(rates):
+            if abs(rate - base * factor) > _RATE_TOLERANCE * base * factor:
+                raise InvalidArgumentError(
+                    f"lr of parameter group {number} is {rate:g}, which began as {base:g}, but that of the first group "
+                    f"is {factor:g} times what it began as: the servers take one factor for all groups"
+                )
+        if factor != 1.0 and self._unsaid_step:
+            logger.warning(
+                "this worker began at step %d, and its script sets the learning rates: a scheduler that is given as "
+                "scheduler= goes on from there, others only where the script sees to it", self._unsaid_step,
+            )  # fmt: skip
+            self._unsaid_step = 0
+        return factor
+
+    def _check_shown(self, groups: list[dict[str, Any]]) -> None:
+        """Raises InvalidArgumentError where torch's side shows other rates than those that the servers' schedule
+        gives."""
+        factor = self._spec.schedule.factor(self._handle.step)
+        for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            shown = _plain(group["lr"])
+            if self._scheduler is not None:
+                self._check_scheduled(number, float(shown), self._base[number] * factor)
+            elif shown != seen["lr"]:
+                raise InvalidArgumentError(
+                    f"lr of parameter group {number} was changed from {seen['lr']} to {shown}, but the servers follow "
+                    "the schedule of the specification: leave schedule= out of it to set rates in the script"
+                )
 
     def _check_scheduled(self, number: int, shown: float, expected: float) -> None:
         if abs(shown - expected) > _RATE_TOLERANCE * self._base[number]:
@@ -120,12 +171,12 @@ class Rates:
         self._show_next(groups)
 
     def _show_next(self, groups: list[dict[str, Any]]) -> None:
-        if self._scheduler is None and not isinstance(self._spec.schedule, Constant):
+        if self._scheduler is None and not self._sends:
             self._show(groups)
 
     def _show(self, groups: list[dict[str, Any]]) -> None:
-        """Writes the current rates where scripts read them, unless a scheduler does."""
-        if self._scheduler is None:
+        """Writes the current rates where scripts read them, unless the script sets them."""
+        if self._scheduler is None and not self._sends:
             factor = self._spec.schedule.factor(self._handle.step)
             for base, group in zip(self._base, groups, strict=True):
                 _set_rate(group, base * factor)
@@ -152,8 +203,8 @@ def _settings(spec: Optimizer) -> list[str]:
 
 
 def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
-    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that the servers cannot
-    follow."""
+    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that cannot be brought to
+    the step of a run."""
     if scheduler is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer) or getattr(scheduler, "optimizer", None) is not optimizer:
@@ -161,8 +212,20 @@ def check_scheduler(optimizer: object, scheduler: object, consistency: Consisten
             f"scheduler is of type {type(scheduler).__name__}: give the torch scheduler of this torch optimizer, or "
             "a schedule in a specification of psdist.optim"
         )
+    kind = type(scheduler).__name__
+    if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "last_epoch"):
+        raise InvalidArgumentError(
+            f"scheduler={kind} cannot be brought to the step of a run: leave it out of scheduler=, and step it in the "
+            "loop; the rates that it sets are sent to the servers"
+        )
+    if getattr(scheduler, "cycle_momentum", False):
+        raise InvalidArgumentError(
+            f"this {kind} changes the momentum, which the servers have for the whole run: make it with "
+            "cycle_momentum=False"
+        )
     if not isinstance(consistency, BSP):
         raise InvalidArgumentError(
-            f"scheduler={type(scheduler).__name__} counts this worker's steps, but in {type(consistency).__name__} the "
-            "servers count the pushes of all workers: give a schedule in a specification of psdist.optim"
+            f"scheduler={kind} counts this worker's steps, but in {type(consistency).__name__} the servers count the "
+            "pushes of all workers: give a schedule in a specification of psdist.optim, or leave it out of scheduler=, "
+            "and each push has the rate that its worker shows then"
         )

@@ -22,7 +22,7 @@ class Identity(_message.Message):
     def __init__(self, run_id: _Optional[str] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ...) -> None: ...
 
 class PushHeader(_message.Message):
-    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference")
+    __slots__ = ("identity", "step", "codec", "dtype", "pull_dtype", "abstain", "grad_norm", "mark", "held", "weight", "difference", "lr_factor")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CODEC_FIELD_NUMBER: _ClassVar[int]
@@ -34,6 +34,7 @@ class PushHeader(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    LR_FACTOR_FIELD_NUMBER: _ClassVar[int]
     identity: Identity
     step: int
     codec: _common_pb2.Codec
@@ -45,7 +46,8 @@ class PushHeader(_message.Message):
     held: HeldWeights
     weight: float
     difference: GradientDifference
-    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ...) -> None: ...
+    lr_factor: float
+    def __init__(self, identity: _Optional[_Union[Identity, _Mapping]] = ..., step: _Optional[int] = ..., codec: _Optional[_Union[_common_pb2.Codec, str]] = ..., dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., pull_dtype: _Optional[_Union[_common_pb2.DType, str]] = ..., abstain: _Optional[bool] = ..., grad_norm: _Optional[float] = ..., mark: _Optional[int] = ..., held: _Optional[_Union[HeldWeights, _Mapping]] = ..., weight: _Optional[float] = ..., difference: _Optional[_Union[GradientDifference, _Mapping]] = ..., lr_factor: _Optional[float] = ...) -> None: ...
 
 class GradientDifference(_message.Message):
     __slots__ = ("number", "from_zeros")

@@ -350,12 +350,64 @@ def test_parameters_cannot_be_added(wrapped: tuple[nn.Module, DistributedOptimiz
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
-def test_settings_that_change_in_the_script_alone_are_refused(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
+SENT: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4) * 0.9**step),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [3, 7], 0.3),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.02], total_steps=STEPS + 1, cycle_momentum=False),
+}
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters(), "lr": 0.01}]  # type: ignore[index]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("make", SENT.values(), ids=SENT)
+def test_rates_of_other_schedulers_are_sent(
+    alone: Context, name: str, make: Callable[[torch.optim.Optimizer], Any], overlap: bool
+) -> None:
+    model = mlp()
+    other, unlike = copy.deepcopy(model), copy.deepcopy(model)
+    inner = in_groups(model)
+    scheduler = make(inner)
+    train(model, DistributedOptimizer(model, inner, scheduler, name=name, overlap=overlap), scheduler)
+    plain = in_groups(other)
+    train(other, plain, make(plain))
+    assert distance(model, other) < 1e-5
+    train(unlike, in_groups(unlike))
+    assert distance(unlike, other) > 1e-3
+
+
+def test_a_scheduler_of_the_distributed_optimizer_sets_the_rates(
+    wrapped: tuple[nn.Module, DistributedOptimizer],
+) -> None:
     model, optimizer = wrapped
-    scheduler = lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 0 was changed from 0.1 to 0.01"):
-        train(model, optimizer, scheduler)
-    assert optimizer.handle.step == 2
+    other = copy.deepcopy(model)
+    train(model, optimizer, lr_scheduler.StepLR(optimizer, 2))
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    train(other, plain, lr_scheduler.StepLR(plain, 2))
+    assert distance(model, other) < 1e-5
+
+
+@pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(1), psdist.ASP()])
+def test_a_plateau_sets_the_rates(alone: Context, name: str, consistency: psdist.consistency.Consistency) -> None:
+    """It steps once for each data epoch, by a number."""
+
+    def train_epochs(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        for loss in (2.0, 3.0, 1.0, 1.0):
+            train(model, optimizer)
+            scheduler.step(loss)
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    inner, plain = in_groups(model), in_groups(other)
+    optimizer = DistributedOptimizer(model, inner, consistency=consistency, name=name)
+    train_epochs(model, optimizer, lr_scheduler.ReduceLROnPlateau(inner, patience=0))
+    train_epochs(other, plain, lr_scheduler.ReduceLROnPlateau(plain, patience=0))
+    assert distance(model, other) < 1e-5
+    assert optimizer.handle.lr_factor == pytest.approx(0.1), "after the second data epoch; not yet after the last"
 
 
 def test_a_scheduler_that_is_stepped_once_for_a_data_epoch_is_refused(alone: Context, name: str) -> None:

@@ -80,6 +80,33 @@ def test_data_parallel_training_goes_on_from_what_the_script_loaded(
 
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
+def test_rates_that_the_servers_do_not_know_go_on_with_the_weights(tmp_path: Path, wrap: Callable[..., Any]) -> None:
+    """The scheduler of the second life is brought to the step of the first: the bytes of a run that never stopped."""
+
+    def train(context: Context, steps: int) -> bytes:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, step / 4) * 0.9**step)
+        optimizer = wrap(model, inner, scheduler, context=context)
+        for step in range(optimizer.handle.step, optimizer.handle.step + steps):
+            optimizer.zero_grad()
+            model(batch(step, context.rank)).pow(2).mean().backward()
+            optimizer.step()
+            scheduler.step()
+        if wrap is offload:
+            return b"".join(array.tobytes() for _, array in optimizer.weights())
+        return b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+
+    with life(tmp_path / "whole") as both:
+        expected = both(lambda context: train(context, 8))
+    with life(tmp_path / "parts") as both:
+        both(lambda context: train(context, 3))
+    with life(tmp_path / "parts") as both:
+        assert both(lambda context: train(context, 5)) == expected
+
+
+@pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
 def test_running_statistics_go_on_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

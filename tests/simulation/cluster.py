@@ -358,6 +358,7 @@ class World:
         others, acked = self.members_beside(life, client.session.membership.view.cluster), self.oracle.acked
         before = handle.statistics()
         push = self.oracle.begins(life, handle.step)
+        handle.lr_factor = self.oracle.lr_factor(push.step)
         gradients = {"w": self.oracle.gradient(push.slot)}
         weights = None
         if self.workload.random() < self.options.bare_pushes:

@@ -138,7 +138,7 @@ class SnapshotOracle(Oracle):
 
     def worth(self, push: Push) -> float:
         """See Oracle."""
-        return self.rate(self.eras[self.era_of(push)].key[0])
+        return super().worth(push) * self.rate(self.eras[self.era_of(push)].key[0])
 
     def era_of(self, push: Push) -> int:
         """The number of the era that a push belongs to."""

@@ -33,6 +33,8 @@ class PendingRequest:
     ignored: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
+    #: Pushes: on the learning rate of the update.
+    lr_factor: float = 1.0
 
     @property
     def finished(self) -> bool:
@@ -55,7 +57,7 @@ class PendingRequest:
 
     def part(self, slices: Iterable[int]) -> PendingRequest:
         """A request of the same number for those of ``slices`` that are unanswered; ``absorb`` brings it back."""
-        return PendingRequest(self.number, self.pending.intersection(slices))
+        return PendingRequest(self.number, self.pending.intersection(slices), lr_factor=self.lr_factor)
 
     def absorb(self, part: PendingRequest) -> None:
         """Counts what was answered to ``part`` as answered here."""
@@ -138,9 +140,10 @@ class PushSequence:
         """Says how much of a push under way was given in pieces. whole: none is missing."""
         self.partial, self.given = not whole, whole
 
-    def begin_push(self) -> PendingRequest:
-        """The next push, with all slices unanswered. Beginning it again after a failure gives the same number."""
-        return PendingRequest(self.step, set(range(len(self.versions))))
+    def begin_push(self, lr_factor: float = 1.0) -> PendingRequest:
+        """The next push, with all slices unanswered. Beginning it again after a failure gives the same number.
+        lr_factor: on the learning rate of its update."""
+        return PendingRequest(self.step, set(range(len(self.versions))), lr_factor=lr_factor)
 
     def begin_pull(self) -> PendingRequest:
         """A pull of all slices. BSP members wait for the step they are at; others take what is there."""

@@ -88,8 +88,8 @@ class Applier:
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         #: BSP: the factor by which the newest step is clipped, by step.
         self._clip_factors: dict[int, float | None] = {}
-        #: What Aggregate made for Apply: the mean, and its sum of squares.
-        self._means: dict[int, tuple[Array | None, float]] = {}
+        #: What Aggregate made for Apply: the mean, its sum of squares, and the factor on the learning rate.
+        self._means: dict[int, tuple[Array | None, float, float]] = {}
         self._shipments: dict[int, _Shipment] = {}
         #: Updates that wait for room among those that are kept for replicas.
         self._waiting: deque[_Job] = deque()
@@ -106,20 +106,21 @@ class Applier:
         """Begins to carry ``effect`` out."""
         index = effect.index
         values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
+        lr_factor = self._gradients.lr_factor(effect.parts)
         is_encoded = self._gradients.are_encoded(values)
         if isinstance(effect, Aggregate):
-            job = _Job(effect, Update(index, effect.step, values, is_encoded=is_encoded, weights=weights))
+            job = _Job(effect, Update(index, effect.step, values, lr_factor, is_encoded=is_encoded, weights=weights))
             self._kernels.submit(index, self._combine, job, self._combined)
         elif index in self._means:
-            mean, square = self._means.pop(index)
+            mean, square, lr_factor = self._means.pop(index)
             kept = [mean] if mean is not None else []
-            update = Update(index, effect.step, kept, effect.lr_scale, self._clip_factors[effect.step])
+            update = Update(index, effect.step, kept, effect.lr_scale * lr_factor, self._clip_factors[effect.step])
             self._deliver(_Job(effect, update, False, square))
         else:
-            factor = None
+            factor, lr_scale = None, effect.lr_scale * lr_factor
             if self._max_grad_norm and values:  # One push, scaled down by its own norm (SSP and ASP).
                 factor = clip_factor(self._gradients.norm(effect.parts[0]), self._max_grad_norm)
-            update = Update(index, effect.step, values, effect.lr_scale, factor, is_encoded=is_encoded, weights=weights)
+            update = Update(index, effect.step, values, lr_scale, factor, is_encoded=is_encoded, weights=weights)
             self._deliver(_Job(effect, update))
 
     def norm_known(self, step: int, norm: float) -> None:
@@ -197,7 +198,7 @@ class Applier:
     def _combined(self, job: _Job, outcome: Outcome) -> None:
         effect = job.effect
         self._gradients.used(effect.index, effect.parts, outcome.bad)
-        self._means[effect.index] = (outcome.mean, outcome.square)
+        self._means[effect.index] = (outcome.mean, outcome.square, job.update.lr_scale)
         self._done(effect, outcome)
 
     def _applied(self, job: _Job, applied: Applied) -> None:
@@ -284,7 +285,7 @@ def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:
         contributors=effect.contributors,
         sequence=effect.sequence,
         gradient=gradient,
-        lr_scale=effect.lr_scale,
+        lr_scale=job.update.lr_scale,
         square=job.square,
         size=gradient.nbytes if gradient is not None else 0,
     )

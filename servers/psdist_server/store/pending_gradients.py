@@ -52,6 +52,8 @@ class PendingGradients:
         self._prepare_sums = prepare_sums
         #: There was a push that was encoded or had a weight, so that contributions are summed up before the update.
         self._has_sums = False
+        #: There was a push with a factor on the learning rate.
+        self._has_lr_factors = False
         self._spec = spec
         self._slicing = slicing
         self._counters = counters
@@ -62,12 +64,16 @@ class PendingGradients:
 
     def begin_push(self, call: Call) -> None:
         """A push whose header was read. Raises InvalidArgumentError where it must bring its gradient's global norm and
-        does not, and for a weight that is out of range, or where nothing is averaged."""
+        does not, for a weight that is out of range, or where nothing is averaged, and for a factor on the learning
+        rate that is out of range."""
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
         if call.gradient.weight != 1.0:
             check_weight(call.gradient.weight, self._spec.consistency)
+        if call.gradient.lr_factor != 1.0:
+            self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
+            self._has_lr_factors = True
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
@@ -174,9 +180,16 @@ class PendingGradients:
         found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
+    def lr_factor(self, tokens: tuple[int, ...]) -> float:
+        """The factor on the learning rate of an update by these contributions: that of the first."""
+        return self._by_token[tokens[0]].call.gradient.lr_factor if self._has_lr_factors and tokens else 1.0
+
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """An update of slice ``index`` has read these contributions. Those at positions ``left_out`` held NaN or Inf
-        and are not in it, which their workers learn where the policy is to reject."""
+        and are not in it, which their workers learn where the policy is to reject. So do workers whose factor on the
+        learning rate is not the update's."""
+        if self._has_lr_factors and tokens:
+            self._compare_lr_factors([self._by_token[token].call for token in tokens])
         for position in left_out:
             call = self._by_token[tokens[position]].call
             self._counters.of(call.identity.worker_id).non_finite += 1
@@ -184,6 +197,19 @@ class PendingGradients:
                 call.fail(self._non_finite(index))
         for token in tokens:
             self.discard(token)
+
+    def _compare_lr_factors(self, calls: list[Call]) -> None:
+        """Fails the calls whose factor is not that of the first, with which their update was made."""
+        used = calls[0].gradient.lr_factor
+        for call in calls:
+            if (factor := call.gradient.lr_factor) != used:
+                call.fail(
+                    InvalidArgumentError(
+                        f"lr_factor={factor!r} in step {call.step} of {self._spec.name!r}, which was made with "
+                        f"lr_factor={used!r} of {calls[0].identity.worker_id}: a step has one learning rate, so all "
+                        "workers must set the same factor"
+                    )
+                )
 
     def refused(self, token: int) -> None:
         """A contribution was not taken, so that none may be a difference to it."""

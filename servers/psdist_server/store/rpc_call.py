@@ -56,11 +56,13 @@ class CallState(Enum):
 @dataclass(frozen=True, slots=True)
 class PushedGradient:
     """What a push says of its gradient as a whole. norm: its L2 norm, if needed. weight: what it counts for in the mean
-    of its step. difference: its payloads are differences; None where they are gradients."""
+    of its step. difference: its payloads are differences; None where they are gradients. lr_factor: on the learning
+    rate of its update."""
 
     norm: float = 0.0
     weight: float = 1.0
     difference: GradientDifference | None = None
+    lr_factor: float = 1.0
 
     @classmethod
     def of(cls, header: server_pb2.PushHeader) -> PushedGradient:
@@ -70,7 +72,9 @@ class PushedGradient:
             if header.codec != common_pb2.CODEC_SEGMENTS:
                 raise InvalidArgumentError("a difference to an earlier gradient is in segments: send CODEC_SEGMENTS")
             difference = GradientDifference(header.difference.number, header.difference.from_zeros)
-        return cls(header.grad_norm, header.weight if header.HasField("weight") else 1.0, difference)
+        weight = header.weight if header.HasField("weight") else 1.0
+        lr_factor = header.lr_factor if header.HasField("lr_factor") else 1.0
+        return cls(header.grad_norm, weight, difference, lr_factor)
 
 
 @dataclass

@@ -176,7 +176,7 @@ def test_schedulers_give_the_same_rates(make: Callable[[Any], lr_scheduler.LRSch
     ],
 )
 def test_other_schedulers_are_named(make: Callable[[Any], lr_scheduler.LRScheduler], said: str) -> None:
-    remedy = "psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
+    remedy = "pass it as scheduler= to psdist.torch.DistributedOptimizer, which sends its rates"
     with pytest.raises(InvalidArgumentError, match=f"{re.escape(said)}.*{remedy}"):
         convert_scheduler(make(torch.optim.SGD(model().parameters(), lr=0.1)))
 

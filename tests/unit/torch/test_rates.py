@@ -13,9 +13,10 @@ from torch.optim import lr_scheduler
 
 from psdist import optim
 from psdist.client.sync_client import Parameters
+from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
-from psdist.torch.conversion import convert_optimizer
-from psdist.torch.rates import Rates
+from psdist.torch.optimizer import specification_of
+from psdist.torch.rates import Rates, check_scheduler
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=50),
@@ -28,6 +29,21 @@ SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
         [8],
     ),
 }
+#: Those that the servers have no schedule for.
+SENT: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
+    "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 8) * 0.99**step),
+    "multiplied": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 + 0.01 * (step % 3)),
+    "milestones": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 7, 20], 0.3),
+    "restarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5, 2),
+    "one cycle": lambda optimizer: lr_scheduler.OneCycleLR(
+        optimizer, [0.5, 0.05], total_steps=60, cycle_momentum=False
+    ),
+    "constant": lambda optimizer: lr_scheduler.ConstantLR(optimizer, 0.5, total_iters=6),
+    "two": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.StepLR(optimizer, 3), lr_scheduler.ExponentialLR(optimizer, 0.8)], [10]
+    ),
+}
+ALL = SCHEDULERS | SENT
 
 
 class Loop:
@@ -39,7 +55,9 @@ class Loop:
         groups = [{"params": [weight]}, {"params": [bias], "lr": 0.01}]
         self.optimizer = torch.optim.SGD(groups, lr=lr)
         self.scheduler = make(self.optimizer)
-        self.spec = convert_optimizer(self.optimizer, names, self.scheduler)
+        self.make = make
+        trained = {name: parameter for parameter, name in names.items()}
+        self.spec = specification_of(self.optimizer, trained, self.scheduler)
         self.handle = SimpleNamespace(step=step)
         self.rates = Rates(self.spec, self.optimizer, self.scheduler, cast(Parameters, self.handle))
         self.rates.begin(self.groups)
@@ -60,14 +78,21 @@ class Loop:
             self.scheduler.step()
 
     def assert_following(self) -> None:
-        """The script shows the servers' rates."""
-        self.rates.check(self.groups)
-        factor = self.spec.schedule.factor(self.handle.step)
-        assert [float(group["lr"]) for group in self.groups] == pytest.approx([0.1 * factor, 0.01 * factor])
+        """The servers have the rates that the script shows, which are those of torch."""
+        factor = self.rates.check(self.groups) * self.spec.schedule.factor(self.handle.step)
+        shown = [float(group["lr"]) for group in self.groups]
+        base = [self.spec.group_values(group)["lr"] for group in range(2)]
+        assert shown == pytest.approx([base[0] * factor, base[1] * factor])
+        alone = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01)])
+        other = self.make(alone)
+        for _ in range(self.handle.step):
+            alone.step()
+            other.step()
+        assert shown == pytest.approx([float(group["lr"]) for group in alone.param_groups])
         assert self.scheduler.last_epoch == self.handle.step
 
 
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("jump", [5, -4, -10, 0])
 def test_a_scheduler_follows_the_servers(make: Callable[[Any], lr_scheduler.LRScheduler], jump: int) -> None:
     """They are elsewhere after this worker had been expelled, or the run went back to a snapshot."""
@@ -79,7 +104,7 @@ def test_a_scheduler_follows_the_servers(make: Callable[[Any], lr_scheduler.LRSc
     loop.assert_following()
 
 
-@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
+@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 def test_a_run_that_goes_on_begins_where_it_was(make: Callable[[Any], lr_scheduler.LRScheduler]) -> None:
     loop = Loop(make, step=12)
     loop.assert_following()
@@ -124,27 +149,116 @@ def test_a_rate_that_is_a_tensor_stays_the_script_s_tensor() -> None:
     assert loop.groups[0]["lr"] is rate
 
 
-def test_a_rate_that_is_a_tensor_may_not_be_written_to() -> None:
-    parameter, rate = nn.Parameter(torch.zeros(2)), torch.tensor(0.5)
-    optimizer = torch.optim.SGD([parameter], lr=rate)
-    spec = convert_optimizer(optimizer, {parameter: "w"})
-    rates = Rates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=0)))
+def rates_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None, step: int = 0) -> Rates:
+    """Of an optimizer whose scheduler, if it has one, is not given."""
+    parameters = {str(number): one for number, one in enumerate(optimizer.param_groups[0]["params"])}
+    spec = specification_of(optimizer, parameters, None) if spec is None else spec
+    rates = Rates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=step)))
     rates.begin(optimizer.param_groups)
-    rates.check(optimizer.param_groups)
-    rate.fill_(0.0)
-    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 0 was changed from 0\.5 to 0\.0"):
-        rates.check(optimizer.param_groups)
+    return rates
 
 
-def test_rates_that_were_changed_are_told_also_after_a_step_that_was_skipped() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    optimizer = torch.optim.SGD([parameter], lr=0.5)
-    rates = Rates(optim.SGD(lr=0.5), optimizer, None, cast(Parameters, SimpleNamespace(step=0)))
-    rates.begin(optimizer.param_groups)
+def test_a_rate_that_is_a_tensor_may_be_written_to() -> None:
+    rate = torch.tensor(0.5)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=rate)
+    rates = rates_of(optimizer)
+    assert rates.check(optimizer.param_groups) == 1.0
+    rate.fill_(0.125)
+    assert rates.check(optimizer.param_groups) == 0.25
+
+
+def test_rates_that_the_script_sets_are_sent() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    rates = rates_of(optimizer)
     optimizer.param_groups[0]["lr"] = 0.25
     rates.on_irregular_step(optimizer.param_groups)
-    with pytest.raises(InvalidArgumentError, match=r"was changed from 0\.5 to 0\.25"):
+    assert rates.check(optimizer.param_groups) == 0.5
+    rates.on_step(optimizer.param_groups)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_a_scheduler_that_is_not_given_may_be_stepped_at_will() -> None:
+    """Its rate before the first step is not the one that it multiplies."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda data_epoch: data_epoch / 4)
+    rates = rates_of(optimizer)
+    for data_epoch in range(4):
+        for _ in range(3):
+            assert rates.check(optimizer.param_groups) == data_epoch / 4
+            optimizer.step()
+            rates.on_step(optimizer.param_groups)
+        scheduler.step()
+
+
+def test_rates_beside_a_schedule_of_the_servers_are_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    rates = rates_of(optimizer, optim.SGD(lr=0.5, schedule=optim.Step(10)))
+    assert rates.check(optimizer.param_groups) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(InvalidArgumentError, match=r"was changed from 0\.5 to 0\.25, .* leave schedule= out"):
         rates.check(optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("key", "value"), [("momentum", 0.8), ("weight_decay", 0.1), ("nesterov", True)])
+def test_other_settings_are_those_of_the_servers(key: str, value: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5, momentum=0.9)
+    rates = rates_of(optimizer)
+    optimizer.param_groups[0][key] = value
+    with pytest.raises(InvalidArgumentError, match=rf"{key} of parameter group 0 was changed .*cycle_momentum=False"):
+        rates.check(optimizer.param_groups)
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.1, 0.0), (0.05, 0.01), (0.0, 0.01)])
+def test_all_groups_have_one_factor(first: float, second: float) -> None:
+    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01, 0.0)]
+    optimizer = torch.optim.SGD(groups)
+    rates = rates_of(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.3
+    assert rates.check(optimizer.param_groups) == pytest.approx(0.3)
+    for group, lr in zip(optimizer.param_groups, (first, second), strict=False):
+        group["lr"] = lr
+    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 1 .* one factor for all groups"):
+        rates.check(optimizer.param_groups)
+
+
+def test_a_scheduler_that_is_sent_is_stepped_with_the_optimizer() -> None:
+    loop = Loop(SENT["milestones"])
+    loop.steps(3)
+    loop.handle.step += 1
+    loop.rates.on_step(loop.groups)
+    with pytest.raises(InvalidArgumentError, match=r"has made 3 steps at step 4: call scheduler\.step\(\) after each"):
+        loop.rates.check(loop.groups)
+
+
+def test_a_worker_that_begins_later_is_told_of_its_rates_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    rates = rates_of(optimizer, step=12)
+    rates.check(optimizer.param_groups)
+    assert caplog.messages == []
+    optimizer.param_groups[0]["lr"] = 0.25
+    for _ in range(2):
+        rates.check(optimizer.param_groups)
+    (said,) = caplog.messages
+    assert "began at step 12" in said and "scheduler=" in said
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lr_scheduler.ReduceLROnPlateau, "leave it out of scheduler=, and step it in the loop"),
+        (lambda o: lr_scheduler.ChainedScheduler([lr_scheduler.StepLR(o, 3)]), "leave it out of scheduler="),
+        (lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=10), "make it with cycle_momentum=False"),
+        (
+            lambda o: lr_scheduler.CyclicLR(o, 0.1, 0.2, cycle_momentum=True),
+            "make it with cycle_momentum=False",
+        ),
+    ],
+)
+def test_schedulers_that_cannot_be_given(make: Callable[[Any], Any], said: str) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+    with pytest.raises(InvalidArgumentError, match=said):
+        check_scheduler(optimizer, make(optimizer), BSP())
 
 
 @pytest.mark.parametrize(("name", "last"), [("cosine", 50), ("warm-up, cosine", 38)])

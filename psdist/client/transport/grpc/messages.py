@@ -45,6 +45,10 @@ def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int])
         header.ClearField("weight")
     else:
         header.weight = push.weight
+    if push.progress.lr_factor == 1.0:
+        header.ClearField("lr_factor")
+    else:
+        header.lr_factor = push.progress.lr_factor
     difference = push.encoded.difference(slices) if push.encoded is not None else None
     if difference is None:
         header.ClearField("difference")
