@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import ExponentialLR
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiplicativeLR
 
 import psdist
 from psdist.client.context import Context
@@ -76,23 +76,26 @@ def assert_alike(models: list[nn.Module], expected: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("divide", "overlap"),
+    ("divide", "overlap", "kind"),
     [
-        (True, True),
-        (False, False),
-        pytest.param(True, False, marks=pytest.mark.long),
-        pytest.param(False, True, marks=pytest.mark.long),
+        (True, True, MultiplicativeLR),
+        (False, False, ExponentialLR),
+        pytest.param(True, False, ExponentialLR, marks=pytest.mark.long),
+        pytest.param(False, True, MultiplicativeLR, marks=pytest.mark.long),
     ],
 )
 def test_with_an_optimizer_on_the_servers(
-    everywhere: Callable[[Work], list[Any]], name: str, divide: bool, overlap: bool
+    everywhere: Callable[[Work], list[Any]], name: str, divide: bool, overlap: bool, kind: type[LRScheduler]
 ) -> None:
-    """Twice, and with a scheduler, which follows the steps of the others, too."""
+    """Twice, and with a scheduler, which follows the steps of the others, too. One is known to the servers, the rates
+    of the other are sent."""
     at_first = mlp()
 
-    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, ExponentialLR]:
+    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return optimizer, ExponentialLR(optimizer, 0.9)
+        if kind is ExponentialLR:
+            return optimizer, ExponentialLR(optimizer, 0.9)
+        return optimizer, MultiplicativeLR(optimizer, lambda _: 0.9)
 
     def worker(context: Context) -> nn.Module:
         model = copy.deepcopy(at_first)
