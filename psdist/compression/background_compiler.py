@@ -16,6 +16,7 @@ import ctypes
 import logging
 import math
 import mmap
+import re
 import signal
 import subprocess
 import sys
@@ -214,14 +215,31 @@ def of_workers() -> BackgroundCompiler:
 
 
 def release_compiler() -> None:
-    """Gives back the pages of LLVM's code (about 50 MB) once the kernels are compiled.
+    """Gives back the pages of LLVM's code and constants (some 65 MB) once the kernels are compiled.
 
     They are read-only pages of a file: if they are needed again, the kernel reads them again.
     """
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None, use_errno=True)
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            parts = line.split()
-            if len(parts) > 5 and parts[1] == "r-xp" and "libllvmlite" in parts[5]:
-                start, stop = (int(address, 16) for address in parts[0].split("-"))
-                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+        for start, stop in clean_mappings(Path("/proc/self/smaps").read_text(), "libllvmlite"):
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _MADV_DONTNEED)
+
+
+def clean_mappings(smaps: str, library: str) -> list[tuple[int, int]]:
+    """The first address of each read-only mapping of ``library``, and that behind its end, where all pages are as in
+    the file. smaps: of /proc.
+
+    The linker has written addresses into some that are read-only now. Their pages would be lost.
+    """
+    found: list[tuple[int, int]] = []
+    for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.M):
+        header = text.partition("\n")[0].split()
+        if (
+            len(header) > 5
+            and library in header[5]
+            and "w" not in header[1]
+            and re.search(r"^Anonymous: +0 kB", text, re.M)
+        ):
+            start, stop = header[0].split("-")
+            found.append((int(start, 16), int(stop, 16)))
+    return found
