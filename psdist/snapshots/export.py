@@ -2,8 +2,9 @@
 
 Tensors are read slice by slice, each verified, and written at once, so that memory does not grow with the model. Only
 a file in torch's format is assembled in memory; what is in the snapshot as bytes, such as a model's buffers, is held.
-Files appear under their names when all are complete, or not at all. The optimizer's state is not exported, because only
-psdist can use it.
+Files appear under their names when all are complete, or not at all.
+
+Not here: the optimizer's state (``optimizer_state``).
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -100,7 +100,7 @@ def load_snapshot(
         raise InvalidArgumentError("dtype and into cannot be given together: each array of into has its own dtype")
     _check_targets(into or {})
     storage = open_storage(url)
-    found, states, stored, arrays = _wait(_load(storage, step, parameters))
+    found, states, stored, arrays = wait(load_usable(storage, step, parameters, _read))
     for sentence in found.skipped:
         warnings.warn(f"an older snapshot is used: {sentence}", RuntimeWarning, stacklevel=2)
     for sentence in stored.left_out:
@@ -119,10 +119,11 @@ def load_snapshot(
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-_Loaded = tuple[CommittedSnapshot, tuple[ParametersState, ...], Contents, dict[str, AnyArray]]
+#: Reads what is wanted of a snapshot with these contents.
+Read = Callable[[Storage, CommittedSnapshot, Contents], Awaitable[T]]
 
 
-def _wait(load: Coroutine[Any, Any, T]) -> T:
+def wait(load: Coroutine[Any, Any, T]) -> T:
     """Runs the coroutine, in a thread of its own if a loop runs in this one already, as in a notebook."""
     try:
         asyncio.get_running_loop()
@@ -132,7 +133,12 @@ def _wait(load: Coroutine[Any, Any, T]) -> T:
         return executor.submit(asyncio.run, load).result()
 
 
-async def _load(storage: Storage, step: int | None, parameters: str | None) -> _Loaded:
+async def load_usable(
+    storage: Storage, step: int | None, parameters: str | None, read: Read[T]
+) -> tuple[CommittedSnapshot, tuple[ParametersState, ...], Contents, T]:
+    """The newest snapshot that ``read`` finds to be what was written, and what it gives. step, parameters: as for
+    ``load_snapshot``, which has the errors."""
+
     def wanted(commit: CommitRecord) -> bool:
         return step is None or step in [n for name, n in commit.steps.items() if parameters in (None, name)]
 
@@ -142,12 +148,12 @@ async def _load(storage: Storage, step: int | None, parameters: str | None) -> _
         try:
             stored = await contents(storage, found.manifest, () if parameters is None else (parameters,))
             _check_owners(stored)
-            arrays = await _read(storage, found, stored)
+            what = await read(storage, found, stored)
         except SnapshotCorruptError as error:
             if await reader.is_committed(storage, found.commit):
                 corrupt.append(error.message)
             continue
-        return CommittedSnapshot(found.commit, found.manifest, (*found.skipped, *corrupt)), states, stored, arrays
+        return CommittedSnapshot(found.commit, found.manifest, (*found.skipped, *corrupt)), states, stored, what
     if corrupt:
         raise SnapshotCorruptError(f"no snapshot in {storage.url} can be used: {'; '.join(corrupt)[:2000]}")
     raise await _unknown(storage, step)

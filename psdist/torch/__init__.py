@@ -17,6 +17,7 @@ from psdist.torch.data_parallel import DistributedDataParallel
 from psdist.torch.leased_loader import LeasedDataLoader
 from psdist.torch.offloading import OffloadedOptimizer, offload
 from psdist.torch.optimizer import DistributedOptimizer
+from psdist.torch.optimizer_state import load_optimizer_state
 
 __all__ = [
     "DistributedDataParallel",
@@ -25,6 +26,7 @@ __all__ = [
     "OffloadedOptimizer",
     "convert_optimizer",
     "convert_scheduler",
+    "load_optimizer_state",
     "offload",
 ]
 

@@ -18,7 +18,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from psdist import optim
-from psdist.errors import InvalidArgumentError
+from psdist.errors import InvalidArgumentError, SettingsMismatchError
 from psdist.optim import Optimizer, Override, Schedule
 
 #: What torch's optimizers convert to.
@@ -81,6 +81,18 @@ def convert_settings(
     spec = kind(**hyperparameters[base])
     overrides = _overrides(spec, base, hyperparameters, _names_of_groups(groups, names))
     return replace(spec, overrides=overrides, schedule=schedule)
+
+
+def check_same_state(optimizer: torch.optim.Optimizer, spec: Optimizer) -> None:
+    """Raises SettingsMismatchError unless ``optimizer`` keeps what the servers keep for ``spec``."""
+    kind = _kind_of(optimizer)
+    mine = kind(**_hyperparameters(_title(optimizer), kind, optimizer.param_groups[0]))
+    if type(spec) is not kind or spec.state_names != mine.state_names:
+        raise SettingsMismatchError(
+            f"the snapshot has {', '.join(spec.state_names) or 'no state'} of {type(spec).__name__}, but this "
+            f"{_title(optimizer)} keeps {', '.join(mine.state_names) or 'none'}, as psdist.optim.{kind.__name__}: make "
+            "one of the kind and the settings of the run"
+        )
 
 
 def _title(optimizer: torch.optim.Optimizer) -> str:

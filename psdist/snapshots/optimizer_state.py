@@ -1,0 +1,86 @@
+"""The optimizer's state in a snapshot, by tensor, for who goes on without servers.
+
+Not here: what it means for another program (``psdist.torch``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.optim import Optimizer
+from psdist.snapshots.format import ParametersState
+from psdist.snapshots.load import load_usable, wait
+from psdist.snapshots.model_tensors import Contents
+from psdist.snapshots.opening import open_storage
+from psdist.snapshots.reader import CommittedSnapshot, SliceReader
+from psdist.snapshots.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class TensorState:
+    """What an optimizer keeps of one tensor.
+
+    optimizer: the specification. updates: made since the state began; in SSP and ASP the least of any slice.
+    arrays: float32, of the tensor's shape, by ``optimizer.state_names``.
+    """
+
+    optimizer: Optimizer
+    updates: int
+    arrays: Mapping[str, NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerState:
+    """The state of all trained tensors, by name. step: that comes next. directory: the snapshot's."""
+
+    step: int
+    directory: str
+    tensors: Mapping[str, TensorState]
+
+
+def load_optimizer_state(url: str, step: int | None = None, parameters: str | None = None) -> OptimizerState:
+    """Reads the optimizer's state in a snapshot of the storage at ``url``. Arguments and errors as of
+    ``psdist.load_snapshot``."""
+    storage = open_storage(url)
+    found, states, _, tensors = wait(load_usable(storage, step, parameters, _read))
+    return OptimizerState(max(state.step for state in states), found.manifest.directory, tensors)
+
+
+async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) -> dict[str, TensorState]:
+    slices, vectors = SliceReader(storage, found.manifest), dict[str, list[NDArray[np.float32]]]()
+    tensors: dict[str, TensorState] = {}
+    for tensor in stored.tensors:
+        if tensor.place is None or tensor.is_encoded:
+            continue
+        state = tensor.place[0]
+        if state.spec.name not in vectors:
+            vectors[state.spec.name] = await _vectors(slices, state)
+        part = slice(tensor.elements.start, tensor.elements.stop)
+        arrays: dict[str, Any] = {
+            name: flat[part].reshape(tensor.shape)
+            for name, flat in zip(state.state_names, vectors[state.spec.name], strict=True)
+        }
+        tensors[tensor.name] = TensorState(state.spec.optimizer, _updates(state, tensor.elements), arrays)
+    return tensors
+
+
+async def _vectors(slices: SliceReader, state: ParametersState) -> list[NDArray[np.float32]]:
+    """Each of the optimizer's arrays as a flat vector."""
+    flats = [np.empty(state.layout.total, np.float32) for _ in state.state_names]
+    for shard in range(len(state.shards)):
+        async for index, (_, *arrays) in slices.slices(state, shard):
+            for flat, array in zip(flats, arrays, strict=True):
+                flat[slice(*state.slicing.bounds(index))] = array
+    return flats
+
+
+def _updates(state: ParametersState, elements: range) -> int:
+    size, count = state.slicing.slice_elements, len(state.shards)
+    numbers = range(elements.start // size, -(-elements.stop // size)) if elements else range(0)
+    versions = [state.shards[number % count].versions[number // count] for number in numbers]
+    return min(versions, default=state.step) - state.state_since

@@ -1,0 +1,72 @@
+"""A snapshot's optimizer state in an optimizer of torch: for training that goes on without psdist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from psdist.errors import MissingTensorError, ShapeMismatchError
+from psdist.snapshots import optimizer_state as snapshots
+from psdist.snapshots.optimizer_state import TensorState
+from psdist.torch.conversion import check_same_state
+from psdist.torch.inspection import inspect
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    url: str,
+    *,
+    step: int | None = None,
+    parameters: str | None = None,
+) -> int:
+    """Gives ``optimizer`` the state that the servers had in a snapshot of a run of ``DistributedOptimizer`` or
+    ``offload``, so that a script without psdist goes on where that was. Returns the step that comes next.
+
+        model.load_state_dict(torch.load("model.pt"))  # by psdist snapshot export
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        step = psdist.torch.load_optimizer_state(optimizer, model, "psdist-runs/digits")
+
+    optimizer: of torch.optim, of the kind that was given to psdist, with parameters of ``model``. Its settings, such as
+        the learning rate, stay as they are; what it kept before is replaced.
+    url, step, parameters: as for ``psdist.load_snapshot``.
+
+    State is float32 on the servers; here it has the dtype of its parameter. After SSP and ASP Adam counts the updates
+    of the slice that had the fewest. Weights are not loaded.
+    Raises SettingsMismatchError where the optimizer keeps something else, MissingTensorError and ShapeMismatchError
+    where the snapshot is of another model, InvalidArgumentError as ``DistributedOptimizer`` for what it cannot train,
+    and as ``psdist.load_snapshot``. A call that raises changes nothing.
+    """
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = {parameter: name for name, parameter in inspect(model, ordered, has_values=False).trained.items()}
+    found = snapshots.load_optimizer_state(url, step, parameters)
+    states: dict[int, dict[str, Tensor]] = {}
+    for number, parameter in enumerate(ordered):
+        if (name := names.get(parameter)) is None:  # It is frozen.
+            continue
+        if name not in found.tensors:
+            raise MissingTensorError(
+                f"snapshot {found.directory} has no parameter {name!r}: load it for the model that was trained"
+            )
+        state = found.tensors[name]
+        check_same_state(optimizer, state.optimizer)
+        if entry := _entry(name, parameter, state):
+            states[number] = entry
+    optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
+    return found.step
+
+
+def _entry(name: str, parameter: Tensor, state: TensorState) -> dict[str, Any]:
+    """What torch keeps of a parameter. Nothing before its first update, but for Adagrad."""
+    entry: dict[str, Any] = {}
+    for key, array in state.arrays.items():
+        if array.shape != tuple(parameter.shape):
+            raise ShapeMismatchError(f"{key} of {name!r} has shape {array.shape}, expected {tuple(parameter.shape)}")
+        entry[key] = torch.from_numpy(array.copy())
+    if not state.updates and state.optimizer.kind != "adagrad":
+        return {}
+    if state.optimizer.kind != "sgd":
+        entry["step"] = torch.tensor(float(state.updates), dtype=torch.float32)
+    return entry
