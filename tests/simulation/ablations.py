@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
+from psdist.client import participation
 from psdist.client.session import drops
 from psdist.client.transport import data_path
 from psdist.client.transport.grpc import messages
@@ -353,6 +354,26 @@ def _bare_updates(put: Put) -> None:
 def _bare_copies(put: Put) -> None:
     state_message = replicator.state_message
     put(replicator, "state_message", lambda record, *rest: state_message(SliceRecord(record.version), *rest))
+
+
+@_ablation("the factor on the learning rate travels with the update", **_COPIES)
+def _bare_rates(put: Put) -> None:
+    replica_update = applier._replica_update
+    put(applier, "_replica_update", lambda job, lsn: replace(replica_update(job, lsn), lr_scale=1.0))
+
+
+@_ablation(
+    "a push that goes on in another incarnation keeps its factor", faults=("freeze worker", "break session of worker"),
+    fault_count=5, fault_seconds=1.5, think_seconds=0.1, steps=6,
+)  # fmt: skip
+def _forgotten_factor(put: Put) -> None:
+    start = participation.Participation.start_incarnation
+
+    async def forgetful(self: Any, mine: Any) -> None:
+        await start(self, mine)
+        self.lr_factor = 1.0
+
+    put(participation.Participation, "start_incarnation", forgetful)
 
 
 @_ablation("a stream goes on from what its replica has", **_COPIES, **_CUTS)
