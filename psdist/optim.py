@@ -26,6 +26,8 @@ _OVERRIDES_MAX: Final = 256
 #: The largest and smallest normal numbers of float32, in which the servers compute: more is infinite, and less is 0.
 _LARGEST: Final = 3.4028234663852886e38
 _SMALLEST: Final = 1.1754943508222875e-38
+#: FTRL multiplies gradients by the factor, which must not become infinite by it.
+_LR_FACTOR_LAST: Final = 1e9
 
 
 def _check(condition: bool, name: str, value: object, allowed: str) -> None:
@@ -51,7 +53,7 @@ def _normalize(spec: object, kind: str) -> None:
 
 
 def _as_float(name: str, value: Any) -> float:
-    _check(_finite(value) and 0 <= value <= _LARGEST, name, value, "a finite number of 0 or more")
+    _check(_finite(value) and 0 <= value <= _LARGEST, name, value, f"a number from 0 to {_LARGEST:.3g}")
     return float(value)
 
 
@@ -246,9 +248,10 @@ class Optimizer:
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
     def check_lr_factor(self, factor: float) -> float:
-        """A factor on the learning rate of one push, as float. Raises InvalidArgumentError where it is not a finite
-        number of 0 or more, and where a rate times it is beyond float32."""
+        """A factor on the learning rate of one push, as float. Raises InvalidArgumentError where it is not a number
+        from 0 to 1e9, and where a rate times it is beyond float32."""
         checked = _as_float("lr_factor", factor)
+        _check(checked <= _LR_FACTOR_LAST, "lr_factor", factor, f"0 to {_LR_FACTOR_LAST:g}")
         rate = max(self.group_values(group)["lr"] for group in range(len(self.overrides) + 1))
         allowed = f"less, as lr={rate:g} times it is beyond float32"
         _check(rate * checked <= _LARGEST, "lr_factor", factor, allowed)

@@ -91,19 +91,22 @@ class AsyncParameters(ProcessBound):
         return self._steps.counters.staleness_max
 
     @property
-    def lr_factor(self) -> float:
-        """What the learning rate of this worker's pushes is multiplied by, beside the optimizer's schedule, from the
-        next push on (with FTRL, the gradient); 1 at first. For rates that are not known in advance.
+    def lr_factor(self) -> float | None:
+        """A factor on the learning rate of this worker's later pushes, beside the optimizer's schedule: for rates that
+        are not known in advance, such as after a validation that stopped improving. With FTRL it is on the gradient.
+        None, as at first, leaves it to the others.
 
-        BSP: a step has one learning rate, so all workers set the same; the pushes of others raise InvalidArgumentError.
-        SSP and ASP: each push has its own. Snapshots do not have it: a script that goes on from one sets it again.
+        BSP: a step has one learning rate, so all workers that set a factor set the same. It is that of the worker that
+        has taken part longest; the pushes of others with another one raise InvalidArgumentError. SSP and ASP: each push
+        has its own. Snapshots do not have it: a script that goes on from one, or is started again, sets it again.
         Setting it raises InvalidArgumentError for a factor that is out of range.
         """
         return self.exchange.participation.lr_factor
 
     @lr_factor.setter
-    def lr_factor(self, factor: float) -> None:
-        self.exchange.participation.lr_factor = self.spec.optimizer.check_lr_factor(factor)
+    def lr_factor(self, factor: float | None) -> None:
+        checked = None if factor is None else self.spec.optimizer.check_lr_factor(factor)
+        self.exchange.participation.lr_factor = checked
 
     def measure(self) -> Measurements:
         """What is counted for ``Context.report``, by reading a few numbers."""

@@ -43,8 +43,8 @@ class Participation:
         #: How often the values began anew from a snapshot, as far as this worker's state and pushes have followed.
         self.generation = created.entry.generation
         self.sender = self._make_sender(self._origin)
-        #: On the learning rate of the pushes that begin from now on.
-        self.lr_factor = 1.0
+        #: On the learning rate of the pushes that begin from now on; None where others say it.
+        self.lr_factor: float | None = None
         #: Another one in each incarnation of this worker.
         self.sequence = self._make_sequence(created, None)
 

@@ -324,19 +324,20 @@ class Parameters(ProcessBound):
         return self._handle.staleness
 
     @property
-    def lr_factor(self) -> float:
-        """What the learning rate of this worker's pushes is multiplied by, beside the optimizer's schedule, from the
-        next push on (with FTRL, the gradient); 1 at first. For rates that are not known in advance, such as after a
-        validation that stopped improving.
+    def lr_factor(self) -> float | None:
+        """A factor on the learning rate of this worker's later pushes, beside the optimizer's schedule: for rates that
+        are not known in advance, such as after a validation that stopped improving. With FTRL it is on the gradient.
+        None, as at first, leaves it to the others.
 
-        BSP: a step has one learning rate, so all workers set the same; the pushes of others raise InvalidArgumentError.
-        SSP and ASP: each push has its own. Snapshots do not have it: a script that goes on from one sets it again.
+        BSP: a step has one learning rate, so all workers that set a factor set the same. It is that of the worker that
+        has taken part longest; the pushes of others with another one raise InvalidArgumentError. SSP and ASP: each push
+        has its own. Snapshots do not have it: a script that goes on from one, or is started again, sets it again.
         Setting it raises InvalidArgumentError for a factor that is out of range.
         """
         return self._handle.lr_factor
 
     @lr_factor.setter
-    def lr_factor(self, factor: float) -> None:
+    def lr_factor(self, factor: float | None) -> None:
         self._handle.lr_factor = factor
 
     def statistics(self) -> Statistics:

@@ -232,14 +232,11 @@ def clean_mappings(smaps: str, library: str) -> list[tuple[int, int]]:
     The linker has written addresses into some that are read-only now. Their pages would be lost.
     """
     found: list[tuple[int, int]] = []
+    # What was written and swapped out is not counted as anonymous.
+    is_clean = re.compile(r"^Anonymous: +0 kB$.*^Swap: +0 kB$", re.M | re.S)
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.M):
         header = text.partition("\n")[0].split()
-        if (
-            len(header) > 5
-            and library in header[5]
-            and "w" not in header[1]
-            and re.search(r"^Anonymous: +0 kB", text, re.M)
-        ):
+        if len(header) > 5 and library in header[5] and "w" not in header[1] and is_clean.search(text):
             start, stop = header[0].split("-")
             found.append((int(start, 16), int(stop, 16)))
     return found

@@ -261,11 +261,19 @@ def _linear(scheduler: Any) -> Schedule:
 def _cosine(scheduler: Any) -> Schedule:
     rates = [float(rate) for rate in scheduler.base_lrs]
     if scheduler.eta_min and not all(rates):
-        raise _NoScheduleError(f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
+        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
     factors = {scheduler.eta_min / rate for rate in rates if rate} or {0.0}
     if len(factors) > 1:
-        raise _NoScheduleError(f"eta_min={scheduler.eta_min:g} is another part of the rate in each parameter group")
+        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} is another part of the rate in each group")
     return optim.Cosine(scheduler.T_max, factors.pop())
+
+
+def _one_factor(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
+    """The rates of the groups are no multiples of what they began as, so they cannot be sent, either."""
+    return InvalidArgumentError(
+        f"{type(scheduler).__name__} cannot be used: {why}, but the servers multiply all rates by one factor. Use "
+        "eta_min=0, or psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
+    )
 
 
 _SCHEDULES: Final[dict[type[lr_scheduler.LRScheduler], Callable[[Any], Schedule]]] = {

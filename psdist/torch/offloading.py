@@ -170,6 +170,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if not self._passes.has_gradients:
             self._check()
+        self._rates.check_unchanged(self.param_groups)
         self._passes.complete()
         self._align()
         self._rates.on_step(self.param_groups)
@@ -179,7 +180,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         factor = self._rates.check(self.param_groups)
-        for layer in self._layers:
+        for layer in self._layers if factor is not None else ():
             layer.handle.lr_factor = factor
         self._parameters_then.check()
         for name, parameter in self._trained.items():

@@ -159,6 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 result = closure()
         if not self._unscale():
             return result
+        self._rates.check_unchanged(self.param_groups)
         if not self._overlaps:
             self._stream.push_pull(self._writer.write)
         else:
@@ -207,7 +208,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check(self) -> None:
         """Is called before anything of a step is sent."""
         self._watch.check()
-        self.handle.lr_factor = self._rates.check(self.param_groups)
+        factor = self._rates.check(self.param_groups)
+        if factor is not None:
+            self.handle.lr_factor = factor
         if self._join is not None:
             self._join.begin_step()
 
@@ -277,7 +280,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
-        self.handle.lr_factor = self._rates.factor(self.param_groups)
+        self.handle.lr_factor = None  # Those that have a batch say it.
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 

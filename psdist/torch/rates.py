@@ -27,8 +27,12 @@ from psdist.optim import Constant, Cosine, Optimizer
 
 logger = logging.getLogger("psdist")
 
-#: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64.
+#: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64, or where
+#: the rate is a tensor, in float32.
 _RATE_TOLERANCE: Final = 1e-6
+_TENSOR_TOLERANCE: Final = 1e-3
+#: Settings that some schedulers change together with the rate.
+_CYCLED: Final = ("momentum", "betas")
 
 
 class Rates:
@@ -47,8 +51,10 @@ class Rates:
         self._handle = handle
         #: The servers have no schedule: pushes carry a factor.
         self._sends = spec.schedule == Constant()
-        #: The step that the run went on from, until it was said that the script must bring its rates there.
-        self._unsaid_step = handle.step if self._sends and scheduler is None else 0
+        #: The factor that the step under way has, once its first push has begun.
+        self._sent: float | None = None
+        #: The step that this worker began at with rates of its own, until it was seen that these change.
+        self._began_at = handle.step if self._sends and scheduler is None else 0
         self._base: list[float] = []
         self._seen: list[dict[str, Any]] = []
         #: The scheduler's state before its first step, and the rates of the groups then.
@@ -80,49 +86,71 @@ class Rates:
             for _ in range(self._handle.step - self._scheduler.last_epoch):
                 self._scheduler.step()
 
-    def check(self, groups: list[dict[str, Any]]) -> float:
-        """The factor on the learning rate that the next push carries. A scheduler follows the servers where they made
-        other steps than the script's loop. Raises InvalidArgumentError where a setting is not the servers'."""
+    def check(self, groups: list[dict[str, Any]]) -> float | None:
+        """What the push that begins multiplies the servers' rate by; None where they follow a schedule. A scheduler
+        follows them where they made other steps than the script's loop. Raises InvalidArgumentError where a setting is
+        not the servers'."""
         if self._is_irregular or self._handle.step != self._expected_step:
             self._follow(groups)
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             for key, value in seen.items():
                 if key != "lr" and _plain(group[key]) != value:
+                    remedy = " Make the scheduler with cycle_momentum=False" if key in _CYCLED else ""
                     raise InvalidArgumentError(
                         f"{key} of parameter group {number} was changed from {value} to {_plain(group[key])}, but the "
-                        "servers have it for the whole run. A scheduler that cycles it needs cycle_momentum=False"
+                        f"servers have it for the whole run.{remedy}"
                     )
         if not self._sends:
             self._check_shown(groups)
-        elif self._scheduler is not None and self._scheduler.last_epoch != self._handle.step:
+            return None
+        if self._scheduler is not None and self._scheduler.last_epoch != self._handle.step:
             raise InvalidArgumentError(
                 f"the scheduler has made {self._scheduler.last_epoch} steps at step {self._handle.step}: call "
                 "scheduler.step() after each step of the optimizer. One that is stepped once for each data epoch is "
                 "not given as scheduler=; its rates are used as they are"
             )
-        return self.factor(groups)
-
-    def factor(self, groups: list[dict[str, Any]]) -> float:
-        """What the rates of all groups are multiples of, over those that the servers have; 1 where these follow a
-        schedule. Raises InvalidArgumentError where that differs between groups."""
-        if not self._sends:
-            return 1.0
-        rates = [(float(group["lr"]), base) for group, base in zip(groups, self._base, strict=True)]
-        factors = [rate / base for rate, base in rates if base]
-        factor = factors[0] if factors else 1.0
-        for number, (rate, base) in enumerate(rates):
-            if abs(rate - base * factor) > _RATE_TOLERANCE * base * factor:
-                raise InvalidArgumentError(
-                    f"lr of parameter group {number} is {rate:g}, which began as {base:g}, but that of the first group "
-                    f"is {factor:g} times what it began as: the servers take one factor for all groups"
-                )
-        if factor != 1.0 and self._unsaid_step:
+        self._sent = self._factor(groups)
+        if self._began_at and (self._sent != 1.0 or any("initial_lr" in group for group in groups)):
             logger.warning(
-                "this worker began at step %d, and its script sets the learning rates: a scheduler that is given as "
-                "scheduler= goes on from there, others only where the script sees to it", self._unsaid_step,
+                "this worker began at step %d, and its script sets the rates (lr=%g at step %d): if it begins anew, "
+                "pass its scheduler as scheduler=, which brings it there, or load the scheduler's state",
+                self._began_at, float(groups[0]["lr"]), self._handle.step,
             )  # fmt: skip
-            self._unsaid_step = 0
-        return factor
+            self._began_at = 0
+        return self._sent
+
+    def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
+        """Raises InvalidArgumentError where rates were changed after the first push of the step."""
+        if self._sent is not None and (factor := self._factor(groups)) != self._sent:
+            raise InvalidArgumentError(
+                f"lr was changed after the backward pass had pushed gradients: it is {factor:g} times that at the "
+                f"beginning, and the pushes say {self._sent:g}. Set it before backward(), or, with "
+                "DistributedOptimizer, use overlap=False, which pushes in step()"
+            )
+
+    def _factor(self, groups: list[dict[str, Any]]) -> float:
+        """What the rates of all groups are multiples of, over those that the servers have. Raises InvalidArgumentError
+        where that differs between groups."""
+        rates = [(float(group["lr"]), base) for group, base in zip(groups, self._base, strict=True)]
+        first = next((number for number, (_, base) in enumerate(rates) if base), 0)
+        rate, base = rates[first]
+        factor = rate / base if base else 1.0
+        for number, (mine, began) in enumerate(rates):
+            if not began and mine:
+                raise InvalidArgumentError(
+                    f"lr of parameter group {number} is {mine:g}, but was 0 when the optimizer was wrapped, and the "
+                    "servers multiply what it was: make the optimizer with a rate, and set 0 after that"
+                )
+            if abs(mine - began * factor) > _tolerance(groups) * began * abs(factor):
+                raise InvalidArgumentError(
+                    f"lr of parameter group {number} went from {began:g} to {mine:g}, and that of group {first} from "
+                    f"{base:g} to {rate:g}, but the servers multiply all rates by one factor. Give min_lr, eta_min and "
+                    "their like for each group in proportion to its lr, or use psdist.torch.DistributedDataParallel, "
+                    "which keeps the optimizer"
+                )
+        if factor < -_RATE_TOLERANCE:
+            raise InvalidArgumentError(f"lr of parameter group {first} is {rate:g}: use 0 or more")
+        return max(factor, 0.0)
 
     def _check_shown(self, groups: list[dict[str, Any]]) -> None:
         """Raises InvalidArgumentError where torch's side shows other rates than those that the servers' schedule
@@ -131,15 +159,15 @@ class Rates:
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             shown = _plain(group["lr"])
             if self._scheduler is not None:
-                self._check_scheduled(number, float(shown), self._base[number] * factor)
+                self._check_scheduled(number, float(shown), self._base[number] * factor, _tolerance(groups))
             elif shown != seen["lr"]:
                 raise InvalidArgumentError(
                     f"lr of parameter group {number} was changed from {seen['lr']} to {shown}, but the servers follow "
                     "the schedule of the specification: leave schedule= out of it to set rates in the script"
                 )
 
-    def _check_scheduled(self, number: int, shown: float, expected: float) -> None:
-        if abs(shown - expected) > _RATE_TOLERANCE * self._base[number]:
+    def _check_scheduled(self, number: int, shown: float, expected: float, tolerance: float) -> None:
+        if abs(shown - expected) > tolerance * self._base[number]:
             schedule, step = self._spec.schedule, self._handle.step
             if isinstance(schedule, Cosine) and step - schedule.warmup_steps > schedule.total_steps:
                 raise InvalidArgumentError(
@@ -155,6 +183,7 @@ class Rates:
     def on_step(self, groups: list[dict[str, Any]]) -> None:
         """A step was made."""
         self._expected_step += 1
+        self._sent = None
         if self._wrapped is not None:
             self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
         self._show_next(groups)
@@ -168,6 +197,7 @@ class Rates:
     def on_irregular_step(self, groups: list[dict[str, Any]]) -> None:
         """A step was made that the loop of the script does not count, or one that it counts was not made."""
         self._is_irregular = True
+        self._sent = None
         self._show_next(groups)
 
     def _show_next(self, groups: list[dict[str, Any]]) -> None:
@@ -189,6 +219,12 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
+
+
+def _tolerance(groups: list[dict[str, Any]]) -> float:
+    """Relative, of their rates."""
+    are_tensors = any(isinstance(group["lr"], torch.Tensor) for group in groups)
+    return _TENSOR_TOLERANCE if are_tensors else _RATE_TOLERANCE
 
 
 def _plain(value: Any) -> Any:
@@ -216,7 +252,7 @@ def check_scheduler(optimizer: object, scheduler: object, consistency: Consisten
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "last_epoch"):
         raise InvalidArgumentError(
             f"scheduler={kind} cannot be brought to the step of a run: leave it out of scheduler=, and step it in the "
-            "loop; the rates that it sets are sent to the servers"
+            "loop, alike on all workers. A script that goes on, or is started again, loads its state"
         )
     if getattr(scheduler, "cycle_momentum", False):
         raise InvalidArgumentError(

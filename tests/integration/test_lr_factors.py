@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from psdist import optim
+from psdist import AsyncClient, optim
 from psdist.consistency import ASP, BSP, SSP
 from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
@@ -141,16 +141,17 @@ async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster
         await workers.close()
 
 
-async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster) -> None:
-    """The step has the factor of the lowest rank, and the others go on."""
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=1.0), optim.SGD(lr=1.0, max_grad_norm=1e9)])
+async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
+    """The step has the factor of the lowest rank, and the others may go on."""
     workers = Workers(cluster)
     try:
-        await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0))
-        workers.handles[1].lr_factor = 0.5
+        await workers.open(PLAIN, BSP(), optimizer)
+        workers.handles[0].lr_factor, workers.handles[1].lr_factor = 1.0, 0.5
         pushes = [handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles]
         first, second = await asyncio.gather(*pushes, return_exceptions=True)
         assert first is None
-        with pytest.raises(InvalidArgumentError, match=r"lr_factor=0\.5 in step 0 .* lr_factor=1\.0 of worker-"):
+        with pytest.raises(InvalidArgumentError, match=r"lr_factor=0\.5 in step 0 .* lr_factor=1\.0, set by worker-"):
             raise second  # type: ignore[misc]  # an exception, as the check shows
         weights = joined(await workers.handles[0].pull())
         assert weights == (initial() - np.float32(1.0)).tobytes()
@@ -158,7 +159,44 @@ async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster) 
         await workers.close()
 
 
-@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), 1e39, "3", None, True])
+@pytest.mark.parametrize("factors", [(0.5, None), (None, 0.5), (0.5, 0.5 + 1e-9)])
+async def test_one_that_says_nothing_has_that_of_the_others(
+    cluster: EmbeddedCluster, factors: tuple[float | None, float | None]
+) -> None:
+    """And the last digits are no difference."""
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0))
+        for handle, factor in zip(workers.handles, factors, strict=True):
+            handle.lr_factor = factor
+        await asyncio.gather(*(handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles))
+        assert joined(await workers.handles[0].pull()) == (initial() - np.float32(0.5)).tobytes()
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_joins_later_does_not_decide(cluster: EmbeddedCluster) -> None:
+    """Whatever its rank: it, or a script that was started again, has perhaps not heard of the run's rate."""
+    values, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
+    try:
+        await clients[1].connect()
+        before = await clients[1].parameters("later", values, optim.SGD(lr=1.0))
+        before.lr_factor = 0.5
+        await before.push(ones)
+        await clients[0].connect()
+        later = await clients[0].parameters("later", values, optim.SGD(lr=1.0))
+        later.lr_factor = 1.0
+        while before.step < later.first_step:
+            await before.push(ones)
+        told, kept = await asyncio.gather(later.push(ones), before.push(ones), return_exceptions=True)
+        assert isinstance(told, InvalidArgumentError) and kept is None
+        assert (await before.pull())["w"].tolist() == [-0.5 * before.step] * 8
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), 1e39, 1.1e9, "3", True])
 async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, factor: float) -> None:
     """By the client, and by servers for who does not ask it: the step is not made, and can be made after it."""
     workers = Workers(cluster)
@@ -183,7 +221,7 @@ async def test_a_rate_that_no_float32_holds_is_refused(cluster: EmbeddedCluster)
     try:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5, overrides=(optim.override("w1", lr=1e30),)))
         with pytest.raises(InvalidArgumentError, match=r"use less, as lr=1e\+30 times it is beyond float32"):
-            workers.handles[0].lr_factor = 1e10
-        assert workers.handles[0].lr_factor == 1.0
+            workers.handles[0].lr_factor = 1e9
+        assert workers.handles[0].lr_factor is None
     finally:
         await workers.close()

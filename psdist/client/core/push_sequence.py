@@ -33,8 +33,8 @@ class PendingRequest:
     ignored: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
-    #: Pushes: on the learning rate of the update.
-    lr_factor: float = 1.0
+    #: Pushes: on the learning rate of the update; None where others say it.
+    lr_factor: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -140,9 +140,9 @@ class PushSequence:
         """Says how much of a push under way was given in pieces. whole: none is missing."""
         self.partial, self.given = not whole, whole
 
-    def begin_push(self, lr_factor: float = 1.0) -> PendingRequest:
+    def begin_push(self, lr_factor: float | None = None) -> PendingRequest:
         """The next push, with all slices unanswered. Beginning it again after a failure gives the same number.
-        lr_factor: on the learning rate of its update."""
+        lr_factor: see PendingRequest."""
         return PendingRequest(self.step, set(range(len(self.versions))), lr_factor=lr_factor)
 
     def begin_pull(self) -> PendingRequest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
@@ -24,16 +25,20 @@ from psdist_server.kernels.encoded import is_encoded
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
+#: Factors of workers that compute them by other libraries differ in the last digits.
+_LR_FACTOR_TOLERANCE: Final = 1e-6
+
 
 @dataclass(slots=True)
 class PendingGradient:
     """A contribution that waits for its update. is_shared: it lies in memory of the worker, and this server holds
-    nothing for it."""
+    nothing for it. first_step: BSP: since when its worker takes part."""
 
     index: int
     call: Call
     values: Gradient
     is_shared: bool
+    first_step: int = 0
 
 
 class PendingGradients:
@@ -71,7 +76,7 @@ class PendingGradients:
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
         if call.gradient.weight != 1.0:
             check_weight(call.gradient.weight, self._spec.consistency)
-        if call.gradient.lr_factor != 1.0:
+        if call.gradient.lr_factor is not None:
             self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
             self._has_lr_factors = True
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
@@ -180,16 +185,25 @@ class PendingGradients:
         found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
-    def lr_factor(self, tokens: tuple[int, ...]) -> float:
-        """The factor on the learning rate of an update by these contributions: that of the first."""
-        return self._by_token[tokens[0]].call.gradient.lr_factor if self._has_lr_factors and tokens else 1.0
+    def lr_factor(self, tokens: Iterable[int]) -> float:
+        """The factor on the learning rate of an update by these contributions, which are in rank order."""
+        decides = self._decides(tokens)
+        return 1.0 if decides is None else decides[1]
+
+    def _decides(self, tokens: Iterable[int]) -> tuple[PendingGradient, float] | None:
+        """Which contribution decides on the learning rate, and its factor: of those that have one, that of the worker
+        that has taken part longest. One that was started again has perhaps not heard of the run's rate."""
+        if not self._has_lr_factors:
+            return None
+        gradients = (self._by_token[token] for token in tokens)
+        stated = ((one, factor) for one in gradients if (factor := one.call.gradient.lr_factor) is not None)
+        return min(stated, key=lambda pair: pair[0].first_step, default=None)
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
         """An update of slice ``index`` has read these contributions. Those at positions ``left_out`` held NaN or Inf
         and are not in it, which their workers learn where the policy is to reject. So do workers whose factor on the
         learning rate is not the update's."""
-        if self._has_lr_factors and tokens:
-            self._compare_lr_factors([self._by_token[token].call for token in tokens])
+        self._compare_lr_factors(tokens)
         for position in left_out:
             call = self._by_token[tokens[position]].call
             self._counters.of(call.identity.worker_id).non_finite += 1
@@ -198,16 +212,20 @@ class PendingGradients:
         for token in tokens:
             self.discard(token)
 
-    def _compare_lr_factors(self, calls: list[Call]) -> None:
-        """Fails the calls whose factor is not that of the first, with which their update was made."""
-        used = calls[0].gradient.lr_factor
-        for call in calls:
-            if (factor := call.gradient.lr_factor) != used:
+    def _compare_lr_factors(self, tokens: tuple[int, ...]) -> None:
+        """Fails the calls that have another factor than the update was made with."""
+        if (decides := self._decides(tokens)) is None:
+            return
+        gradient, used = decides
+        for token in tokens:
+            call = self._by_token[token].call
+            factor = used if call.gradient.lr_factor is None else call.gradient.lr_factor
+            if abs(factor - used) > _LR_FACTOR_TOLERANCE * used:
                 call.fail(
                     InvalidArgumentError(
                         f"lr_factor={factor!r} in step {call.step} of {self._spec.name!r}, which was made with "
-                        f"lr_factor={used!r} of {calls[0].identity.worker_id}: a step has one learning rate, so all "
-                        "workers must set the same factor"
+                        f"lr_factor={used!r}, set by {gradient.call.identity.worker_id}: a step has one learning rate, "
+                        "so all workers must set the same factor, also one that was started again or joined later"
                     )
                 )
 

@@ -57,12 +57,12 @@ class CallState(Enum):
 class PushedGradient:
     """What a push says of its gradient as a whole. norm: its L2 norm, if needed. weight: what it counts for in the mean
     of its step. difference: its payloads are differences; None where they are gradients. lr_factor: on the learning
-    rate of its update."""
+    rate of its update; None where others say it."""
 
     norm: float = 0.0
     weight: float = 1.0
     difference: GradientDifference | None = None
-    lr_factor: float = 1.0
+    lr_factor: float | None = None
 
     @classmethod
     def of(cls, header: server_pb2.PushHeader) -> PushedGradient:
@@ -73,7 +73,7 @@ class PushedGradient:
                 raise InvalidArgumentError("a difference to an earlier gradient is in segments: send CODEC_SEGMENTS")
             difference = GradientDifference(header.difference.number, header.difference.from_zeros)
         weight = header.weight if header.HasField("weight") else 1.0
-        lr_factor = header.lr_factor if header.HasField("lr_factor") else 1.0
+        lr_factor = header.lr_factor if header.HasField("lr_factor") else None
         return cls(header.grad_norm, weight, difference, lr_factor)
 
 

@@ -158,6 +158,8 @@ class ShardRouter:
     def _push(self, call: Call, index: int, base_version: int, gradient: PendingGradient, abstain: bool) -> None:
         token, worker_id, incarnation = self.calls.ask(call, index), call.identity.worker_id, call.identity.incarnation
         self._counters.of(worker_id).pushes += 1
+        member = self.machines[index % self._shard_count].members.get(worker_id)
+        gradient.first_step = member.first_step if member is not None else 0
         self._gradients.add(token, gradient)
         step, wants_weights, mark = call.step, call.wants_weights, call.mark
         event = SlicePushed(token, index, worker_id, incarnation, step, base_version, abstain, wants_weights, mark)

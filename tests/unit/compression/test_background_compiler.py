@@ -236,19 +236,31 @@ _SMAPS = """\
 7f00-7f10 r--p 00000000 fe:00 53                    /lib/libllvmlite.so
 Rss:                3476 kB
 Anonymous:             0 kB
+Swap:                  0 kB
 7f10-7f30 r-xp 00000010 fe:00 53                    /lib/libllvmlite.so
 Rss:                  64 kB
 Anonymous:             0 kB
+Swap:                  0 kB
 7f30-7f40 r--p 00000030 fe:00 53                    /lib/libllvmlite.so
 Rss:                1792 kB
 Anonymous:          1792 kB
+Swap:                  0 kB
 7f40-7f50 rw-p 00000040 fe:00 53                    /lib/libllvmlite.so
 Rss:                   0 kB
 Anonymous:             0 kB
+Swap:                  0 kB
+7f48-7f4c r--p 00000048 fe:00 53                    /lib/libllvmlite.so
+Rss:                   0 kB
+Anonymous:             0 kB
+Swap:                200 kB
+7f4c-7f50 r--p 00000048 fe:00 53                    /lib/libllvmlite.so
+Anonymous:             0 kB
 7f50-7f60 r--p 00000000 fe:00 54                    /lib/libm.so
 Anonymous:             0 kB
+Swap:                  0 kB
 7f60-7f70 rw-p 00000000 00:00 0
 Anonymous:             0 kB
+Swap:                  0 kB
 """
 
 #: Compiles before and after LLVM's pages were given back, and prints how many of them are in memory then.

@@ -79,7 +79,8 @@ class Loop:
 
     def assert_following(self) -> None:
         """The servers have the rates that the script shows, which are those of torch."""
-        factor = self.rates.check(self.groups) * self.spec.schedule.factor(self.handle.step)
+        sent = self.rates.check(self.groups)
+        factor = self.spec.schedule.factor(self.handle.step) if sent is None else sent
         shown = [float(group["lr"]) for group in self.groups]
         base = [self.spec.group_values(group)["lr"] for group in range(2)]
         assert shown == pytest.approx([base[0] * factor, base[1] * factor])
@@ -193,7 +194,7 @@ def test_a_scheduler_that_is_not_given_may_be_stepped_at_will() -> None:
 def test_rates_beside_a_schedule_of_the_servers_are_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
     rates = rates_of(optimizer, optim.SGD(lr=0.5, schedule=optim.Step(10)))
-    assert rates.check(optimizer.param_groups) == 1.0
+    assert rates.check(optimizer.param_groups) is None
     optimizer.param_groups[0]["lr"] = 0.25
     with pytest.raises(InvalidArgumentError, match=r"was changed from 0\.5 to 0\.25, .* leave schedule= out"):
         rates.check(optimizer.param_groups)
@@ -204,22 +205,57 @@ def test_other_settings_are_those_of_the_servers(key: str, value: Any) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5, momentum=0.9)
     rates = rates_of(optimizer)
     optimizer.param_groups[0][key] = value
-    with pytest.raises(InvalidArgumentError, match=rf"{key} of parameter group 0 was changed .*cycle_momentum=False"):
+    with pytest.raises(InvalidArgumentError, match=rf"{key} of parameter group 0 was changed ") as raised:
         rates.check(optimizer.param_groups)
+    assert ("cycle_momentum=False" in str(raised.value)) == (key == "momentum")
 
 
-@pytest.mark.parametrize(("first", "second"), [(0.1, 0.0), (0.05, 0.01), (0.0, 0.01)])
-def test_all_groups_have_one_factor(first: float, second: float) -> None:
-    groups = [{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01, 0.0)]
-    optimizer = torch.optim.SGD(groups)
-    rates = rates_of(optimizer)
-    for group in optimizer.param_groups:
-        group["lr"] *= 0.3
-    assert rates.check(optimizer.param_groups) == pytest.approx(0.3)
-    for group, lr in zip(optimizer.param_groups, (first, second), strict=False):
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        (
+            [0.1, 0.0, 0.0],
+            r"group 1 went from 0\.01 to 0, and that of group 0 from 0\.1 to 0\.1, but .*DataParallel",
+        ),
+        ([0.0, 0.01, 0.0], r"group 1 went from 0\.01 to 0\.01, and that of group 0 from 0\.1 to 0"),
+        ([0.1, 0.01, 0.5], r"group 2 is 0\.5, but was 0 when the optimizer was wrapped"),
+        ([-0.1, -0.01, 0.0], r"group 0 is -0\.1: use 0 or more"),
+    ],
+)
+def test_all_groups_have_one_factor(rates: list[float], said: str) -> None:
+    optimizer = torch.optim.SGD([{"params": [nn.Parameter(torch.zeros(2))], "lr": lr} for lr in (0.1, 0.01, 0.0)])
+    made = rates_of(optimizer)
+    for factor in (0.3, -1e-17):
+        for group, lr in zip(optimizer.param_groups, (0.1, 0.01, 0.0), strict=True):
+            group["lr"] = factor * lr
+        assert made.check(optimizer.param_groups) == pytest.approx(max(factor, 0.0))
+    for group, lr in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = lr
-    with pytest.raises(InvalidArgumentError, match=r"lr of parameter group 1 .* one factor for all groups"):
-        rates.check(optimizer.param_groups)
+    with pytest.raises(InvalidArgumentError, match=said):
+        made.check(optimizer.param_groups)
+
+
+def test_a_rate_may_not_change_between_the_pushes_of_a_step() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    rates = rates_of(optimizer)
+    rates.check_unchanged(optimizer.param_groups)
+    assert rates.check(optimizer.param_groups) == 1.0
+    optimizer.param_groups[0]["lr"] = 0.25
+    with pytest.raises(InvalidArgumentError, match=r"is 0\.5 times .* the pushes say 1\. Set it before backward"):
+        rates.check_unchanged(optimizer.param_groups)
+    rates.on_step(optimizer.param_groups)
+    rates.check_unchanged(optimizer.param_groups)
+    assert rates.check(optimizer.param_groups) == 0.5
+
+
+@pytest.mark.parametrize("kind", [lr_scheduler.ExponentialLR, lr_scheduler.MultiplicativeLR])
+def test_rates_that_are_tensors_are_multiplied_in_float32(kind: type[lr_scheduler.LRScheduler]) -> None:
+    def make(optimizer: Any) -> lr_scheduler.LRScheduler:
+        if kind is lr_scheduler.ExponentialLR:
+            return lr_scheduler.ExponentialLR(optimizer, 0.9973)
+        return lr_scheduler.MultiplicativeLR(optimizer, lambda _: 0.9973)
+
+    Loop(make, lr=torch.tensor(0.1)).steps(1000)
 
 
 def test_a_scheduler_that_is_sent_is_stepped_with_the_optimizer() -> None:
@@ -231,16 +267,22 @@ def test_a_scheduler_that_is_sent_is_stepped_with_the_optimizer() -> None:
         loop.rates.check(loop.groups)
 
 
-def test_a_worker_that_begins_later_is_told_of_its_rates_once(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("has_scheduler", [False, True])
+def test_a_worker_that_begins_later_is_told_of_its_rates_once(
+    caplog: pytest.LogCaptureFixture, has_scheduler: bool
+) -> None:
+    """A constant rate is as good there as at the beginning."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
+    if has_scheduler:
+        lr_scheduler.StepLR(optimizer, 5)
     rates = rates_of(optimizer, step=12)
     rates.check(optimizer.param_groups)
-    assert caplog.messages == []
+    assert bool(caplog.messages) == has_scheduler
     optimizer.param_groups[0]["lr"] = 0.25
     for _ in range(2):
         rates.check(optimizer.param_groups)
     (said,) = caplog.messages
-    assert "began at step 12" in said and "scheduler=" in said
+    assert "began at step 12" in said and f"lr={0.5 if has_scheduler else 0.25}" in said and "scheduler=" in said
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int])
         header.ClearField("weight")
     else:
         header.weight = push.weight
-    if push.progress.lr_factor == 1.0:
+    if push.progress.lr_factor is None:
         header.ClearField("lr_factor")
     else:
         header.lr_factor = push.progress.lr_factor
