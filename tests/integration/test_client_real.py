@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -174,6 +175,81 @@ async def test_attaching_with_other_settings(
     with pytest.raises(error, match=words):
         await other.parameters(name, **(same | change))
     assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run goes on
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "said"),
+    [
+        ({}, {"compression": "int8"}, r"compression=Int8\(.*\) is asked for, and it has Float32\(\)\. Leave it out"),
+        ({"compression": "int8"}, {"compression": "none"}, r"compression=Float32\(\) is asked for, and it has Int8\("),
+        ({"compression": "auto"}, {"compression": "int8"}, r"it has Auto\(\), which chose Float32\(\)\."),
+        ({"compression": "bfloat16"}, {"compression": "auto"}, r"compression=Auto\(\) is asked for, and it has BFl"),
+        (
+            {"compression": psdist.compression.TopK(0.01)},
+            {"compression": psdist.compression.TopK(0.02)},
+            r"compression=TopK\(ratio=0.02.* is asked for, and it has TopK\(ratio=0.01",
+        ),
+        ({}, {"on_drop": "raise"}, r"on_drop='raise' is asked for, and it has 'warn'\. Leave it out"),
+        ({}, {"pull_dtype": "float16"}, r"pull_dtype='float16' is asked for, and it has 'float32'\. Leave it out"),
+        (
+            {"pull_dtype": "float16"},
+            {"pull_dtype": "bfloat16", "on_drop": "ignore"},
+            r"pull_dtype='bfloat16' is asked for, and it has 'float16'; on_drop='ignore' is asked for",
+        ),
+    ],
+)
+async def test_a_handle_that_is_open_is_not_given_with_other_choices(
+    join: Join, name: str, first: dict[str, Any], again: dict[str, Any], said: str
+) -> None:
+    client, same = await join(), {"init": {"w": np.zeros(10, np.float32)}, "optimizer": SGD}
+    weights = await client.parameters(name, **same, **first)
+    with pytest.raises(errors.SettingsMismatchError, match=f"this client has '{name}' open already: .*{said}"):
+        await client.parameters(name, **same, **again)
+    with pytest.raises(errors.SettingsMismatchError, match=said):
+        await client.parameters(name, **again)
+    assert await client.parameters(name, **same, **first) is weights
+    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run goes on
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        ({"compression": "auto", "on_drop": "raise"}, {}),
+        ({"compression": "auto"}, {"compression": "auto"}),
+        ({"compression": "auto"}, {"compression": "float32"}),  # That is what it chose.
+        ({}, {"compression": "none", "on_drop": "warn"}),
+        ({"compression": "int8"}, {"compression": psdist.compression.Int8()}),
+        (
+            {"compression": psdist.compression.PerTensor({"w": psdist.compression.TopK(0.01)})},
+            {"compression": psdist.compression.PerTensor({"w": psdist.compression.TopK(0.01)})},
+        ),
+        ({"pull_dtype": "float16"}, {}),
+    ],
+)
+async def test_a_call_that_asks_for_nothing_else_gets_the_same_handle(
+    join: Join, name: str, first: dict[str, Any], again: dict[str, Any]
+) -> None:
+    client, same = await join(), {"init": {"w": np.zeros(10, np.float32)}, "optimizer": SGD}
+    weights = await client.parameters(name, **same, **first)
+    assert await client.parameters(name, **same, **first) is weights
+    assert await client.parameters(name, **same, **again) is weights
+    assert await client.parameters(name, **again) is weights
+
+
+async def test_a_reader_is_not_given_with_another_dtype(join: Join, name: str) -> None:
+    await (await join()).parameters(name, {"w": np.zeros(10, np.float32)}, SGD)
+    client = await join()
+    reader = await client.parameters(name, pull_dtype="float16")
+    with pytest.raises(errors.SettingsMismatchError, match="pull_dtype='bfloat16' is asked for, and it has 'float16'"):
+        await client.parameters(name, pull_dtype="bfloat16")
+    assert await client.parameters(name, pull_dtype="float16") is await client.parameters(name) is reader
+
+
+async def test_numbers_of_numpy_are_weights_of_a_push(join: Join, name: str) -> None:
+    weights = await (await join()).parameters(name, {"w": np.zeros(10, np.float32)}, psdist.optim.SGD(lr=1.0))
+    for step, weight in enumerate((np.int64(3), np.float32(0.5), np.array(2), np.array([True, True]).sum())):
+        values = await weights.push_pull({"w": np.full(10, -1.0)}, weight=weight)
+        assert values["w"].tolist() == [step + 1.0] * 10
 
 
 async def test_a_second_client_of_the_same_name(join: Join) -> None:

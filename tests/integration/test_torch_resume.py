@@ -5,6 +5,7 @@ two workers, which are threads of this process.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 import psdist
 from psdist.client.context import Context
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.snapshots.policy import SavePolicy
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, offload
 from tests.support.launched import Run
 
@@ -77,6 +79,24 @@ def test_data_parallel_training_goes_on_from_what_the_script_loaded(
             assert torch.equal(begun[name], value), f"{name} as rank 0 loaded it"
     (_, one), (_, other) = ends
     assert all(torch.equal(one[name], other[name]) for name in one if "running" not in name)
+
+
+def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None:
+    """Buffers are in a parameter set of their own, which makes no steps."""
+    cluster = EmbeddedCluster(servers=2, storage=tmp_path, policy=SavePolicy(steps=5, keep_last=1000))
+    commits = tmp_path / "commits"
+    with psdist.Client(cluster.address, cluster.token) as client:
+        model = statistics_and_weights()
+        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.01), context=Context(0, 1, 0, client))
+        while len(list(commits.glob("*.json"))) < 3:
+            assert optimizer.handle.step < 100_000, "no snapshot was taken"
+            optimizer.zero_grad()
+            model(batch(0, 0)).pow(2).mean().backward()
+            optimizer.step()
+        steps = [json.loads(path.read_text())["steps"] for path in sorted(commits.glob("*.json"))]
+    cluster.close()
+    assert all(one["model"] % 5 == 0 and one["model/fixed"] == 0 for one in steps), steps
+    assert "1.running_mean" in psdist.load_snapshot(str(tmp_path))
 
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])

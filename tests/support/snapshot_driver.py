@@ -36,7 +36,8 @@ class SnapshotDriver(Driver):
         self.cuts: dict[int, sn.Prepare] = {}
         #: What each server was told of steps that nobody makes any more.
         self.finals: list[dict[str, int]] = []
-        self._written: set[tuple[int, int]] = set()
+        #: By attempt, session and parameter set.
+        self._written: set[tuple[int, int, str]] = set()
         super().__init__(stored, now, history=history, storage="memory://test", **settings)
 
     # --- a run --------------------------------------------------------------------------------------------------------
@@ -141,21 +142,24 @@ class SnapshotDriver(Driver):
         return isinstance(self.entry(name).spec.consistency, BSP)
 
     def _write(self, attempt: int, session: int) -> bool:
-        """A server writes its shards once they are at the cut."""
+        """A server writes its shards of each parameter set that is at the cut."""
         cut = self.cuts.get(attempt)
-        if cut is None or cut.directory != "cut" or (attempt, session) in self._written:
+        if cut is None or cut.directory != "cut":
             return False
-        if any(self.versions.get(name, 0) < step for name, step in cut.steps):
-            return False
-        self._written.add((attempt, session))
+        due = [
+            (name, step)
+            for name, step in cut.steps
+            if self.versions.get(name, 0) >= step and (attempt, session, name) not in self._written
+        ]
         server = self.cluster.members.sessions[session]
-        for name, step in cut.steps:
+        for name, step in due:
+            self._written.add((attempt, session, name))
             entry = self.entry(name)
             version = step if self._is_stepped(name) else self.versions.get(name, 0)
             for number, shard in enumerate(entry.shards):
                 if shard.primary.server_id == server:
                     self.on(written(session, attempt, entry, number, version))
-        return True
+        return bool(due)
 
     def _store(self, effect: ev.Effect) -> bool:
         match effect:

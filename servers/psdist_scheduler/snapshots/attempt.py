@@ -64,9 +64,10 @@ class Attempt:
 
     @property
     def reached(self) -> bool:
-        """Whether some of the snapshot was seen at the cut, so that no more pushes are needed for it, or nearly."""
-        at_cut = self.phase is AttemptPhase.CUTTING and self.cut.is_passed and not self.is_held
-        return bool(self.written) or at_cut
+        """Whether each parameter set was seen at the cut, so that no more pushes are needed for it, or nearly."""
+        begun = {name for name, _ in self.written}
+        is_cut = self.phase >= AttemptPhase.CUTTING and begun.issuperset(self.cut.ahead)
+        return is_cut and (bool(begun) or not self.is_held)
 
     @property
     def bytes(self) -> tuple[int, int]:

@@ -181,6 +181,8 @@ class AttemptRunner:
                 return self._abandon(attempt, "parameters were created since")
             if self.states.are_new(attempt):
                 return self._abandon(attempt, "a worker keeps something since")
+            if attempt.cut.is_uneven:
+                return self._abandon(attempt, "parameters are not trained in step")
             if attempt.phase is not AttemptPhase.PREPARING:
                 return []
         return self._check_silence(attempt, now - attempt.moved, now)
@@ -197,7 +199,7 @@ class AttemptRunner:
             end = self.give_up if tries.hold() else self.fail
             return end(f"waited too long {attempt.waiting_for}", now)
         if not attempt.reached and not tries.exact:
-            tries.aim_exactly()
+            tries.aim_exactly(attempt.cut.ahead or attempt.cut.names)
             return self.give_up(f"training stands still, waiting {attempt.waiting_for}", now)
         return []
 

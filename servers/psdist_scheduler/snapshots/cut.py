@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from psdist.consistency import BSP
 from psdist.errors import SnapshotFailedError
@@ -17,6 +18,9 @@ from psdist.snapshots.format import ParametersState
 from psdist_scheduler.events.records import Identity, name_some
 from psdist_scheduler.events.snapshot_events import Producers, Written
 from psdist_scheduler.placement.registry import ParameterSet
+
+#: With so few steps made it is not known whether parameter sets are trained in step.
+_UNEVEN_STEPS: Final = 2
 
 
 @dataclass(slots=True)
@@ -27,10 +31,13 @@ class AgreedCut:
     steps: dict[str, int]
     #: By worker whose pushes are marked, its next pushes; None until it answers.
     marks: dict[Identity, dict[str, int] | None] = field(init=False)
+    #: Versions when the attempt began.
+    _began: dict[str, int] = field(init=False)
     #: By parameter set, primary and term of each shard when the attempt began.
     _routes: dict[str, tuple[object, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
+        self._began = {p.name: p.version for p in self.parameters}
         self._routes = {p.name: _route(p) for p in self.parameters}
         self.marks = dict.fromkeys(self._members())
 
@@ -59,9 +66,17 @@ class AgreedCut:
         return [(name, number) for name in self.names for number in range(len(self._routes[name]))]
 
     @property
-    def is_passed(self) -> bool:
-        """Whether some slice of every parameter set is at the cut, or past it."""
-        return all(p.version >= self.steps.get(p.name, 0) for p in self.parameters)
+    def ahead(self) -> tuple[str, ...]:
+        """Names of the parameter sets of which no slice was seen at the cut."""
+        return tuple(p.name for p in self.parameters if p.version < self.steps.get(p.name, 0))
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether parameter sets that were to reach the cut together are not trained in step: some have made less than
+        half the steps of others since. Reports of servers are not of the same moment."""
+        began = self._began
+        made = [p.version - began[p.name] for p in self.parameters if self.steps.get(p.name, 0) > began[p.name]]
+        return bool(made) and max(made) > _UNEVEN_STEPS and 2 * min(made) < max(made)
 
     @property
     def changed(self) -> str:
@@ -151,6 +166,13 @@ class AgreedCut:
 def is_stepped(p: ParameterSet) -> bool:
     """Whether a parameter set is cut at a step, and not by marks on pushes."""
     return isinstance(p.entry.spec.consistency, BSP)
+
+
+def is_trained(p: ParameterSet) -> bool:
+    """Whether pushes change the weights of a parameter set. With a learning rate of 0 they never do: workers only share
+    its values, and need not push at all."""
+    optimizer = p.entry.spec.optimizer
+    return any(optimizer.group_values(group)["lr"] for group in range(len(optimizer.overrides) + 1))
 
 
 def floor(cut: AgreedCut | None, ready: Iterable[ParameterSet], worker: Identity) -> dict[str, int]:

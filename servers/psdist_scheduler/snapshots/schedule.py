@@ -1,7 +1,8 @@
 """When a snapshot is due, and at which cut. Pure.
 
 The last snapshot of a run comes first, then what callers wait for, then the policy's interval. A snapshot every so many
-steps is begun long before its step, where all parameter sets are in step. It gives way to a request for one now.
+steps is begun long before its step, where all parameter sets that are trained are in step. It gives way to a request
+for one now. What is not trained, as values that workers only share, is cut where it stands.
 
 Invariant: a multiple of the interval is due once.
 
@@ -21,11 +22,13 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events.snapshot_events import AT_THE_END
 from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
-from psdist_scheduler.snapshots.cut import is_stepped
+from psdist_scheduler.snapshots.cut import is_stepped, is_trained
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still
 
 #: Cuts that may be refused, one upon the other.
 REFUSALS_MAX: Final = 64
+#: Cuts that may be refused before those that were seen to stand still are taken to move again.
+_EXACT_REFUSALS_MAX: Final = 4
 #: Attempts that may be begun anew, one upon the other, because the cluster changed.
 RETRIES_MAX: Final = 64
 #: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
@@ -47,8 +50,8 @@ class Tries:
     refused: int = 0
     retries: int = 0
     held: int = 0
-    #: Cut each parameter set where it stands, because the expected pushes did not come.
-    exact: bool = False
+    #: Parameter sets that are cut where they stand, because the expected pushes did not come.
+    exact: set[str] = field(default_factory=set)
     #: By parameter set, the step that a server named as not passed.
     known: dict[str, int] = field(default_factory=dict)
 
@@ -59,11 +62,12 @@ class Tries:
         """The cut that can be had soonest, as far as is known. ``waiting``: next pushes of workers that wait for it."""
         waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
-        if self.exact or not any(p.entry.members for p in stepped):
+        if not any(p.entry.members for p in stepped):
             return steps
         distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
-        later = {p.name: steps[p.name] + (0 if stand_still(p, waiting) else distance) for p in stepped}
-        return later if waiting else _common(later)
+        moving = {p.name: p for p in stepped if is_trained(p) and p.name not in self.exact}
+        later = {name: steps[name] + (0 if stand_still(p, waiting) else distance) for name, p in moving.items()}
+        return steps | (later if waiting else _common(later))
 
     def learn(self, steps: Iterable[tuple[str, int]]) -> None:
         """No slice of these parameter sets has passed these steps, but one may be there."""
@@ -73,6 +77,8 @@ class Tries:
     def refuse(self) -> bool:
         """A cut was refused. Whether another may be tried."""
         self.refused += 1
+        if self.refused > _EXACT_REFUSALS_MAX:
+            self.exact.clear()  # They do not stand still.
         return self.refused <= REFUSALS_MAX
 
     def retry(self) -> bool:
@@ -89,9 +95,9 @@ class Tries:
         """A snapshot is wanted now, and not at a step far ahead."""
         self.refused = 0
 
-    def aim_exactly(self) -> None:
-        """Training stands still: cuts are where it stands."""
-        self.exact = True
+    def aim_exactly(self, names: Iterable[str]) -> None:
+        """These parameter sets stand still: their cuts are where they stand."""
+        self.exact.update(names)
 
 
 class EndState(Enum):
@@ -222,11 +228,13 @@ class SnapshotSchedule:
         self.tries, self._ended_version = Tries(), 0
 
     def _due_by_steps(self, ready: Sequence[ParameterSet], soonest: dict[str, int]) -> DueSnapshot | None:
-        versions = {p.name: self.tries.version(p) for p in ready}
+        versions = {p.name: self.tries.version(p) for p in ready if is_trained(p)}
+        if not versions:
+            return None
         high, interval = max(versions.values()), self._policy.steps
         if all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
             step = _next_multiple(max(high, self._ended_version), interval)
-            return DueSnapshot(dict.fromkeys(versions, step), self._policy.every, ahead=True)
+            return DueSnapshot(soonest | dict.fromkeys(versions, step), self._policy.every, ahead=True)
         if high < _next_multiple(self._ended_version, interval):
             return None
         return DueSnapshot(soonest, self._policy.every)

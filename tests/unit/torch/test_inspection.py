@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
 from psdist.torch import DistributedOptimizer
 from psdist.torch.bucket_plan import BucketPlan
-from psdist.torch.inspection import ModelWatch, inspect
+from psdist.torch.inspection import ModelParameters, ModelWatch, inspect
 
 
 def frozen() -> nn.Module:
@@ -154,6 +155,26 @@ def test_changes_of_a_wrapped_model_are_seen(change: Callable[[nn.Module], objec
     change(model)
     with pytest.raises(InvalidArgumentError, match=said):
         watch.check()
+
+
+def test_a_batch_norm_that_synchronizes_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Where the model is wrapped, and not where an optimizer's state is loaded for it."""
+    model = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3), nn.SyncBatchNorm(3)), backend="eager")
+    inspect(model)
+    ModelParameters(nn.Sequential(nn.BatchNorm1d(3)))
+    assert not caplog.records
+    ModelParameters(model)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("psdist", "WARNING")
+    assert record.getMessage().startswith("SyncBatchNorm '1' (one of 2 in the model) computes the statistics of each")
+    assert "init_process_group('gloo')" in record.getMessage() and "ordinary BatchNorm" in record.getMessage()
+    caplog.clear()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        ModelParameters(model)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert not caplog.records
 
 
 def test_psdist_needs_no_torch() -> None:

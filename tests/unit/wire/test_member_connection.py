@@ -87,3 +87,26 @@ async def test_a_slow_write_of_a_report_is_not_cut_off_by_the_next_heartbeat() -
             await asyncio.Event().wait()
     assert (await anext(requests)).HasField("heartbeat")
     await requests.aclose()
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_a_stream_that_gRPC_stops_reading_ends_without_an_error_once_it_is_closed(is_closed: bool) -> None:
+    """gRPC logs what it raises, with a traceback."""
+    session, read = SessionRequests(), []
+
+    async def consume() -> None:
+        async for request in session.stream("worker-0", 1, pb.SessionRequest.Heartbeat, 60.0):
+            read.append(request)
+            waits.set()
+
+    waits = asyncio.Event()
+    consuming = asyncio.create_task(consume())
+    async with asyncio.timeout(60):
+        while len(read) < 2:  # The hello and a heartbeat: then it waits for a report.
+            waits.clear()
+            await waits.wait()
+        consuming.cancel()  # As the session does: the call is cancelled first.
+        if is_closed:
+            session.close()
+        await asyncio.wait({consuming})
+    assert consuming.cancelled() is not is_closed and len(read) == 2

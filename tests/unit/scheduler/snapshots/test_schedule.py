@@ -8,6 +8,7 @@ import pytest
 
 from psdist import errors
 from psdist.consistency import ASP, SSP
+from psdist.optim import SGD, Optimizer
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import Layout, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
@@ -156,11 +157,11 @@ def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exce
 # --- several parameters -----------------------------------------------------------------------------------------------
 
 
-def two_parameters(**settings: Any) -> Ready:
-    """Parameters "mlp" and "other"."""
+def two_parameters(optimizer: Optimizer | None = None, **settings: Any) -> Ready:
+    """Parameters "mlp" and "other". optimizer: of the latter."""
     d = ready(**settings)
     (worker,) = d.members
-    d.create(worker, layout=OTHER, name="other")
+    d.create(worker, layout=OTHER, name="other", **({} if optimizer is None else {"optimizer": optimizer}))
     d.ask(ev.CommitParameters, worker, "other")
     return d
 
@@ -216,6 +217,14 @@ def test_a_step_that_does_not_come_is_not_waited_for() -> None:
         d.tick()
         d.go_on()
     assert d.saved(call).steps == {"mlp": 6, "other": 5}
+
+
+@pytest.mark.parametrize("version", [1, 6])
+def test_what_is_not_trained_is_cut_where_it_stands(version: int) -> None:
+    """Values that workers only share, which nobody pushes."""
+    d = two_parameters(SGD(lr=0.0))
+    d.train(version)
+    assert d.saved(d.save()).steps == {"mlp": version, "other": 0}
 
 
 def test_where_no_worker_is_left_servers_wait_for_no_steps_below_the_highest() -> None:
@@ -278,6 +287,30 @@ def test_parameters_that_come_later_are_in_the_next() -> None:
     d.versions = {"mlp": 10, "other": 10}
     d.train(10)
     assert d.steps == [{"mlp": 10, "other": 10}]
+
+
+def test_what_is_not_trained_does_not_hold_an_interval_up() -> None:
+    """Nor is an interval's attempt that has written it nearer for that."""
+    d = two_parameters(SGD(lr=0.0), policy=SavePolicy(steps=10, keep_last=10))
+    for version in range(1, 26):
+        d.train(version)
+        if version == 17:
+            assert d.saved(d.save()).steps == {"mlp": 17, "other": 0}
+    assert [steps["mlp"] for steps in d.steps] == [10, 17, 20]
+    assert {steps["other"] for steps in d.steps} == {0}
+
+
+@pytest.mark.parametrize("every", [5, 1000])
+def test_parameters_that_are_trained_less_often_are_cut_where_they_are(every: int) -> None:
+    """They do not reach the step of the interval when the others do, if ever."""
+    d = two_parameters(policy=SavePolicy(steps=10, keep_last=10))
+    for version in range(1, 42):
+        d.versions["other"] = version // every
+        d.train(version)
+        d.tick()
+        d.go_on()
+    assert [steps["mlp"] for steps in d.steps] == [10, 20, 30, 40]
+    assert [steps["other"] for steps in d.steps] == [step // every for step in (10, 20, 30, 40)]
 
 
 def test_every_so_many_seconds_if_something_was_trained() -> None:
