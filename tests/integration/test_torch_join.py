@@ -75,6 +75,14 @@ def assert_alike(models: list[nn.Module], expected: nn.Module) -> None:
         torch.testing.assert_close(parameters[1], parameters[0], rtol=1e-5, atol=1e-6)
 
 
+def made(model: nn.Module, kind: type[LRScheduler]) -> tuple[torch.optim.Optimizer, LRScheduler]:
+    """The same rates by both kinds."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if kind is ExponentialLR:
+        return optimizer, ExponentialLR(optimizer, 0.9)
+    return optimizer, MultiplicativeLR(optimizer, lambda _: 0.9)
+
+
 @pytest.mark.parametrize(
     ("divide", "overlap", "kind"),
     [
@@ -91,15 +99,9 @@ def test_with_an_optimizer_on_the_servers(
     of the other are sent."""
     at_first = mlp()
 
-    def make(model: nn.Module) -> tuple[torch.optim.Optimizer, LRScheduler]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        if kind is ExponentialLR:
-            return optimizer, ExponentialLR(optimizer, 0.9)
-        return optimizer, MultiplicativeLR(optimizer, lambda _: 0.9)
-
     def worker(context: Context) -> nn.Module:
         model = copy.deepcopy(at_first)
-        inner, scheduler = make(model)
+        inner, scheduler = made(model, kind)
         optimizer = DistributedOptimizer(model, inner, scheduler, name=name, context=context, overlap=overlap)
         for _ in range(2):
             with optimizer.join(divide_by_initial_world_size=divide):
@@ -113,22 +115,52 @@ def test_with_an_optimizer_on_the_servers(
         return model
 
     expected = copy.deepcopy(at_first)
-    optimizer, scheduler = make(expected)
+    optimizer, scheduler = made(expected, kind)
     optimizer.register_step_post_hook(lambda *_: scheduler.step())
     for _ in range(2):
         alone(expected, optimizer, divide)
     assert_alike(everywhere(worker), expected)
 
 
-def test_a_worker_without_batches_skips_the_steps_that_overflow(
-    everywhere: Callable[[Work], list[Any]], name: str
+@pytest.mark.parametrize("divide", [True, False])
+def test_rates_that_nobody_was_told_of_are_those_of_who_has_batches(
+    everywhere: Callable[[Work], list[Any]], name: str, divide: bool
 ) -> None:
-    at_first, bad = mlp(), 2
+    """The scheduler of a worker without batches makes no more steps."""
+    at_first = mlp()
 
     def worker(context: Context) -> nn.Module:
         model = copy.deepcopy(at_first)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = DistributedOptimizer(model, inner, name=name, context=context, overlap=False)
+        optimizer = DistributedOptimizer(model, inner, name=name, context=context)
+        scheduler = MultiplicativeLR(optimizer, lambda _: 0.9)
+        with optimizer.join(divide_by_initial_world_size=divide):
+            for batch in batches_of(context.rank):
+                optimizer.zero_grad()
+                loss_of(model, batch).backward()
+                optimizer.step()
+                scheduler.step()
+        return model
+
+    expected = copy.deepcopy(at_first)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    scheduler = MultiplicativeLR(optimizer, lambda _: 0.9)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    alone(expected, optimizer, divide)
+    assert_alike(everywhere(worker), expected)
+
+
+@pytest.mark.parametrize("kind", [ExponentialLR, MultiplicativeLR])
+def test_a_worker_without_batches_skips_the_steps_that_overflow(
+    everywhere: Callable[[Work], list[Any]], name: str, kind: type[LRScheduler]
+) -> None:
+    """So do the schedulers, also where the loop has stepped them."""
+    at_first, bad = mlp(), 2
+
+    def worker(context: Context) -> nn.Module:
+        model = copy.deepcopy(at_first)
+        inner, scheduler = made(model, kind)
+        optimizer = DistributedOptimizer(model, inner, scheduler, name=name, context=context, overlap=False)
         scaler = GradScaler("cpu", init_scale=2.0**10)
         with optimizer.join():
             for step, batch in enumerate(batches_of(context.rank)):
@@ -137,11 +169,12 @@ def test_a_worker_without_batches_skips_the_steps_that_overflow(
                 scaler.scale(loss_of(model, batch) * factor).backward()
                 scaler.step(optimizer)
                 scaler.update()
+                scheduler.step()
         assert optimizer.handle.step == max(COUNTS) - 1
         return model
 
     expected = copy.deepcopy(at_first)
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9)
+    optimizer, scheduler = made(expected, kind)
     for step in range(max(COUNTS)):
         optimizer.zero_grad()
         for rank in range(WORLD):
@@ -149,6 +182,7 @@ def test_a_worker_without_batches_skips_the_steps_that_overflow(
                 (loss_of(expected, batches_of(rank)[step]) / WORLD).backward()
         if step != bad:
             optimizer.step()
+            scheduler.step()
     assert_alike(everywhere(worker), expected)
 
 
