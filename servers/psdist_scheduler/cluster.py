@@ -276,6 +276,8 @@ class Cluster:
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
+        if machines.rendezvous.world_size:
+            machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)
         effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
             effects += machines.datasets.lose(self.members.is_live)

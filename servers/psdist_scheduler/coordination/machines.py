@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Final
 
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.membership_changes import MembershipChanges
@@ -31,6 +32,8 @@ from psdist_scheduler.placement.restore_point import Resume
 from psdist_scheduler.placement.scaling import Scaling
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
+#: Workers that failed are started again sooner by their agent, and new ones come.
+_VACANT_SECONDS: Final = 30.0
 #: Commands to workers, and proposals to servers, of one epoch; their numbers begin with it.
 _COMMANDS_BITS = 20
 
@@ -78,7 +81,8 @@ class Machines:
         joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
         creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
         replica_manager = ReplicaManager(settings, registry, members)
-        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, now)
+        vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
+        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
         scaling = Scaling(settings, registry, members, demand, rendezvous)
         datasets = Datasets(stored.datasets, resume)
         snapshots = Snapshots(settings, registry, members, datasets, history, now)

@@ -2,14 +2,16 @@
 
 Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents are there, or when
 ``nodes_min`` are and none has come for the grace period. Later rounds work likewise, and their ranks follow those that
-were given. An agent that asks again gets the same ranks.
+were given. An agent that asks again gets the same ranks. Where all places are given, an agent takes that of a node
+whose workers came and have been gone for a while, as those of a machine that was lost.
 
-Invariants: no rank is given twice. An agent waits in at most one call. A call that ended waits nowhere.
+Invariants: no two nodes have a rank. An agent waits in at most one call. A call that ended waits nowhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
@@ -19,11 +21,19 @@ from psdist_scheduler.events.records import Node
 
 
 class Rendezvous:
-    """The nodes that have their ranks, and the agents that wait for theirs."""
+    """The nodes that have their ranks, and the agents that wait for theirs.
 
-    def __init__(self, nodes: tuple[Node, ...], grace_seconds: float, now: float) -> None:
-        self._nodes = {node.agent_id: node for node in nodes}
+    nodes: in the order in which they were formed. vacant_seconds: after which the place of a node without workers is
+    given to another.
+    """
+
+    def __init__(self, nodes: tuple[Node, ...], grace_seconds: float, vacant_seconds: float, now: float) -> None:
+        # One that took another's place came later, with the same ranks.
+        self._nodes = {node.agent_id: node for node in {node.first_rank: node for node in nodes}.values()}
         self._grace = grace_seconds
+        self._vacant = vacant_seconds
+        #: By agent, since when its workers are gone, or it has its place.
+        self._empty_since: dict[str, float] = {}
         self._waiting: dict[str, EnterRendezvous] = {}
         self._last_arrival = now
         #: Formed since the cluster last took them.
@@ -34,12 +44,20 @@ class Rendezvous:
         if event.agent_id in self._nodes:
             return [self._formed(event.call, self._nodes[event.agent_id])]
         self._check(event)
+        if self._is_full(event):
+            return self._take_over(event, now)
         older = self._waiting.get(event.agent_id)
         self._waiting[event.agent_id] = event
         if older is not None:
             return [refuse_older(older.call, event.agent_id)]
         self._last_arrival = now
         return []
+
+    def follow(self, came: Iterable[int], there: Iterable[int], now: float) -> None:
+        """Workers of the ranks ``came`` have been registered, and those of ``there`` live, or are done."""
+        owners = {rank: node.agent_id for node in self._nodes.values() for rank in range(node.first_rank, _end(node))}
+        empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in there}
+        self._empty_since = {agent: self._empty_since.get(agent, now) for agent in empty if agent is not None}
 
     def end(self, call: int) -> None:
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
@@ -111,7 +129,7 @@ class Rendezvous:
                 f"processes={event.processes}, nodes={event.nodes_min}:{event.nodes_max} make no sense: use 1 or more "
                 "processes, and at least one node with MIN <= MAX"
             )
-        others = [other for other in self._waiting.values() if other.agent_id != event.agent_id]
+        others = self._others(event)
         agents: list[Node | EnterRendezvous] = [*self._nodes.values(), *others]
         for other in agents:
             if (other.nodes_min, other.nodes_max) != (event.nodes_min, event.nodes_max):
@@ -119,15 +137,52 @@ class Rendezvous:
                     f"--nnodes {event.nodes_min}:{event.nodes_max} differs from the {other.nodes_min}:"
                     f"{other.nodes_max} of agent {other.agent_id!r}: all agents must say the same"
                 )
-        if len(self._nodes) + len(others) >= event.nodes_max:
-            raise LimitExceededError(
-                f"{event.nodes_max} of {event.nodes_max} nodes have joined already: raise --nnodes on all of them to "
-                "admit more",
-                nodes_max=event.nodes_max,
-            )
         world = self.world_size + sum(other.processes for other in others) + event.processes
         if world > WORLD_MAX:
             raise LimitExceededError(f"a world of {world} workers is larger than the limit of {WORLD_MAX}")
+
+    def _others(self, event: EnterRendezvous) -> list[EnterRendezvous]:
+        """Agents that wait beside this one."""
+        return [other for other in self._waiting.values() if other.agent_id != event.agent_id]
+
+    def _is_full(self, event: EnterRendezvous) -> bool:
+        return len(self._nodes) + len(self._others(event)) >= event.nodes_max
+
+    def _take_over(self, event: EnterRendezvous, now: float) -> list[Effect]:
+        """Gives an agent the place of a node whose workers are gone. Raises LimitExceededError where there is none."""
+        empty = [(since, self._nodes[agent]) for agent, since in self._empty_since.items()]
+        empty.sort(key=lambda pair: (pair[0], pair[1].node_rank))
+        fitting = [(since, node) for since, node in empty if node.processes == event.processes]
+        if not fitting or now - fitting[0][0] < self._vacant:
+            raise LimitExceededError(
+                f"{event.nodes_max} of {event.nodes_max} nodes have joined already{self._hint(empty, fitting, now)}",
+                nodes_max=event.nodes_max,
+            )
+        left = fitting[0][1]
+        node = replace(left, agent_id=event.agent_id, host=event.host)
+        del self._nodes[left.agent_id], self._empty_since[left.agent_id]
+        self._nodes[node.agent_id] = node
+        # Its workers take a while to come.
+        self._empty_since[node.agent_id] = now
+        self.changed.append(node)
+        text = f"node {node.node_rank}, whose workers on {left.host} are gone, is on {node.host} now"
+        return [self._formed(event.call, node), LogEvent(text)]
+
+    def _hint(self, empty: list[tuple[float, Node]], fitting: list[tuple[float, Node]], now: float) -> str:
+        """What an agent for which there is no place can do."""
+        if fitting:
+            since, node = fitting[0]
+            return (
+                f": the workers of node {node.node_rank} are gone, but may come back. Its place is free in "
+                f"{self._vacant - (now - since):.0f} s: start this agent again then"
+            )
+        if empty:
+            node = empty[0][1]
+            return (
+                f": the workers of node {node.node_rank} are gone, and it had {node.processes}: start this agent with "
+                f"--nproc-per-node {node.processes} to take its place"
+            )
+        return ". Their number cannot be raised while the run lasts: start it with a larger --nnodes"
 
     def _give_ranks(self, event: EnterRendezvous, first_rank: int) -> None:
         node = Node(

@@ -6,7 +6,7 @@ import pytest
 
 from psdist import errors
 from psdist_scheduler.events import cluster_events as ev
-from tests.support.scheduler_driver import Driver
+from tests.support.scheduler_driver import Driver, caller
 
 
 def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2)) -> int:
@@ -71,3 +71,56 @@ def test_refused_agents(processes: int, nodes: tuple[int, int], error: type[Exce
     waiting = enter(d, "a")
     assert isinstance(d.errors[enter(d, "b", processes, nodes)], error)
     assert isinstance(d.state(waiting), ev.Waiting)
+
+
+def gone(d: Driver, rank: int) -> None:
+    """The worker of this rank comes, and dies."""
+    _, session = d.join(rank=rank)
+    d.on(ev.SessionClosed(session, "its session broke"))
+
+
+def pass_time(d: Driver, seconds: int, *sessions: int) -> None:
+    """Members with these sessions live."""
+    for _ in range(seconds):
+        d.beat(*sessions)
+        d.tick(1.0)
+
+
+@pytest.mark.parametrize("nodes", [(2, 2), (1, 2)])
+def test_the_place_of_a_node_whose_workers_are_gone_is_given_to_another(nodes: tuple[int, int]) -> None:
+    d = Driver(join_grace_seconds=0.0)
+    first, second = enter(d, "a", 1, nodes), enter(d, "b", 1, nodes)
+    _, lives = d.join(rank=0)
+    gone(d, 1)
+    early = str(d.errors[enter(d, "c", 1, nodes)])
+    assert "2 of 2 nodes" in early and "of node 1 are gone, but may come back. Its place is free in 30 s" in early
+    pass_time(d, 31, lives)
+    other = d.errors[enter(d, "d", 2, nodes)]
+    assert "node 1 are gone, and it had 1: start this agent with --nproc-per-node 1" in str(other)
+    third = enter(d, "c", 1, nodes)
+    assert ranks(d, third) == ranks(d, second) == (1, 2, 1, 2) != ranks(d, first)
+    assert ranks(d, enter(d, "c", 1, nodes)) == ranks(d, third), "it asks again"
+    assert "free in 30 s" in str(d.errors[enter(d, "b", 1, nodes)]), "another has its place"
+    again = Driver(d.stored, join_grace_seconds=0.0)
+    assert ranks(again, enter(again, "c", 1, nodes)) == ranks(d, third)
+    assert isinstance(again.errors[enter(again, "b", 1, nodes)], errors.LimitExceededError)
+
+
+def test_a_node_whose_workers_have_not_come_or_are_done_keeps_its_place() -> None:
+    d = Driver(join_grace_seconds=0.0)
+    enter(d, "a", 1), enter(d, "b", 1)
+    member, _ = d.join(rank=0)
+    d.on(ev.Leave(d.number(), caller(member), "closed"))
+    d.tick(100.0)
+    assert "start it with a larger --nnodes" in str(d.errors[enter(d, "c", 1)])
+
+
+def test_a_worker_that_is_started_again_keeps_the_place_of_its_node() -> None:
+    d = Driver(join_grace_seconds=0.0)
+    enter(d, "a", 1), enter(d, "b", 1)
+    _, lives = d.join(rank=0)
+    gone(d, 1)
+    pass_time(d, 20, lives)
+    _, again = d.join(rank=1)
+    pass_time(d, 20, lives, again)
+    assert "start it with a larger --nnodes" in str(d.errors[enter(d, "c", 1)])
