@@ -8,6 +8,7 @@ script's logging belongs to the script. Launchers and commands print their own m
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 
@@ -57,9 +58,14 @@ def identify(**fields: str) -> None:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    # grpc.aio logs a traceback for every call whose peer died while it was answered. The scheduler logs the death of a
-    # member in one line, which a traceback would hide.
-    return not (record.name.startswith("grpc.") and str(record.msg).startswith("ExecuteBatchError raised in core"))
+    """Whether a line is shown. grpc.aio logs a traceback for every call whose peer died while it was answered, and for
+    one that was cancelled before its handler began, as when this process ends. The scheduler logs the death of a member
+    in one line, which a traceback would hide."""
+    if not record.name.startswith("grpc."):
+        return True
+    error = record.exc_info[1] if record.exc_info else None
+    is_cancelled = isinstance(error, asyncio.CancelledError)
+    return not (is_cancelled or str(record.msg).startswith("ExecuteBatchError raised in core"))
 
 
 def _rendering(log_format: str) -> list[Processor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import pytest
@@ -16,6 +17,20 @@ def restored() -> object:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+def test_a_call_that_was_cancelled_before_its_handler_began_is_no_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    logs.configure("server", log_format="json")
+    try:
+        raise asyncio.CancelledError
+    except asyncio.CancelledError:
+        text = "Exception not handled by %s in servicer method [%s]"
+        logging.getLogger("grpc._cython.cygrpc").exception(text, "_handle_exceptions", "/psdist.v1.ServerService/Share")
+        logging.getLogger("psdist.server").exception("a task was cancelled")
+    shown = capsys.readouterr().err
+    assert "servicer method" not in shown and "a task was cancelled" in shown
 
 
 def test_a_peer_that_died_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
