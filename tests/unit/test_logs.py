@@ -26,11 +26,10 @@ def test_a_call_that_was_cancelled_before_its_handler_began_is_no_traceback(
     try:
         raise asyncio.CancelledError
     except asyncio.CancelledError:
-        text = "Exception not handled by %s in servicer method [%s]"
-        logging.getLogger("grpc._cython.cygrpc").exception(text, "_handle_exceptions", "/psdist.v1.ServerService/Share")
+        logging.getLogger("grpc._cython.cygrpc").exception("Exception not handled by %s", "_handle_exceptions")
         logging.getLogger("psdist.server").exception("a task was cancelled")
     shown = capsys.readouterr().err
-    assert "servicer method" not in shown and "a task was cancelled" in shown
+    assert "not handled" not in shown and "a task was cancelled" in shown
 
 
 def test_a_peer_that_died_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
