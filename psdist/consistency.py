@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal
+from numbers import Real
+from typing import Any, Final, Literal
 
 from psdist.errors import InvalidArgumentError, check_integer
 
@@ -95,17 +96,24 @@ def kind_of(consistency: Consistency) -> str:
 _WEIGHT_LAST = 1e18
 
 
-def check_weight(weight: float, consistency: Consistency) -> float:
-    """Returns the weight of a gradient in the mean of its step: a number from 1e-18 to 1e18, in BSP. Raises
-    InvalidArgumentError for another one, and in other modes."""
+def check_weight(weight: Any, consistency: Consistency) -> float:
+    """Returns the weight of a gradient in the mean of its step: 0, 1, or in BSP a number from 1e-18 to 1e18. Raises
+    InvalidArgumentError for another one, and for booleans.
+
+    Numbers of numpy, and arrays and tensors without dimensions, are numbers, too.
+    """
+    is_scalar = getattr(weight, "ndim", None) == 0 and hasattr(weight, "item")
+    number = weight.item() if is_scalar else weight
+    is_number = isinstance(number, Real) and not isinstance(number, bool)
+    if is_number and number in (0, 1):  # These count in every mode.
+        return float(number)
     if not isinstance(consistency, BSP):
         raise InvalidArgumentError(
             f"weight={weight!r:.40}: in {type(consistency).__name__} each push is applied by itself, so there is "
             "no mean in which it could count for more. Use BSP, or scale the gradient"
         )
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not is_number or not 1 / _WEIGHT_LAST <= weight <= _WEIGHT_LAST:
+    if not is_number or not 1 / _WEIGHT_LAST <= number <= _WEIGHT_LAST:
         raise InvalidArgumentError(
             f"weight={weight!r:.40} is out of range: use a number from 1e-18 to 1e18, or 0 to contribute nothing"
         )
-    return float(weight)
+    return float(number)

@@ -21,6 +21,8 @@ class _DefaultHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or _logger.handlers != [self]:
             return
+        if sys.stderr is None:  # ``print`` would take standard output.
+            return
         try:
             print(self.format(record), file=sys.stderr, flush=True)
         except Exception:  # As all handlers do: a message that cannot be printed must not end a training.

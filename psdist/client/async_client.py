@@ -22,7 +22,7 @@ from psdist import __version__, default_log
 from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
 from psdist.client.exchange import Options
-from psdist.client.handles import Handles
+from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
 from psdist.client.process import loop
 from psdist.client.process.process_bound import ProcessBound
@@ -129,8 +129,8 @@ class AsyncClient(ProcessBound):
         """
         if self.is_closed:
             return
-        if self.snapshots is not None and reason != "failed":
-            await self.snapshots.take_last()
+        if self.snapshots is not None:  # Also of a script that failed: the run goes on from there when it is mended.
+            await self.snapshots.take_last(has_failed=reason == "failed")
         self.is_closed = True
         try:
             if self.snapshots is not None:
@@ -235,12 +235,14 @@ class AsyncClient(ProcessBound):
             raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
             is dropped because the run went back to a snapshot is logged as a warning, whatever this says.
 
-        Called again for the same name it returns the same handle. Returns when all workers of the run's start have
-        called it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError,
-        InvalidNameError, InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was
-        expelled and does not rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
+        Called again for the same name it returns the same handle: compression, pull_dtype and on_drop may be left out
+        then, and others raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+        Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
+        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
+        rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
         """
-        handles, options = self._opened_handles(), self._options(compression, pull_dtype)
+        handles = self._opened_handles()
+        choice = OwnChoice(self._options(compression, pull_dtype), on_drop, compression is not None)
         pulls = "" if pull_compression is None else pull_codec_to_text(resolve(pull_compression))
         if pulls and pull_dtype != "float32":
             raise InvalidArgumentError(f"pull_compression={pulls} with pull_dtype={pull_dtype!r}: pass one of them")
@@ -251,11 +253,11 @@ class AsyncClient(ProcessBound):
                 given = {"an optimizer": optimizer is not None, "reset_optimizer=True": reset_optimizer}
                 what = next((name for name, is_given in given.items() if is_given), "pull_compression")
                 raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
-            return await handles.open_reader(name, options)
+            return await handles.open_reader(name, choice)
         if optimizer is None:
             raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
         spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pulls)
-        return await handles.open_member(spec, init, options, on_drop)
+        return await handles.open_member(spec, init, choice)
 
     def _options(self, compression: Codec | str | None, pull_dtype: DType) -> Options:
         if pull_dtype not in WIRE_DTYPES:

@@ -11,6 +11,7 @@ import inspect
 import os
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
@@ -47,6 +48,7 @@ class Context:
     _cluster: _Cluster | None = field(default=None, repr=False)
     _metrics: MetricsSettings = field(default_factory=MetricsSettings, repr=False)
     _reporter: Reporter = field(init=False, repr=False)
+    _pid: int = field(default_factory=os.getpid, init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_reporter", _make_reporter(self.client, self.rank, self._metrics))
@@ -102,6 +104,11 @@ class Context:
         self.client.__exit__(kind, error, trace)
         if self._cluster is not None:
             self._cluster.close()
+            atexit.unregister(self._close_at_exit)  # It would keep buffers as large as the model.
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self._pid:  # A process that the script forked is no worker, and owns no cluster.
+            self.close()
 
 
 _lock = threading.Lock()
@@ -169,10 +176,13 @@ def _make_reporter(client: Client, rank: int, settings: MetricsSettings) -> Repo
     return reporter
 
 
-def _print_line(line: str, is_last: bool) -> None:
+def _print_line(line: str, is_last: bool = False) -> None:
     from psdist.launch.output import stamped
 
-    print(stamped(line), file=sys.stderr, flush=True)
+    if sys.stderr is None:  # print() would write to standard output then, which is the script's own.
+        return
+    with suppress(Exception):  # A message that cannot be printed, as on a full disk, must not end a training.
+        print(stamped(line), file=sys.stderr, flush=True)
 
 
 def _connect(arguments: dict[str, Any]) -> Context:
@@ -190,12 +200,10 @@ def _connect(arguments: dict[str, Any]) -> Context:
 
 def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Context:
     from psdist.launch.embedded import EmbeddedCluster
-    from psdist.launch.output import stamped
 
     cluster = EmbeddedCluster(servers=1)
     try:
-        text = "no launcher, so this is a world of one: a scheduler and one server are started"
-        print(stamped(text), file=sys.stderr)
+        _print_line("no launcher, so this is a world of one: a scheduler and one server are started")
         named = {"scheduler": cluster.address, "token": cluster.token, "run_id": cluster.run_id}
         client = Client(**(arguments | named))
     except BaseException:
@@ -203,5 +211,5 @@ def _world_of_one(arguments: dict[str, Any], metrics: MetricsSettings) -> Contex
         raise
     context = Context(client.rank, client.world_size, client.local_rank, client, cluster, metrics)
     # Registered after the loop thread's own exit function, so it runs before: first the client, then the cluster.
-    atexit.register(context.close)
+    atexit.register(context._close_at_exit)
     return context

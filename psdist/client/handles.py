@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Final
 
@@ -24,10 +24,29 @@ from psdist.client.transport.transport import Transports
 from psdist.compression import Auto
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.metrics.interval import Measurements
-from psdist.types import Layout, ParametersSpec
+from psdist.types import DType, Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
 _REMEDY: Final = ". Another model, or other parameters, need a name of their own: give them another name="
+#: The defaults of ``AsyncClient.parameters``: a call that has them may not have named them.
+_PULL_DTYPE: Final[DType] = "float32"
+_ON_DROP: Final[OnDrop] = "warn"
+_OWN_REMEDY: Final = (
+    ". Leave it out to go on with the handle as it is. For another choice close this client and make a new one, or "
+    "give the parameters another name="
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnChoice:
+    """What one call of ``parameters`` chooses for this worker alone.
+
+    names_codec: whether it names a codec. Of ``pull_dtype`` and ``on_drop`` the default counts as left out.
+    """
+
+    options: Options
+    on_drop: OnDrop
+    names_codec: bool
 
 
 class Handles:
@@ -38,12 +57,16 @@ class Handles:
         self._grpc = GrpcTransport(session.calls.metadata)
         self._rng = rng
         self._by_name: dict[str, AsyncParameters] = {}
+        #: With what the handles of ``_by_name`` were opened.
+        self._choices: dict[str, OwnChoice] = {}
         #: All there ever were: one opened for reading may have been replaced.
         self._opened: list[AsyncParameters] = []
         self._opening: dict[str, asyncio.Lock] = {}
 
-    async def open_reader(self, name: str, options: Options) -> AsyncParameters:
-        """A handle that only reads, once the parameter set exists."""
+    async def open_reader(self, name: str, choice: OwnChoice) -> AsyncParameters:
+        """A handle that only reads, once the parameter set exists; the one that there is. Raises
+        SettingsMismatchError."""
+        options = choice.options
         async with self._opening.setdefault(name, asyncio.Lock()):
             if name not in self._by_name:
                 creator = self._creator()
@@ -52,19 +75,23 @@ class Handles:
                     raise InvalidArgumentError(
                         f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
                     )
-                self._open(self._exchange(creator, described, options, is_member=False), described, "warn")
-            return self._by_name[name]
+                self._open(self._exchange(creator, described, options, is_member=False), described, choice)
+            existing = self._by_name[name]
+            self._check_choice(existing, choice)
+            return existing
 
     async def open_member(
-        self, spec: ParametersSpec, init: Mapping[str, ArrayLike], options: Options, on_drop: OnDrop
+        self, spec: ParametersSpec, init: Mapping[str, ArrayLike], choice: OwnChoice
     ) -> AsyncParameters:
         """A handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
-        layout = partition.layout_of(init)
+        layout, options = partition.layout_of(init), choice.options
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
             existing = self._by_name.get(spec.name)
             if existing is not None and existing.is_member:
                 await existing.open()
-                return _check_same(existing, spec, layout)
+                _check_same(existing, spec, layout)
+                self._check_choice(existing, choice)
+                return existing
             values, creator = partition.flatten(layout, init), self._creator()
             created = await self._session.membership.retry_across_incarnations(
                 lambda _: creator.create(spec, layout, values)
@@ -77,7 +104,7 @@ class Handles:
                     await exchange.close()
                     raise
                 exchange.options = replace(options, codec=codec, reason=reason)
-            handle = self._open(exchange, created, on_drop)
+            handle = self._open(exchange, created, choice)
             await handle.open()
             created.announce()
             return handle
@@ -92,11 +119,27 @@ class Handles:
         participation = Participation(self._session, creator, created, is_member=is_member)
         return Exchange(self._session, self._grpc, participation, options)
 
-    def _open(self, exchange: Exchange, created: CreatedParameters, on_drop: OnDrop) -> AsyncParameters:
-        handle = AsyncParameters(exchange, created.layout, on_drop)
-        self._by_name[handle.name] = handle
+    def _open(self, exchange: Exchange, created: CreatedParameters, choice: OwnChoice) -> AsyncParameters:
+        handle = AsyncParameters(exchange, created.layout, choice.on_drop)
+        self._by_name[handle.name], self._choices[handle.name] = handle, choice
         self._opened.append(handle)
         return handle
+
+    def _check_choice(self, existing: AsyncParameters, asked: OwnChoice) -> None:
+        """Raises SettingsMismatchError where ``asked`` names what ``existing`` was opened without."""
+        first, used, found = self._choices[existing.name], existing.exchange.options, []
+        codec, opened = asked.options.codec, first.options.codec
+        # A reader sends no gradients. The codec that "auto" chose may be named as well.
+        if existing.is_member and asked.names_codec and codec not in (opened, used.codec):
+            chosen = "" if used.codec == opened else f", which chose {used.codec!r:.200}"
+            found.append(f"compression={codec!r:.200} is asked for, and it has {opened!r:.200}{chosen}")
+        if asked.options.pull_dtype not in (_PULL_DTYPE, used.pull_dtype):
+            found.append(f"pull_dtype={asked.options.pull_dtype!r} is asked for, and it has {used.pull_dtype!r}")
+        if existing.is_member and asked.on_drop not in (_ON_DROP, first.on_drop):
+            found.append(f"on_drop={asked.on_drop!r} is asked for, and it has {first.on_drop!r}")
+        if found:
+            text = "; ".join(found)
+            raise SettingsMismatchError(f"this client has {existing.name!r} open already: {text}{_OWN_REMEDY}")
 
     def members(self) -> list[AsyncParameters]:
         """Those that take part in the training, by name."""
@@ -137,9 +180,8 @@ class Handles:
         await self._grpc.close()
 
 
-def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> AsyncParameters:
+def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> None:
     if difference := existing.layout.difference(layout):
         raise LayoutMismatchError(f"this client has {spec.name!r} with another layout: {difference}{_REMEDY}")
     if difference := existing.spec.difference(spec):
         raise SettingsMismatchError(f"this client has {spec.name!r} with other settings: {difference}{_REMEDY}")
-    return existing

@@ -21,6 +21,8 @@ logger = logging.getLogger("psdist")
 
 #: Leaving waits no longer for the snapshot that is taken before.
 _LAST_SNAPSHOT_SECONDS: Final = 120.0
+#: The same where its script has failed. Others may be busy for longer, and it should be started again.
+_FAILED_SECONDS: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +138,15 @@ class SnapshotRequests:
         keeps = bool(session.snapshots.states.names) and session.is_heard and not session.stopping.together
         return keeps and not self._closed
 
-    async def take_last(self) -> None:
+    async def take_last(self, *, has_failed: bool = False) -> None:
         """Takes a snapshot before this worker leaves: a later one cannot have the state that it keeps.
 
-        Where all workers end together, that was done.
+        Where all workers end together, that was done. has_failed: the script ends by an error, and should soon.
         """
         if not self.needs_last:
             return
         try:
-            async with asyncio.timeout(_LAST_SNAPSHOT_SECONDS):
+            async with asyncio.timeout(_FAILED_SECONDS if has_failed else _LAST_SNAPSHOT_SECONDS):
                 await self._take("at the end", patient=False)
         except NoStorageError:
             return

@@ -39,7 +39,7 @@ from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.data_path import all_or_first_error
 from psdist.client.transport.requests import EncodedGradient
-from psdist.consistency import BSP, SSP, Consistency, check_weight
+from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.gpu.device import device_number
 from psdist.metrics.phases import Phase
@@ -176,7 +176,7 @@ class Steps:
         dropped.
         """
         _check_member(self._participation)
-        weight = _checked(weight, self._spec.consistency)
+        weight = check_weight(weight, self._spec.consistency)
         gathered: tuple[Flat | DeviceVector | None, float] | None = None
         while True:
             incarnation = self._participation.incarnation
@@ -215,7 +215,7 @@ class Steps:
     ) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
         _check_member(self._participation)
-        weight = _checked(weight, self._spec.consistency)
+        weight = check_weight(weight, self._spec.consistency)
         if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
@@ -432,13 +432,6 @@ class Steps:
             self._drop(step.number)
             if not step.told_fenced:
                 raise step.dropped()
-
-
-def _checked(weight: float, consistency: Consistency) -> float:
-    """The weight of a gradient. Raises InvalidArgumentError for one that it cannot have."""
-    if not isinstance(weight, bool) and weight in (0.0, 1.0):
-        return float(weight)
-    return check_weight(weight, consistency)
 
 
 def _check_member(participation: Participation) -> None:

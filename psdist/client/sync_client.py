@@ -186,10 +186,11 @@ class Client(ProcessBound):
         reset_optimizer: begins the optimizer's state anew where the run goes on from a snapshot.
 
         Optimizer, consistency, non_finite, slice_elements, reset_optimizer and pull_compression must be the same in all
-        workers. Called again for the same name it returns the same handle. Returns when all workers of the run's start
-        have called it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError,
-        InvalidNameError, InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled
-        and does not rejoin; MutualWaitError where the others wait for it elsewhere.
+        workers. Called again for the same name it returns the same handle: compression, pull_dtype and on_drop may be
+        left out then, and others raise SettingsMismatchError. Returns when all workers of the run's start have called
+        it. Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
+        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
+        rejoin; MutualWaitError where the others wait for it elsewhere.
         """
         settings = (optimizer, consistency, compression, pull_dtype, non_finite, slice_elements, on_drop)
         handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer, pull_compression))

@@ -9,6 +9,7 @@ Not here: values (``values``), gradients (``gradients``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
+
+logger = logging.getLogger("psdist")
 
 #: Dtypes of trained parameters. The servers hold float32 and would round a float64.
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -142,10 +145,12 @@ class ModelParameters:
     """The parameters that a model had when it was wrapped, and which of them were frozen then.
 
     wanted: as for ``inspect``; others may be unfrozen, as nobody expects them to be trained.
+    Logs a warning for a SyncBatchNorm that synchronizes nothing.
     """
 
     def __init__(self, model: nn.Module, wanted: Iterable[nn.Parameter] | None = None) -> None:
         chosen = None if wanted is None else set(wanted)
+        _warn_of_own_statistics(model)
         self._model = model
         self._all = list(model.parameters())
         self._frozen = {
@@ -167,6 +172,20 @@ class ModelParameters:
                     f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients go nowhere: "
                     "change the model first, then wrap it, in a new run or under another name="
                 )
+
+
+def _warn_of_own_statistics(model: nn.Module) -> None:
+    """torch's SyncBatchNorm is a plain BatchNorm in a process without a process group, and does not say so."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
+    if found:
+        logger.warning(
+            "SyncBatchNorm %r (one of %d in the model) computes the statistics of each worker's own batches, as "
+            "torch.distributed is not initialized: call torch.distributed.init_process_group('gloo') before wrapping a "
+            "model that is on a GPU, or use an ordinary BatchNorm",
+            found[0].replace(COMPILED, ""), len(found),
+        )  # fmt: skip
 
 
 class ModelWatch:

@@ -153,9 +153,11 @@ class SessionRequests:
     def __init__(self) -> None:
         #: None ends the stream.
         self._reports: asyncio.Queue[pb.SessionRequest | None] = asyncio.Queue()
+        self._is_closed = False
 
     def close(self) -> None:
         """Ends the requests. gRPC does not, where the scheduler has ended the stream."""
+        self._is_closed = True
         self._reports.put_nowait(None)
 
     def send(self, report: pb.SessionRequest) -> None:
@@ -193,6 +195,11 @@ class SessionRequests:
                     report = await self._reports.get()
             except TimeoutError:
                 continue
+            except asyncio.CancelledError:
+                # gRPC cancels the task in which it reads these requests, and logs a traceback of what they raise.
+                if self._is_closed:
+                    return
+                raise
             if report is None:
                 return
             yield report  # Not inside the timeout, which would cancel whoever writes it to the stream.

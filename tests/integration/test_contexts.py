@@ -17,7 +17,7 @@ from psdist import torch as psdist_torch
 from psdist.client.context import Context
 
 HEAD = """
-import gc, logging, numpy as np, os, psdist, sys, weakref
+import gc, logging, numpy as np, os, psdist, sys, warnings, weakref
 
 def train(context):
     weights = context.client.parameters("p", {"w": np.zeros(3, np.float32)}, psdist.optim.SGD(lr=1.0))
@@ -80,6 +80,7 @@ context = psdist.init()
 context.add_tracker(Log())
 weights = train(context)
 if (child := os.fork()) == 0:
+    warnings.simplefilter("ignore", ResourceWarning)  # Of subprocess: the servers are no children of this process.
     sys.exit(3)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print(weights.push_pull({"w": np.ones(3)})["w"].tolist(), flush=True)

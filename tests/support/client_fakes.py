@@ -484,3 +484,10 @@ def gradient(value: float = 1.0) -> dict[str, np.ndarray]:
 
 def flat(values: dict[str, np.ndarray]) -> list[float]:
     return np.concatenate([values["v"], values["w"]]).tolist()
+
+
+async def leave(client: psdist.AsyncClient) -> None:
+    """Closes a client without the snapshot that has what it keeps."""
+    if client.snapshots is not None:
+        client.snapshots.close()
+    await client.close()

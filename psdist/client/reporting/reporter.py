@@ -7,6 +7,7 @@ to the next interval. No tracker that fails ends training.
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ class Reporter:
         self._due: float | None = None
         self._unsent: WorkerInterval | None = None
         self._is_closed = False
+        self._pid = os.getpid()
 
     def add_tracker(self, tracker: Tracker) -> None:
         """See ``Context.add_tracker``."""
@@ -76,8 +78,11 @@ class Reporter:
             self._flush()
 
     def close(self) -> None:
-        """Hands on what was reported since the last interval, and closes the trackers. Closing again does nothing."""
-        if self._is_closed:
+        """Hands on what was reported since the last interval, and closes the trackers. Closing again does nothing.
+
+        Does nothing in a process that the script forked: the pipe and the trackers are the script's.
+        """
+        if self._is_closed or os.getpid() != self._pid:
             return
         self._is_closed = True
         atexit.unregister(self.close)

@@ -28,7 +28,7 @@ from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still
 #: Cuts that may be refused, one upon the other.
 REFUSALS_MAX: Final = 64
 #: Cuts that may be refused before those that were seen to stand still are taken to move again.
-_EXACT_REFUSALS_MAX: Final = 4
+_EXACT_TRIES: Final = 4
 #: Attempts that may be begun anew, one upon the other, because the cluster changed.
 RETRIES_MAX: Final = 64
 #: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
@@ -77,7 +77,7 @@ class Tries:
     def refuse(self) -> bool:
         """A cut was refused. Whether another may be tried."""
         self.refused += 1
-        if self.refused > _EXACT_REFUSALS_MAX:
+        if self.refused > _EXACT_TRIES:
             self.exact.clear()  # They do not stand still.
         return self.refused <= REFUSALS_MAX
 

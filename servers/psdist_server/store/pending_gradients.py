@@ -76,6 +76,8 @@ class PendingGradients:
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
         if call.gradient.weight != 1.0:
             check_weight(call.gradient.weight, self._spec.consistency)
+        if not call.gradient.weight:
+            raise InvalidArgumentError("weight=0 counts for nothing: abstain instead, or send a weight above 0")
         if call.gradient.lr_factor is not None:
             self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
             self._has_lr_factors = True

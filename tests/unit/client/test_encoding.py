@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup
+from client_fakes import Break, Setup, leave
 
 import psdist
 from psdist import errors
@@ -66,7 +66,7 @@ async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
 
     yield start
     for setup in setups:
-        await setup.client.close("failed")
+        await leave(setup.client)
         await setup.stop()
 
 

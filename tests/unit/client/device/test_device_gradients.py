@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from client_fakes import Break, Setup
+from client_fakes import Break, Setup, leave
 from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
@@ -70,7 +70,7 @@ async def start() -> AsyncIterator[Start]:
 
     yield start
     for setup in setups:
-        await setup.client.close("failed")
+        await leave(setup.client)
         await setup.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +14,7 @@ from psdist.types import Identity, ParametersEntry, ParametersMember, Parameters
 from psdist_server.core.events import Apply, Effect, SliceLoaded
 from psdist_server.core.role_changes import make_shard
 from psdist_server.store.pending_gradients import PendingGradients
-from psdist_server.store.rpc_call import Call, CallTable
+from psdist_server.store.rpc_call import Call, CallTable, PushedGradient
 from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters
 from tests.support.segments import raw
@@ -85,6 +86,20 @@ def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
     assert (counted.push_bytes, counted.saved_bytes) == (len(payload), 4 * SLICE - len(payload))
     routed.gradients.used(2, effect.parts, ())
     assert routed.counters.bytes_held == 0 and prepared == [True]
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        *(PushedGradient(weight=weight) for weight in (0.0, -1.0, math.nan, math.inf, 1e19)),
+        *(PushedGradient(lr_factor=factor) for factor in (-1.0, math.nan, math.inf, 1e10)),
+    ],
+)
+def test_what_a_gradient_cannot_count_for_is_refused(routed: Routed, gradient: PushedGradient) -> None:
+    call = call_of()
+    call.gradient = gradient
+    with pytest.raises(InvalidArgumentError, match=r"weight=|lr_factor="):
+        routed.gradients.begin_push(call)
 
 
 def test_what_is_not_served_here_is_refused_and_changes_nothing(routed: Routed) -> None:
