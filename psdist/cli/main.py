@@ -6,10 +6,13 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import import_module, metadata
 from typing import Final, NoReturn
 
 from psdist.cli.commands import Command, Group, Leaf, call
+from psdist.cli.standard_streams import UnwritableError, open_closed_streams, tell_errors_apart
+from psdist.launch.output import discard
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine
 
@@ -57,21 +60,25 @@ PSDIST: Final = Group(
 
 def main() -> NoReturn:
     """``psdist``."""
+    open_closed_streams()
     _end(lambda: PSDIST.run(sys.argv[1:], os.environ))
 
 
 def scheduler() -> NoReturn:
     """``psdist-scheduler``."""
+    open_closed_streams()
     _become("psdist_scheduler", sys.argv[1:])
 
 
 def server() -> NoReturn:
     """``psdist-server``."""
+    open_closed_streams()
     _become("psdist_server", sys.argv[1:])
 
 
 def worker() -> NoReturn:
     """``psdist-worker``."""
+    open_closed_streams()
     _end(lambda: call(import_module("psdist.cli.worker"), sys.argv[1:], os.environ))
 
 
@@ -83,15 +90,26 @@ def _become(module: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def _end(command: Callable[[], int]) -> NoReturn:
+    tell_errors_apart()
     try:
-        status = command()
-        sys.stdout.flush()
+        try:
+            status = command()
+        finally:
+            sys.stdout.flush()
     except KeyboardInterrupt:
         status = exit_codes.SIGNAL_BASE + 2
     except BrokenPipeError:
-        # The reader is gone. Without this, Python complains once more when it closes the stream.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = exit_codes.SIGNAL_BASE + 13
+    except UnwritableError as error:
+        status = os.EX_IOERR
+        with suppress(OSError):
+            print(f"psdist: {error.filename} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            # Without this, Python complains once more when it closes the stream, and changes the status.
+            discard(stream)
     raise SystemExit(status)
 
 

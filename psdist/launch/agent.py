@@ -7,6 +7,7 @@ or from the scheduler (rendezvous), and are kept over restarts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
@@ -119,7 +120,9 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
         for line in process.stdout:
             values = json.loads(line)
             if "waiting_for" in values:
-                print(stamped(f"waiting {values['waiting_for']}"), file=sys.stderr, flush=True)
+                # Who cannot be told that this node waits can be trained with all the same.
+                with contextlib.suppress(OSError):
+                    print(stamped(f"waiting {values['waiting_for']}"), file=sys.stderr, flush=True)
             elif "error" in values:
                 raise BY_CODE.get(values["code"], InternalError)(values["error"])
             else:

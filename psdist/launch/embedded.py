@@ -1,16 +1,19 @@
 """A cluster for one script: a scheduler and servers as children of this process, which end with it.
 
 ``psdist.init()`` starts it if there is no launcher. The children end in order by ``close``, else by the lifeline: a
-pipe whose other end only the parent holds. There are no worker processes and no restarts, which are in ``local``.
+pipe whose other end only the parent holds, and no process that it forks. There are no worker processes and no restarts,
+which are in ``local``.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -69,7 +72,8 @@ class EmbeddedCluster:
             # When this process ends, the servers are gone already.
             snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
-        lifeline, self._lifeline_end = os.pipe()
+        lifeline, self._lifeline_end = (_above_standard_streams(descriptor) for descriptor in os.pipe())
+        _clusters.add(self)
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         plan = ServicesPlan(
             directory=self._directory,
@@ -116,10 +120,38 @@ class EmbeddedCluster:
         processes, self.processes = self.processes, []
         _stop(processes[1:])  # servers first: without a scheduler they would try to reach it
         _stop(processes[:1])
+        self.let_go()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def let_go(self) -> None:
+        """Closes this process's end of the lifeline. When all have, the children end."""
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
             self._lifeline_end = -1
-        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+#: Weakly, since a hook of forks is never removed.
+_clusters: Final[weakref.WeakSet[EmbeddedCluster]] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    # A process that a script forks may outlive the script, and must not keep the cluster alive.
+    for cluster in list(_clusters):
+        cluster.let_go()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _above_standard_streams(descriptor: int) -> int:
+    """The descriptor, or another of the same file where its number is that of a standard stream, which this process was
+    started without. A child would get its own standard stream in that place."""
+    if descriptor > 2:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+    finally:
+        os.close(descriptor)
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:
@@ -135,7 +167,22 @@ def _stop(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _spawn(spec: ProcessSpec, lifeline: int) -> subprocess.Popen[bytes]:
-    # In a session of its own: Ctrl-C must reach only the script, which then closes the cluster.
     return subprocess.Popen(
-        spec.argv, env=dict(spec.environment), stdin=subprocess.DEVNULL, pass_fds=(lifeline,), start_new_session=True
+        spec.argv,
+        env=dict(spec.environment),
+        stdin=subprocess.DEVNULL,
+        stdout=_inherited(1),
+        stderr=_inherited(2),
+        pass_fds=(lifeline,),
+        # Ctrl-C must reach only the script, which then closes the cluster.
+        start_new_session=True,
     )
+
+
+def _inherited(descriptor: int) -> int | None:
+    """What a child gets as a standard stream: this process's own, or /dev/null where that is closed."""
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return subprocess.DEVNULL
+    return None

@@ -7,6 +7,7 @@ not have them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
@@ -14,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Final, TextIO
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import ProcessKey
@@ -32,6 +33,7 @@ _ERASE: Final = "\r\x1b[K"
 _COLUMNS: Final = 80
 
 STDOUT, STDERR = 1, 2
+_TITLES: Final = {STDOUT: "standard output", STDERR: "standard error"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +98,10 @@ def parse_ranks(value: str) -> frozenset[int]:
 
 
 class Output:
-    """Console and files of one run. ``local_rank`` maps a worker's rank to its place on this node."""
+    """Console and files of one run. ``local_rank`` maps a worker's rank to its place on this node.
+
+    What cannot be written, to the console or to a file, is lost and said once. It ends no training.
+    """
 
     def __init__(
         self,
@@ -116,6 +121,7 @@ class Output:
         self.stopping = False
         self._files: dict[ProcessKey, IO[str]] = {}
         self._broken = False
+        self._lossy: set[int] = set()
         self._unwritable: set[ProcessKey] = set()
         self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
         #: The line that stands below all others on a terminal.
@@ -167,10 +173,20 @@ class Output:
             self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
 
     def close(self) -> None:
-        """Closes the files."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        """Closes the files, and lets go of what the console did not take."""
+        files, self._files = self._files, {}
+        for key, file in files.items():
+            try:
+                file.close()
+            except OSError as error:
+                self._warn_of_file(key, error)
+        for stream in self._lossy:
+            target = _target(stream)
+            try:
+                target.flush()
+            except (OSError, ValueError):
+                # Else the same error would come once more when Python ends, and change the exit status.
+                discard(target)
 
     def _append(self, key: ProcessKey, lines: list[str]) -> None:
         if key in self._unwritable:
@@ -180,7 +196,10 @@ class Output:
             file.writelines(line + "\n" for line in lines)
             file.flush()
         except OSError as error:
-            # A full disk must not end training.
+            self._warn_of_file(key, error)
+
+    def _warn_of_file(self, key: ProcessKey, error: OSError) -> None:
+        if key not in self._unwritable:
             self._unwritable.add(key)
             self.say(f"the log file of {key} cannot be written any more: {error.strerror}")
 
@@ -193,15 +212,14 @@ class Output:
 
     def _prefix(self, key: ProcessKey, stream: int) -> str:
         name = str(key) if key.role != "worker" else f"{self._worker_label} {key.number}"
-        target = sys.stdout if stream == STDOUT else sys.stderr
-        if not target.isatty() or os.environ.get("NO_COLOR"):
+        if not _target(stream).isatty() or os.environ.get("NO_COLOR"):
             return f"[{name}]"
         worker = key.role == "worker"
         colour = _WORKER_COLOURS[key.number % len(_WORKER_COLOURS)] if worker else _SERVICE_COLOUR
         return f"\x1b[{colour}m[{name}]\x1b[0m"
 
     def _write(self, stream: int, text: str) -> None:
-        target = sys.stdout if stream == STDOUT else sys.stderr
+        target = _target(stream)
         if self._progress and target.isatty():
             text = f"{_ERASE}{text}{self._progress[: _columns() - 1]}"
         try:
@@ -212,6 +230,26 @@ class Output:
             if not self._broken:
                 self._broken = True
                 self._on_broken()
+        except OSError as error:
+            # The disk is full, or the terminal is gone.
+            if stream not in self._lossy:
+                self._lossy.add(stream)
+                message = f"{_TITLES[stream]} cannot be written: {error.strerror}; lines are lost"
+                self._write(STDERR if stream == STDOUT else STDOUT, stamped(message) + "\n")
+
+
+def _target(stream: int) -> TextIO:
+    return sys.stdout if stream == STDOUT else sys.stderr
+
+
+def discard(stream: TextIO) -> None:
+    """Gives a stream /dev/null for what it still holds, and for all that is written to it from now on."""
+    # Some streams of tests and notebooks have no descriptor.
+    with contextlib.suppress(OSError, ValueError):
+        target = stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, target)
+        os.close(null)
 
 
 def _columns() -> int:

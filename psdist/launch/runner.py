@@ -60,7 +60,10 @@ class ProcessPlan:
 
 
 class Runner:
-    """One run. ``on_tick`` is called every ``interval_seconds``; it may return a failure."""
+    """One run. ``on_tick`` is called every ``interval_seconds``; it may return a failure.
+
+    signals: those that end the run. SIGHUP does not where this process was started to ignore it, as by ``nohup``.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,9 @@ class Runner:
         self._plan = plan
         self._output = output
         self._interval = interval_seconds
-        self._signals = tuple(signals)
+        # Only of SIGHUP does that mean something: shells start the background jobs of a script without SIGINT.
+        ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
+        self._signals = tuple(signum for signum in signals if signum not in ignored)
         self._on_tick = on_tick
         self._children: dict[ProcessKey, Child] = {}
         self._events: deque[Event] = deque()
@@ -119,9 +124,16 @@ class Runner:
                 effects = self._supervisor.on(self._events.popleft(), self._loop.time())
                 self._output.stopping = self._supervisor.stopping
                 for effect in effects:
-                    self._carry_out(effect)
+                    self._try(effect)
         finally:
             self._handling = False
+
+    def _try(self, effect: Start | Kill | Say | Finish) -> None:
+        try:
+            self._carry_out(effect)
+        except Exception as error:
+            # A defect of the launcher. Without the effects after this one the run might never end.
+            self._loop.call_exception_handler({"message": f"{effect} failed", "exception": error})
 
     def _carry_out(self, effect: Start | Kill | Say | Finish) -> None:
         match effect:

@@ -15,8 +15,9 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 import pytest
@@ -81,9 +82,9 @@ for word in sys.argv[1:]:
 
 
 class Launched:
-    """A command under test. Its two outputs come as one, in order."""
+    """A command under test. Its two outputs come as one, in order, unless ``stderr`` says where the second goes."""
 
-    def __init__(self, argv: list[str], environ: dict[str, str], cwd: Path) -> None:
+    def __init__(self, argv: list[str], environ: dict[str, str], cwd: Path, stderr: int = subprocess.STDOUT) -> None:
         self.process = subprocess.Popen(
             argv,
             env=environ,
@@ -91,7 +92,7 @@ class Launched:
             text=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=stderr,
         )
         self.lines: list[str] = []
 
@@ -145,7 +146,13 @@ class Stage:
     def start(self, *arguments: str, command: str = "run", **environ: str) -> Launched:
         """Starts ``psdist COMMAND``."""
         argv = [sys.executable, "-m", "psdist.cli.main", command, *arguments]
-        self.launched.append(Launched(argv, {**self.environ, **environ}, self.path / "work"))
+        return self.start_program(argv, environ)
+
+    def start_program(
+        self, argv: list[str], environ: Mapping[str, str] = MappingProxyType({}), stderr: int = subprocess.STDOUT
+    ) -> Launched:
+        """Starts any program."""
+        self.launched.append(Launched(argv, {**self.environ, **environ}, self.path / "work", stderr))
         return self.launched[-1]
 
     def run(self, *arguments: str, command: str = "run", **environ: str) -> tuple[int, str]:
@@ -171,14 +178,23 @@ class Stage:
         assert list(self.path.glob("psdist/**/*.json")) == []
 
 
+@contextlib.contextmanager
+def on_stage(path: Path) -> Iterator[Stage]:
+    """A stage of which nothing is left at the end."""
+    built = Stage(path)
+    try:
+        yield built
+    finally:
+        for process in built.processes():
+            process.kill()
+        for launched in built.launched:
+            launched.close()
+
+
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    built = Stage(tmp_path)
-    yield built
-    for process in built.processes():
-        process.kill()
-    for launched in built.launched:
-        launched.close()
+    with on_stage(tmp_path) as built:
+        yield built
 
 
 # --- good ends --------------------------------------------------------------------------------------------------------
@@ -348,6 +364,38 @@ def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
     run.until(r"pid \d+", 2 * 2 + 2 + 1)
     run.process.send_signal(signum)
     assert run.end()[0] == status
+    stage.assert_clean()
+
+
+#: An agent that is told its ranks, and asks no scheduler.
+_AGENT = ("--nnodes", "1", "--node-rank", "0", "--scheduler", "127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("program", "flags"), [("main", ("run",)), ("worker", _AGENT)])
+def test_a_hangup_that_is_ignored_from_the_start_stays_ignored(
+    stage: Stage, program: str, flags: tuple[str, ...]
+) -> None:
+    code = f"from psdist.cli import main; main.{program}()"
+    argv = ["nohup", sys.executable, "-c", code, *flags, "train.py", "connect", "ready", "meet", "bye"]
+    os.mkfifo(stage.path / "work" / "meeting")
+    run = stage.start_program(argv, {"PSDIST_TOKEN": "t" * 32})
+    run.until(r"\[worker 0\] ready")
+    run.process.send_signal(signal.SIGHUP)
+    # The worker goes on only now, and opening both ends waits for nobody.
+    meeting = os.open(stage.path / "work" / "meeting", os.O_RDWR)
+    status, text = run.end()
+    os.close(meeting)
+    assert status == 0 and "[worker 0] bye 0" in text and "SIGHUP" not in text, text
+    stage.assert_clean()
+
+
+def test_an_interrupt_that_is_ignored_from_the_start_ends_the_run(stage: Stage) -> None:
+    # A shell starts the background jobs of a script in this way.
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from psdist.cli.main import main; main()"
+    run = stage.start_program([sys.executable, "-c", code, "run", "train.py", "connect", "wait"])
+    run.until(r"\[worker 0\] pid \d+")
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
     stage.assert_clean()
 
 

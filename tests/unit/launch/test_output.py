@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 from psdist.errors import ConfigurationError
 from psdist.launch import reaper
 from psdist.launch.events import ProcessKey
-from psdist.launch.output import STDERR, STDOUT, Output, Routing, last_words, parse_streams
+from psdist.launch.output import STDERR, STDOUT, Output, Routing, discard, last_words, parse_streams
 from psdist.launch.plan import SchedulerAddress, ScriptKind, ScriptOptions, WorkersPlan
 from psdist.launch.process import LineSplitter
 from psdist.launch.run_record import RunRegistry, records_directory
@@ -89,6 +92,80 @@ def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.Captur
     assert captured.err == "[trainer 5] c\n[scheduler] d\n"
     assert (tmp_path / "logs" / "worker-5.log").read_text() == "a\nb\nc\n"
     assert (tmp_path / "logs" / "scheduler.log").read_text() == "d\n"
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Puts a full disk behind ``sys.stdout`` or ``sys.stderr``."""
+    with contextlib.ExitStack() as stack:
+
+        def put(name: str) -> None:
+            stream = open("/dev/full", "w")  # noqa: SIM115
+            stack.callback(stream.close)
+            stack.callback(discard, stream)
+            monkeypatch.setattr(sys, name, stream)
+
+        yield put
+
+
+@pytest.mark.parametrize(
+    ("name", "stream", "title"), [("stdout", STDOUT, "standard output"), ("stderr", STDERR, "standard error")]
+)
+def test_a_full_disk_is_said_once_on_the_other_stream(
+    full: Callable[[str], None], capsys: pytest.CaptureFixture[str], name: str, stream: int, title: str
+) -> None:
+    full(name)
+    output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
+    output.begin(WORKER)
+    for _ in range(3):
+        output.lines(WORKER, stream, ["lost"])
+    output.lines(WORKER, STDERR if stream == STDOUT else STDOUT, ["seen"])
+    output.close()
+    # Nothing is left that could fail once more.
+    getattr(sys, name).flush()
+    captured = capsys.readouterr()
+    said, seen = (captured.err + captured.out).splitlines()
+    assert said.endswith(f" psdist: {title} cannot be written: No space left on device; lines are lost")
+    assert seen == "[worker 5] seen"
+
+
+def test_two_full_disks_raise_nothing(full: Callable[[str], None]) -> None:
+    full("stdout")
+    full("stderr")
+    output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
+    output.begin(WORKER)
+    output.lines(WORKER, STDOUT, ["lost"])
+    output.say("lost")
+    output.close()
+
+
+def test_a_stream_that_can_be_written_again_is_kept(
+    tmp_path: Path, full: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    full("stdout")
+    output = Output(Routing(), lambda rank: rank)
+    output.begin(WORKER)
+    output.lines(WORKER, STDOUT, ["held"])
+    with (tmp_path / "room").open("w") as room:
+        os.dup2(room.fileno(), sys.stdout.fileno())
+    output.lines(WORKER, STDOUT, ["later"])
+    output.close()
+    sys.stdout.write("last")
+    sys.stdout.flush()
+    assert (tmp_path / "room").read_text().endswith("[worker 5] later\nlast")
+
+
+def test_a_log_file_on_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "worker-5.log").symlink_to("/dev/full")
+    output = Output(Routing(tmp_path), lambda rank: rank)
+    output.begin(WORKER)
+    output.lines(WORKER, STDOUT, ["a"])
+    output.lines(WORKER, STDOUT, ["b"])
+    output.close()
+    captured = capsys.readouterr()
+    assert captured.out == "[worker 5] a\n[worker 5] b\n"
+    (said,) = captured.err.splitlines()
+    assert said.endswith("the log file of worker 5 cannot be written any more: No space left on device")
 
 
 def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:
