@@ -7,6 +7,7 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -198,4 +199,5 @@ def hint_misplaced(line: CommandLine, given: Namespace) -> None:
     """Says which of the launcher's flags stand after the script, where they have no effect."""
     if found := line.misplaced(given.command):
         hint = f"{', '.join(found)} after {given.command[0]} went to the script; flags come before it"
-        print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # It is no reason not to train.
+            print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)
