@@ -103,9 +103,11 @@ def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None
 def test_rates_that_the_servers_do_not_know_go_on_with_the_weights(tmp_path: Path, wrap: Callable[..., Any]) -> None:
     """The scheduler of the second life is brought to the step of the first: the bytes of a run that never stopped."""
 
+    # Made once, as the workers' threads share the random numbers.
+    at_first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
     def train(context: Context, steps: int) -> bytes:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+        model = copy.deepcopy(at_first)
         inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: min(1.0, step / 4) * 0.9**step)
         optimizer = wrap(model, inner, scheduler, context=context)
