@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.wire import limits
+from psdist.wire import limits, open_files
 from psdist.wire.auth import TokenInterceptor
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -61,14 +61,19 @@ def make_server(
         *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.CONCURRENT_CALLS_MAX),
-        ("grpc.max_allowed_incoming_connections", limits.CONNECTIONS_MAX),
+        ("grpc.max_allowed_incoming_connections", open_files.connections_max()),
+        ("grpc.server_handshake_timeout_ms", round(1e3 * limits.GREETING_SECONDS)),
+        ("grpc.http2.settings_timeout", round(1e3 * limits.GREETING_SECONDS)),
+        ("grpc.max_connection_idle_ms", round(1e3 * limits.IDLE_CONNECTION_SECONDS)),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
+    # Calls that wait to be refused take no place from members.
+    strangers = limits.REFUSALS_HELD_MAX + limits.PROBES_HELD_MAX if token else 0
     return grpc.aio.server(
         interceptors=(TokenInterceptor(token), *interceptors),
         options=options,
-        maximum_concurrent_rpcs=limits.CONCURRENT_CALLS_MAX,
+        maximum_concurrent_rpcs=limits.CONCURRENT_CALLS_MAX + strangers,
     )
 
 

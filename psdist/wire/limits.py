@@ -30,8 +30,26 @@ FRAME_BYTES: Final = 1 << 20
 MEMBERS_MAX: Final = 4096
 CONCURRENT_CALLS_MAX: Final = 4096
 #: gRPC counts connections that broke until it notices, for up to twice KEEPALIVE_SECONDS, and members of a large run
-#: come back all at once: each may have an old one beside its new one.
-CONNECTIONS_MAX: Final = 2 * MEMBERS_MAX
+#: come back all at once: each may have an old one beside its new one. As many again may belong to strangers who hold
+#: connections open without a token; each costs about 10 KiB. Fewer if the process may not open as many files.
+CONNECTIONS_MAX: Final = 4 * MEMBERS_MAX
+#: Open files that connections leave for everything else: the store, snapshots, connections that the process makes.
+FILES_RESERVED: Final = 512
+#: A connection must begin with HTTP/2's greeting within this time.
+GREETING_SECONDS: Final = 5.0
+#: A connection without a call is closed after this time. Members keep a stream open, or connect again for the next
+#: call.
+IDLE_CONNECTION_SECONDS: Final = 60.0
+#: Calls without the token: refusals that are sent per second after the first few, and calls that wait for theirs. Each
+#: may hold a window of the transport.
+REFUSALS_PER_SECOND: Final = 50
+REFUSALS_BURST: Final = 20
+REFUSALS_HELD_MAX: Final = 256
+#: Health checks without the token: answers per second, and checks that wait for theirs.
+PROBES_PER_SECOND: Final = 100
+PROBES_HELD_MAX: Final = 64
+#: What strangers do is logged at most once in this time.
+STRANGERS_LOG_SECONDS: Final = 60.0
 #: Flow-control windows of one stream: what the transport may read ahead of the program. A server's counts for each
 #: worker in its memory; a client has few streams. Larger ones make transfers cheaper: with 1 MiB at the server, and
 #: frames of 1 MiB in place of 16 KiB, a step of 25 M parameters took 9 % less CPU time than with 256 KiB on both sides.

@@ -25,6 +25,7 @@ from psdist.errors import InvalidArgumentError, PsdistError, TcpUnavailableError
 from psdist.v1 import server_pb2
 from psdist.wire import frames, limits
 from psdist.wire.frame_connection import FrameConnection, FrameReceiver
+from psdist.wire.pacing import LogPacer
 
 _log = structlog.get_logger("psdist.server")
 
@@ -45,6 +46,7 @@ class TcpListener:
         self._promised: dict[bytes, Promised] = {}
         self._unidentified: dict[_Unidentified, None] = {}
         self._server: asyncio.Server | None = None
+        self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
 
     async def open(self, host: str) -> None:
         """Listens on a free port of ``host``. Where that cannot be, workers use gRPC."""
@@ -95,6 +97,11 @@ class TcpListener:
         unidentified.connection.hand_over(stream)
         stream.connected(unidentified.connection)
 
+    def note_stranger(self, reason: str) -> None:
+        """Log that a connection was cut off."""
+        if count := self._log.note(asyncio.get_running_loop().time()):
+            _log.info("cut off connections", connections=count, reason_of_the_last=reason)
+
     def forget(self, unidentified: _Unidentified) -> None:
         """A connection was identified, or has ended."""
         self._unidentified.pop(unidentified, None)
@@ -128,7 +135,7 @@ class _Unidentified:
         self._timer.cancel()
         self._listener.forget(self)
         if error is not None:
-            _log.info("a connection was cut off", reason=error.message)
+            self._listener.note_stranger(error.message)
 
     def cut_off(self, reason: str) -> None:
         """Ends the connection."""

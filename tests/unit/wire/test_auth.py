@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import grpc.aio
 import pytest
 import pytest_asyncio
 from client_fakes import FakeScheduler
-from grpc_health.v1 import health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health
 
 from psdist import errors
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-from psdist.wire import auth, channels, status
+from psdist.wire import auth, channels, limits, status
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 TOKEN = "token-of-the-test"
@@ -88,3 +89,40 @@ async def test_a_taken_port_is_named(address: str) -> None:
     port = int(address.rpartition(":")[2])
     with pytest.raises(errors.ConfigurationError, match=f"127.0.0.1:{port} cannot be bound"):
         channels.bind(channels.make_server(TOKEN), "127.0.0.1", port, False)
+
+
+async def test_a_flood_without_the_token_is_held_to_a_rate_and_others_are_not(address: str) -> None:
+    """Strangers in a closed loop are answered at the rate of refusals, while members call as often as they like."""
+    begun = asyncio.get_running_loop().time()
+    refused = 0
+
+    async def flood() -> None:
+        nonlocal refused
+        async with channels.open_channel(address) as channel:
+            stub = scheduler_pb2_grpc.SchedulerServiceStub(channel)
+            while asyncio.get_running_loop().time() < begun + 1.0:
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await stub.Register(scheduler_pb2.RegisterRequest(), metadata=())
+                refused += 1
+
+    floods = [asyncio.create_task(flood()) for _ in range(8)]
+    let_in = 0
+    while asyncio.get_running_loop().time() < begun + 1.0:
+        await _register(address, auth.metadata(TOKEN))
+        let_in += 1
+    await asyncio.gather(*floods)
+    seconds = asyncio.get_running_loop().time() - begun
+    assert refused <= limits.REFUSALS_BURST + limits.REFUSALS_PER_SECOND * seconds + len(floods)
+    assert let_in > 0
+
+
+async def test_health_checks_are_paced_and_never_wait_long(address: str) -> None:
+    async with channels.open_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Check(health_pb2.HealthCheckRequest()) for _ in range(400)]
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        answered = [one for one in outcomes if isinstance(one, health_pb2.HealthCheckResponse)]
+        refused = [one for one in outcomes if isinstance(one, grpc.aio.AioRpcError)]
+        assert len(answered) >= limits.PROBES_PER_SECOND and len(answered) + len(refused) == len(calls)
+        assert all(isinstance(status.from_call(one, "it"), errors.LimitExceededError) for one in refused) and refused
+        await stub.Check(health_pb2.HealthCheckRequest(), metadata=auth.metadata(TOKEN))

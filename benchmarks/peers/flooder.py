@@ -1,0 +1,232 @@
+"""A stranger without a token who floods a port: ``python -m benchmarks.peers.flooder KIND HOST PORT COUNT``.
+
+It speaks just enough HTTP/2 by hand to cost little processor time of its own, so that what a flood takes is taken by
+the process under attack. It runs until its standard input ends, then prints a line of JSON: what was answered, how
+often a connection was closed by the other side, and the processor time that it used itself.
+
+``calls``: complete calls without a token, one at a time on each connection. ``ping``: PING frames, 64 at a time.
+``reset``: calls that are reset as soon as they have begun. ``churn``: connections that say hello and hang up.
+``idle``: connections that say hello and then only answer pings. ``silent``: connections that say nothing.
+A connection that the other side closes is opened again, after a pause if that happens at once.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import selectors
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from typing import Final
+
+_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW = 0, 1, 3, 4, 6, 8
+_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+_PINGS_AT_ONCE: Final = 64
+_RESETS_AT_ONCE: Final = 16
+_STREAM_IDS: Final = 1 << 30
+#: Before a connection is opened again that was refused or closed without an answer.
+_RETRY_SECONDS: Final = 0.1
+#: Connections that are opened at a time: the queue of a listening socket is short.
+_OPENING_AT_ONCE: Final = 100
+KINDS: Final = ("calls", "ping", "reset", "churn", "idle", "silent")
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """An HTTP/2 frame."""
+    return struct.pack("!IBBI", len(payload), kind, flags, stream)[1:] + payload
+
+
+def _literal(name: bytes, value: bytes) -> bytes:
+    return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
+
+
+#: Of a PushPull without a token, in literals that need no table.
+_CALL_HEADERS: Final = b"".join(
+    _literal(name, value)
+    for name, value in (
+        (b":method", b"POST"),
+        (b":scheme", b"http"),
+        (b":path", b"/psdist.v1.ServerService/PushPull"),
+        (b":authority", b"server"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
+)
+_CALL_BODY: Final = b"\0" + struct.pack("!I", 64) + bytes(64)
+_HELLO: Final = _PREFACE + frame(_SETTINGS, 0, 0)
+
+
+class _Connection:
+    """One connection of the flood."""
+
+    def __init__(self, flood: Flood) -> None:
+        self.flood = flood
+        self.socket = socket.socket()
+        self.socket.setblocking(False)
+        self.socket.connect_ex(flood.address)
+        self.stream = 1
+        self.answered = 0
+        self._received = b""
+        self._unsent = b""
+
+    def send(self, data: bytes) -> None:
+        """Sends as much as the other side takes, and the rest when it takes more."""
+        self._unsent += data
+        try:
+            sent = self.socket.send(self._unsent)
+        except BlockingIOError:
+            return
+        self._unsent = self._unsent[sent:]
+
+    def on_open(self) -> None:
+        if self.flood.kind != "silent":
+            self.send(_HELLO)
+            self.flood.next[self.flood.kind](self)
+
+    def on_readable(self) -> None:
+        """Takes what came. Raises ConnectionError at the end."""
+        if self._unsent:
+            self.send(b"")
+        data = self.socket.recv(1 << 16)
+        if not data:
+            raise ConnectionResetError
+        self._received += data
+        while len(self._received) >= 9:
+            size = int.from_bytes(self._received[:3])
+            if len(self._received) < 9 + size:
+                return
+            _, kind, flags, _ = struct.unpack("!IBBI", b"\0" + self._received[:9][:3] + self._received[3:9])
+            payload, self._received = self._received[9 : 9 + size], self._received[9 + size :]
+            self._on_frame(kind, flags, payload)
+
+    def _on_frame(self, kind: int, flags: int, payload: bytes) -> None:
+        if kind == _SETTINGS and not flags & _ACK:
+            self.send(frame(_SETTINGS, _ACK, 0))
+        elif kind == _PING and not flags & _ACK:
+            self.send(frame(_PING, _ACK, 0, payload))
+        elif (kind == _HEADERS and flags & _END_STREAM) or (kind == _PING and flags & _ACK):
+            self.answered += 1
+            self.flood.answered += 1
+            if kind == _HEADERS or self.answered % _PINGS_AT_ONCE == 0:
+                self.flood.next[self.flood.kind](self)
+        elif kind == _WINDOW and self.flood.kind == "reset":
+            pass
+
+
+class Flood:
+    """``count`` connections that are kept open, whatever the other side does."""
+
+    def __init__(self, kind: str, address: tuple[str, int], count: int) -> None:
+        self.kind, self.address, self.count = kind, address, count
+        self.answered = self.closed = self.opened = 0
+        self.next: dict[str, Callable[[_Connection], None]] = {
+            "calls": self._call, "ping": self._ping, "reset": self._reset, "churn": self._hang_up,
+            "idle": lambda _: None, "silent": lambda _: None,
+        }  # fmt: skip
+        self._selector = selectors.DefaultSelector()
+        self._opening: dict[_Connection, None] = {}
+        self._open: set[_Connection] = set()
+        self._retry_at = 0.0
+
+    def run(self) -> None:
+        """Floods until the standard input ends."""
+        self._selector.register(sys.stdin, selectors.EVENT_READ)
+        while True:
+            self._refill()
+            for key, events in self._selector.select(0.05):
+                if key.fileobj is sys.stdin:
+                    return
+                self._step(key.data, events)
+            if self.kind == "reset":
+                for connection in list(self._open):
+                    self._try(connection, lambda one: self._reset(one))
+
+    def _refill(self) -> None:
+        if time.monotonic() < self._retry_at:
+            return
+        while len(self._open) + len(self._opening) < self.count and len(self._opening) < _OPENING_AT_ONCE:
+            connection = _Connection(self)
+            self._opening[connection] = None
+            self._selector.register(connection.socket, selectors.EVENT_WRITE, connection)
+
+    def _step(self, connection: _Connection, events: int) -> None:
+        if connection in self._opening:
+            del self._opening[connection]
+            if connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                self._forget(connection)
+                return
+            self._open.add(connection)
+            self.opened += 1
+            self._selector.modify(connection.socket, selectors.EVENT_READ, connection)
+            self._try(connection, _Connection.on_open)
+        elif events & selectors.EVENT_READ:
+            self._try(connection, _Connection.on_readable)
+
+    def _try(self, connection: _Connection, step: Callable[[_Connection], None]) -> None:
+        try:
+            step(connection)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._forget(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        self.closed += 1
+        self._open.discard(connection)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        if not connection.answered and self.kind != "churn":
+            self._retry_at = time.monotonic() + _RETRY_SECONDS
+
+    def _call(self, connection: _Connection) -> None:
+        stream, connection.stream = connection.stream, connection.stream + 2
+        connection.send(
+            frame(_HEADERS, _END_HEADERS, stream, _CALL_HEADERS) + frame(_DATA, _END_STREAM, stream, _CALL_BODY)
+        )
+
+    def _ping(self, connection: _Connection) -> None:
+        connection.send(frame(_PING, 0, 0, bytes(8)) * _PINGS_AT_ONCE)
+
+    def _reset(self, connection: _Connection) -> None:
+        if connection._unsent:
+            return
+        for _ in range(_RESETS_AT_ONCE):
+            stream, connection.stream = connection.stream, connection.stream + 2
+            connection.send(
+                frame(_HEADERS, _END_HEADERS, stream, _CALL_HEADERS) + frame(_RESET, 0, stream, struct.pack("!I", 8))
+            )
+        if connection.stream > _STREAM_IDS:
+            raise ConnectionResetError
+
+    def _hang_up(self, connection: _Connection) -> None:
+        raise ConnectionResetError
+
+    @property
+    def result(self) -> dict[str, float]:
+        """What came of it."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return {
+            "answered": self.answered,
+            "closed": self.closed,
+            "opened": self.opened,
+            "open": len(self._open),
+            "cpu_seconds": used.ru_utime + used.ru_stime,
+        }
+
+
+def main(argv: list[str]) -> int:
+    kind, host, port, count = argv[0], argv[1], int(argv[2]), int(argv[3])
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    flood = Flood(kind, (host, port), count)
+    flood.run()
+    print(json.dumps(flood.result), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,44 @@
+"""Connections never take all open files of a process."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+
+import pytest
+
+from psdist.wire import limits, open_files
+
+
+@pytest.fixture(autouse=True)
+def kept() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def allow(soft: int) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def test_the_soft_limit_is_raised_as_far_as_needed() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    allow(1024)
+    open_files.raise_limit()
+    needed = 2 * limits.CONNECTIONS_MAX + limits.FILES_RESERVED
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(hard, needed) if hard > 0 else needed)
+
+
+@pytest.mark.parametrize(("soft", "connections"), [(1024, 512), (600, 300), (2000, 1488)])
+def test_files_are_left_where_few_may_be_open(soft: int, connections: int) -> None:
+    allow(soft)
+    assert open_files.connections_max() == connections
+
+
+def test_a_higher_limit_is_left_alone() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if before < 2 * limits.CONNECTIONS_MAX:
+        pytest.skip("this system allows fewer open files")
+    allow(before)
+    open_files.raise_limit()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
