@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from psdist import loop_monitor
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import announce, open_metrics, open_output, plural
 from psdist.launch.metrics.run_metrics import RunMetrics
@@ -137,6 +138,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 async def _supervise(
     options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place, metrics: RunMetrics
 ) -> int:
+    loop_monitor.watch("agent", environ)
     script = options.script
     # Nodes may share the file system: the names of the files have the ranks.
     output = open_output(workers, options.run_id or "run", lambda: runner.interrupt(signal.SIGPIPE))

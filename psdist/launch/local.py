@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from psdist import loop_monitor
 from psdist.errors import ConfigurationError
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launch.metrics.run_metrics import RunMetrics
@@ -124,6 +125,7 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
 async def _run(
     options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
 ) -> int:
+    loop_monitor.watch("launcher", environ)
     assert link.file is not None
     directory = link.file.parent
     script = options.script

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import uvloop
 
-from psdist import logs
+from psdist import logs, loop_monitor
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
@@ -62,6 +62,7 @@ def main(settings: SchedulerSettings) -> int:
 
 
 async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
+    loop_monitor.watch("scheduler")
     stored = store.load()
     try:
         opened = await _open_storage(settings, run_id, stored)

@@ -20,7 +20,7 @@ import structlog
 import uvloop
 from grpc_health.v1.health import aio as health
 
-from psdist import logs
+from psdist import logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.errors import DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
 from psdist.gpu.device import open_device
@@ -81,6 +81,7 @@ def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
 
 
 async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) -> int:
+    loop_monitor.watch("server")
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))

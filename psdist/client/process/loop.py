@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final, Generic, Protocol, TypeVar
 
+from psdist import loop_monitor
 from psdist.client.process.sigterm import StoppableClient, sigterm
 from psdist.errors import ClosedError, ConfigurationError
 
@@ -145,6 +146,7 @@ class LoopThread:
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(loop_monitor.watch, "worker")
         self.loop.run_forever()
 
     @property

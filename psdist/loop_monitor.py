@@ -1,0 +1,121 @@
+"""Diagnosis of blocked event loops: how long each turn of a process's loop took, and where it spent that time.
+
+Off unless the environment names a directory: ``PSDIST_LOOP_MONITOR=DIRECTORY``. Then the loops of schedulers, servers,
+launchers and of ``psdist.Client`` each append JSON lines to ``DIRECTORY/ROLE-PID.jsonl``: one when they start, and one
+for each turn that took longer than ``REPORT_SECONDS``. ``python -m benchmarks.blocking`` runs large models under it.
+
+A callback on the loop measures the time since its previous call. A thread samples the loop's stack while that call is
+overdue, and the stacks of the other threads when it could not run itself: then somebody holds the interpreter.
+
+Lateness has three parts. *cpu*: processor time of the loop's thread; the loop did too much. *queued*: the kernel ran
+other threads instead; the machine is overloaded, and the loop is not to blame. *waited*: the rest, in system calls,
+locks, page faults that wait for the disk, or for a thread that holds the interpreter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final, NamedTuple, TextIO
+
+VARIABLE: Final = "PSDIST_LOOP_MONITOR"
+#: Turns of at least this many seconds are reported.
+REPORT_SECONDS: Final = 0.03
+_TICK_SECONDS: Final = 0.005
+_FRAMES: Final = 14
+_STACKS: Final = 4
+
+
+class _Usage(NamedTuple):
+    """Seconds a thread has run, and has waited for a processor."""
+
+    cpu: float
+    queued: float
+
+
+class LoopMonitor:
+    """Watches the event loop of the current thread until the process ends, and reports long turns to ``file``."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, file: TextIO) -> None:
+        self._loop = loop
+        self._file = file
+        self._thread = threading.get_ident()
+        self._statistics = os.open("/proc/thread-self/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        self._usage = self._read_usage()
+        self._ticked = time.monotonic()
+        self._stacks: Counter[str] = Counter()
+        self._holders: Counter[str] = Counter()
+        self._write(started=time.time())
+        threading.Thread(target=self._sample, name="loop-monitor", daemon=True).start()
+        loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        usage, before = self._read_usage(), self._usage
+        late = now - self._ticked - _TICK_SECONDS
+        if late >= REPORT_SECONDS:
+            cpu, queued = usage.cpu - before.cpu, usage.queued - before.queued
+            self._write(
+                at=time.time(),
+                late=late,
+                cpu=cpu,
+                queued=queued,
+                waited=max(0.0, late - cpu - queued),
+                stacks=self._stacks.most_common(_STACKS),
+                holders=self._holders.most_common(_STACKS),
+            )
+        self._stacks, self._holders = Counter(), Counter()
+        self._usage, self._ticked = usage, now
+        self._loop.call_later(_TICK_SECONDS, self._tick)
+
+    def _sample(self) -> None:
+        """Count the loop's stacks while it is late. Runs in a thread of its own."""
+        slept = time.monotonic()
+        while True:
+            time.sleep(_TICK_SECONDS)
+            now = time.monotonic()
+            frames = sys._current_frames()
+            if now - self._ticked > 3 * _TICK_SECONDS and (frame := frames.get(self._thread)) is not None:
+                self._stacks[_text(frame)] += 1
+            if now - slept > REPORT_SECONDS / 2:
+                others = frames.keys() - {self._thread, threading.get_ident()}
+                self._holders.update(_text(frames[one]) for one in others)
+            del frames
+            slept = time.monotonic()
+
+    def _read_usage(self) -> _Usage:
+        cpu, queued, _ = os.pread(self._statistics, 128, 0).split()
+        return _Usage(int(cpu) / 1e9, int(queued) / 1e9)
+
+    def _write(self, **values: Any) -> None:
+        self._file.write(json.dumps(values) + "\n")
+        self._file.flush()
+
+
+def watch(role: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Monitor the running loop if the environment asks for it. role: names the file, such as "server"."""
+    if directory := environ.get(VARIABLE, ""):
+        path = Path(directory, f"{role}-{os.getpid()}.jsonl")
+        LoopMonitor(asyncio.get_running_loop(), path.open("a", encoding="utf-8"))
+
+
+def _text(frame: FrameType) -> str:
+    """The innermost calls of a stack, the last one first."""
+    return " < ".join(_calls(frame))
+
+
+def _calls(frame: FrameType | None) -> Iterator[str]:
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        code = frame.f_code
+        yield f"{'/'.join(Path(code.co_filename).parts[-2:])}:{frame.f_lineno} {code.co_name}"
+        frame = frame.f_back
