@@ -16,12 +16,12 @@ import numpy as np
 
 from psdist.client.exchange import Exchange
 from psdist.client.process import codec_kernels
-from psdist.client.process.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.compression import Codec, Float32
 from psdist.compression.automatic import CANDIDATES, Choice, choose
 from psdist.compression.regions import Region
 from psdist.errors import FencedError
+from psdist.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.types import Layout
 
 logger = logging.getLogger("psdist")

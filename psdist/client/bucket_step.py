@@ -313,7 +313,7 @@ class BucketStep:
             await self._end_tasks()
             self._broken = None
             self._failures.clear()
-            self._exchange.shared_memory.withdraw()
+            await self._exchange.shared_memory.withdraw()
         raise again(error)
 
     async def _end_tasks(self) -> None:
@@ -357,4 +357,4 @@ class BucketStep:
         under_way = bool(self.tasks)
         await self._end_tasks()
         if under_way or self._failures:
-            self._exchange.shared_memory.withdraw()  # the memory is the user's again, as in _raise
+            await self._exchange.shared_memory.withdraw()  # the memory is the user's again, as in _raise

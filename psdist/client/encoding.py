@@ -29,11 +29,11 @@ from psdist.client.core.buckets import ReadySlices
 from psdist.client.core.partition import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
-from psdist.client.process.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
 from psdist.client.session.worker_state import OWN, SavedState, State
 from psdist.compression import Cast, Codec, Compressor, PerTensor
 from psdist.compression.regions import regions, send_differences
 from psdist.errors import FencedError, InternalError, InvalidArgumentError, NonFiniteGradientError
+from psdist.off_loop import LARGE_ELEMENTS, in_thread, off_loop, until_done
 from psdist.types import ITEM_BYTES, GradientDifference, Layout, Slicing
 from psdist.wire.limits import STATE_BYTES_MAX
 

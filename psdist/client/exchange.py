@@ -9,8 +9,8 @@ retries (``data_path``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -105,6 +105,7 @@ class Exchange:
     async def _start_incarnation(self, mine: Registration) -> None:
         await self.participation.start_incarnation(mine)
         self._planned = None
+        await self.shared_memory.withdraw()
         for transport in (self.shared_memory, self.tcp):
             transport.rejoin(self.participation.sender, self.participation.entry)
 
@@ -200,14 +201,14 @@ class Exchange:
         title = f"measuring the links of {part.name!r}"
         await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
 
-    @contextmanager
-    def invalidate_on_error(self) -> Iterator[None]:
+    @asynccontextmanager
+    async def invalidate_on_error(self) -> AsyncIterator[None]:
         """For a push in one call: where it ends badly a server may read the gradient still, from memory that is the
         user's again, so that memory is not shared any more."""
         try:
             yield
         except BaseException:
-            self.shared_memory.withdraw()
+            await self.shared_memory.withdraw()
             raise
 
     async def _deliver(self, request: Request) -> None:

@@ -17,10 +17,10 @@ from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core import partition
 from psdist.client.core.partition import Flat
-from psdist.client.process.off_loop import in_thread
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.errors import InvalidArgumentError
 from psdist.gpu.device import device_number
+from psdist.off_loop import in_thread
 from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -24,6 +25,7 @@ from psdist.client.transport.transport import Transports
 from psdist.compression import Auto
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.metrics.interval import Measurements
+from psdist.off_loop import in_thread
 from psdist.types import DType, Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
@@ -84,7 +86,8 @@ class Handles:
         self, spec: ParametersSpec, init: Mapping[str, ArrayLike], choice: OwnChoice
     ) -> AsyncParameters:
         """A handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
-        layout, options = partition.layout_of(init), choice.options
+        # In threads: all of this grows with the number of tensors, or copies the whole model.
+        layout, options = await in_thread(partial(partition.layout_of, init)), choice.options
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
             existing = self._by_name.get(spec.name)
             if existing is not None and existing.is_member:
@@ -92,7 +95,7 @@ class Handles:
                 _check_same(existing, spec, layout)
                 self._check_choice(existing, choice)
                 return existing
-            values, creator = partition.flatten(layout, init), self._creator()
+            values, creator = await in_thread(partial(partition.flatten, layout, init)), self._creator()
             created = await self._session.membership.retry_across_incarnations(
                 lambda _: creator.create(spec, layout, values)
             )

@@ -261,7 +261,7 @@ class AsyncParameters(ProcessBound):
             if theirs is not None:
                 mine.check_turns(theirs)
             await self._steps.release_memory(shared=False)
-            mine.take_turns(theirs)
+            await mine.take_turns(theirs)
 
     async def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
         """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this

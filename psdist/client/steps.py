@@ -30,7 +30,6 @@ from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
-from psdist.client.process.off_loop import in_thread, off_loop, until_done
 from psdist.client.results import Results, Wanted
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.drops import DropCounter
@@ -43,6 +42,7 @@ from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.gpu.device import device_number
 from psdist.metrics.phases import Phase
+from psdist.off_loop import in_thread, off_loop, until_done
 from psdist.types import Layout, ParametersSpec
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ class Steps:
         release = self._gradients.release_memory
         await in_thread(release) if self._gradients.has_device else release()
         self._results.release_memory()
-        self._exchange.shared_memory.release_memory(shared=shared)
+        await self._exchange.shared_memory.release_memory(shared=shared)
 
     async def close(self) -> None:
         """Ends what is under way, and gives shared memory back."""
@@ -308,7 +308,7 @@ class Steps:
             progress = self._participation.begin_push()
             waiting = self._exchange.waiting(push=True, reads=target is not None)
             push = _push(self._exchange, progress, gradient, norm, target, weight or 1.0)
-            with self._exchange.invalidate_on_error():
+            async with self._exchange.invalidate_on_error():
                 await _encoded_meanwhile(push, gradient, waiting)
         except BaseException:  # This includes cancellation.
             if self.encoding is not None:

@@ -114,7 +114,8 @@ async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
         raise corrupt(path, f"it has {_length(data, commit.manifest_length)}, not {commit.manifest_length}")
     if layouts.digest_of(data) != commit.manifest_digest:
         raise corrupt(path, f"its digest is not that in {commit.path}")
-    manifest = Manifest.from_bytes(data, path)
+    # In a thread: it grows with the number of tensors, and the caller's event loop answers heartbeats.
+    manifest = await asyncio.to_thread(Manifest.from_bytes, data, path)
     for name in ("run_id", "directory", "steps", "bytes"):
         mine, theirs = getattr(manifest, name), getattr(commit, name)
         if mine != theirs:

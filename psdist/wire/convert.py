@@ -7,7 +7,8 @@ LimitExceededError before any other code sees them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import lru_cache
 from typing import Any, Final, TypeVar, cast
@@ -59,6 +60,11 @@ HasIdentity = (
 _KEPT: Final = 512
 #: A message of more bytes is not kept. Fields that nobody knows are part of it, and a peer may send many.
 _KEPT_BYTES: Final = 1 << 14
+#: The ranges of so many parameter sets are kept as they were made; not of more bytes, nor are a few worth it.
+_KEPT_RANGES: Final = 8
+_KEPT_RANGES_BYTES: Final = 1 << 21
+_MANY_RANGES: Final = 64
+_kept_ranges: deque[tuple[tuple[GroupRange, ...], Sequence[pb.GroupRange]]] = deque(maxlen=_KEPT_RANGES)
 _DTYPE_TO_PROTO: Final = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -280,6 +286,34 @@ _kept_spec: Final = lru_cache(maxsize=_KEPT)(spec_to_proto)
 _kept_shard: Final = lru_cache(maxsize=_KEPT)(_shard_to_proto)
 
 
+def _ranges_to_proto(ranges: tuple[GroupRange, ...]) -> Sequence[pb.GroupRange]:
+    """Ranges as messages. There is up to one for each tensor, and they stay the same from epoch to epoch: the newest
+    few tuples are kept as they were converted."""
+    for known, messages in _kept_ranges:
+        if known is ranges:
+            return messages
+    messages = [pb.GroupRange(start=one.start, stop=one.stop, group=one.group) for one in ranges]
+    if ranges:
+        _kept_ranges.append((ranges, messages))
+    return messages
+
+
+def _ranges_from_proto(message: pb.ParametersEntry) -> tuple[GroupRange, ...]:
+    if len(message.ranges) < _MANY_RANGES:
+        return _ranges(message)
+    data = pb.ParametersEntry(ranges=message.ranges).SerializeToString()
+    return _ranges_from_bytes(data) if len(data) <= _KEPT_RANGES_BYTES else _ranges(message)
+
+
+def _ranges(message: pb.ParametersEntry) -> tuple[GroupRange, ...]:
+    return tuple(GroupRange(one.start, one.stop, one.group) for one in message.ranges)
+
+
+@lru_cache(maxsize=_KEPT_RANGES)
+def _ranges_from_bytes(data: bytes) -> tuple[GroupRange, ...]:
+    return _ranges(pb.ParametersEntry.FromString(data))
+
+
 def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
     """An entry of the cluster map as a message."""
     return _to_proto(
@@ -288,7 +322,7 @@ def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
         spec=_kept_spec(entry.spec),
         shards=map(_kept_shard, entry.shards),
         members=map(member_to_proto, entry.members),
-        ranges=[_to_proto(pb.GroupRange, one) for one in entry.ranges],
+        ranges=_ranges_to_proto(entry.ranges),
         restore=restore_to_proto(entry.restore),
         departed=map(member_to_proto, entry.departed),
     )
@@ -302,7 +336,7 @@ def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
         spec=spec_from_proto(message.spec),
         shards=tuple(map(_shard_from_proto, message.shards)),
         members=tuple(map(member_from_proto, message.members)),
-        ranges=tuple(_from_proto(GroupRange, one) for one in message.ranges),
+        ranges=_ranges_from_proto(message),
         restore=restore_from_proto(message.restore) if message.HasField("restore") else None,
         departed=tuple(map(member_from_proto, message.departed)),
     )
@@ -400,4 +434,4 @@ def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
 
 
 #: Functions that keep their newest results, a bounded number of them.
-CACHED: Final = (_spec_from_bytes, _shard_from_bytes, _kept_spec, _kept_shard)
+CACHED: Final = (_spec_from_bytes, _shard_from_bytes, _kept_spec, _kept_shard, _ranges_from_bytes)

@@ -36,6 +36,7 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from psdist.address_range import AddressRange
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import SharingUnavailableError
 
@@ -51,24 +52,11 @@ _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
-_MAP_FIXED: Final = 0x10
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 0x1, 0x2
-_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
-_MAP_POPULATE: Final = getattr(mmap, "MAP_POPULATE", 0)
 _STATUS_BLOCK_BYTES: Final = 512
 #: More mappings in one vector would come near to what the kernel allows a process (65,530).
 _STITCHES_MAX: Final = 16_384
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
-    ctypes.c_long,
-)  # off_t
-if hasattr(_libc, "mremap"):  # Linux, which alone has memory files, too.
-    _libc.mremap.restype = ctypes.c_void_p
-    _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
-_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class GradientArena:
@@ -290,7 +278,8 @@ class MappedVector:
             if run.arena is None:
                 self._region.keep(at, size)
             else:
-                self._region.place(run.arena.fd, at=at, offset=run.arena.offset + at, size=size)
+                # Pages come when they are read: nobody waits for all of them, and holes stay holes.
+                self._region.place(run.arena.fd, at=at, offset=run.arena.offset + at, size=size, prefault=False)
         return True
 
 
@@ -304,71 +293,18 @@ def reason_of(error: OSError) -> str:
     return f"shared memory cannot be had: {error.strerror or error}"
 
 
-def _checked(address: int) -> int:
-    """What the kernel returned, if that is not that it failed."""
-    if address == _FAILED:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
-    return address
-
-
-class _Region:
-    """A range of addresses that lasts as long as any array that looks into it, with files mapped into it."""
-
-    def __init__(self, size: int, *, writable: bool) -> None:
-        self.size = size
-        self.writable = writable
-        self._prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        # Reserves addresses only. Arrays refer to this object, whose end unmaps whatever is there by then.
-        self._memory = mmap.mmap(-1, size, flags, self._prot)
-        self.address: int = np.frombuffer(self._memory, np.uint8).__array_interface__["data"][0]
-
-    def place(
-        self,
-        fd: int,
-        *,
-        at: int = 0,
-        offset: int = 0,
-        size: int | None = None,
-        private: bool = False,
-        prefault: bool = True,
-    ) -> None:
-        """Maps ``size`` bytes of a file from ``offset`` on over what is at byte ``at``. Raises OSError.
-
-        prefault: right away, which makes memory of holes.
-        """
-        size = self.size if size is None else size
-        shared_memory = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED | (_MAP_POPULATE if prefault else 0)
-        address = self.address + at
-        _checked(_libc.mmap(address, size, self._prot, shared_memory | _MAP_FIXED, fd, offset))
-
-    def clear(self, at: int) -> None:
-        """Puts private zeros, which have no memory, in the place of all from byte ``at`` on. Raises OSError."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _checked(_libc.mmap(self.address + at, self.size - at, self._prot, flags, -1, 0))
-
-    def keep(self, at: int, size: int) -> None:
-        """Puts private memory with the same content in the place of ``size`` bytes. Raises OSError."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        copy = _checked(_libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0))
-        ctypes.memmove(copy, self.address + at, size)
-        _checked(_libc.mremap(copy, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, self.address + at))
-
-    def view(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-        """``count`` elements from byte ``offset`` on."""
-        if count == 0:  # for which numpy takes no offset at the end
-            return np.empty(0, dtype)
-        return np.frombuffer(self._memory, dtype, count, offset)
+class _Region(AddressRange):
+    """The addresses of an arena, whose first bytes are a header."""
 
     def write_header(self, kind: bytes) -> None:
-        self._memory[: len(kind) + NONCE_BYTES] = kind + secrets.token_bytes(NONCE_BYTES)
+        header = kind + secrets.token_bytes(NONCE_BYTES)
+        self.bytes[: len(header)] = np.frombuffer(header, np.uint8)
 
     def kind(self) -> bytes:
-        return self._memory[: len(_WEIGHTS)]
+        return self.bytes[: len(_WEIGHTS)].tobytes()
 
     def nonce(self) -> bytes:
-        return self._memory[len(_WEIGHTS) : len(_WEIGHTS) + NONCE_BYTES]
+        return self.bytes[len(_WEIGHTS) : len(_WEIGHTS) + NONCE_BYTES].tobytes()
 
 
 def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region]:

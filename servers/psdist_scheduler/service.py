@@ -18,7 +18,8 @@ import grpc.aio
 
 import psdist
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
-from psdist.types import ClusterMap
+from psdist.types import ClusterMap, Layout
+from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, frames
 from psdist.wire.rpc_handlers import service_handler
@@ -97,7 +98,7 @@ class Service:
     async def CreateParameters(self, request: pb.CreateParametersRequest, context: Context) -> None:
         """Creates, or joins."""
         if len(request.layout.tensors) > _LARGE_LAYOUT:
-            layout = await asyncio.to_thread(convert.layout_from_proto, request.layout)
+            layout = await asyncio.to_thread(_read_layout, request.layout)
         else:
             layout = convert.layout_from_proto(request.layout)
 
@@ -151,7 +152,9 @@ class Service:
         with self._scheduler.calls.call() as (number, outbox):
             self._scheduler.post(event(number))
             async for value in outbox:
-                message, last = messages.response(cls, value, self._scheduler.calls.map)
+                make = partial(messages.response, cls, value, self._scheduler.calls.map)
+                is_large = isinstance(value, ev.Described) and len(value.layout.tensors) > _LARGE_LAYOUT
+                message, last = await asyncio.to_thread(make) if is_large else make()
                 await context.write(message)
                 if last:
                     return
@@ -162,6 +165,13 @@ class Service:
             self._scheduler.post(messages.session_event(number, request))
             if request.HasField("heartbeat"):
                 self._scheduler.keep_report(number, member_id, request.heartbeat)
+
+
+def _read_layout(message: common.Layout) -> Layout:
+    """A layout with what the machine will ask of it. Takes 0.1 s for 20,000 tensors, so it runs in a thread."""
+    layout = convert.layout_from_proto(message)
+    assert layout.digest and layout.offsets  # They are kept.
+    return layout
 
 
 def _message_class(descriptor: Any) -> Any:

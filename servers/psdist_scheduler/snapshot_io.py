@@ -173,7 +173,7 @@ class SnapshotIo:
     async def _commit(self, effect: sn.WriteCommit) -> sn.StorageEvent:
         started = time.monotonic()
         manifest = replace(effect.manifest, time=time.time(), psdist_version=__version__)
-        data = manifest.to_bytes()
+        data = await asyncio.to_thread(manifest.to_bytes)  # It grows with the number of tensors.
         try:
             await self._create(layout.manifest_path(manifest.directory), data)
         except (PsdistError, FileExistsError) as error:

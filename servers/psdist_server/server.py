@@ -18,6 +18,7 @@ import psutil
 from psdist.compression import segments
 from psdist.compression.background_compiler import LARGE_ELEMENTS, BackgroundCompiler
 from psdist.errors import NoStorageError
+from psdist.off_loop import in_thread
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
@@ -197,7 +198,7 @@ class ParameterServer:
         for store in self.stores.values():
             await store.close()
         await self.peers.close()
-        self._pool.close()
+        await in_thread(self._pool.close)  # Which waits for kernels.
 
 
 def _opened_once(url: str, opener: Callable[[str], Storage]) -> Callable[[], Storage]:

@@ -191,7 +191,7 @@ async def _load_slices(
         if machine is None or load.store.router.machines.get(number) is not machine:
             return
         position, shard = divmod(index, len(state.shards))
-        load.store.load(index, _fitting(arrays, state, load.store), state.shards[shard].versions[position])
+        await load.store.load(index, _fitting(arrays, state, load.store), state.shards[shard].versions[position])
         load.bytes_done += sum(array.nbytes for array in arrays)
 
 
@@ -204,7 +204,7 @@ async def _manifest(storage: Storage, restore: Restore) -> Manifest:
         raise corrupt(path, "it is missing") from None
     if xxhash.xxh3_128_digest(data) != restore.manifest_digest:
         raise corrupt(path, "its digest is not that in its commit record")
-    return Manifest.from_bytes(data, path)
+    return await asyncio.to_thread(Manifest.from_bytes, data, path)  # It grows with the number of tensors.
 
 
 def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:

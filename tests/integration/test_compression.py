@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 
-from psdist import AsyncClient, AsyncParameters, optim
+from psdist import AsyncClient, AsyncParameters, off_loop, optim
 from psdist.cli import status_table
 from psdist.cli.status import as_json
 from psdist.client import automatic_compression, encoding
@@ -23,7 +23,6 @@ from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.core.encoder import GradientEncoder
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
-from psdist.client.process import off_loop
 from psdist.compression import (
     Auto,
     Chain,

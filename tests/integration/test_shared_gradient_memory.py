@@ -213,7 +213,7 @@ async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
         attach = attachment.attach
 
         async def slow(*arguments: Any) -> Any:
-            first.exchange.shared_memory.release_memory(shared=True)
+            await first.exchange.shared_memory.release_memory(shared=True)
             return await attach(*arguments)
 
         with monkeypatch.context() as patch:

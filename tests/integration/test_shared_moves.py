@@ -201,7 +201,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
             attached = await attach(*arguments)
             if not replaced:
                 replaced.append(arguments)
-                shared_memory.withdraw()  # as after another call's push that did not end well
+                await shared_memory.withdraw()  # as after another call's push that did not end well
             return attached
 
         monkeypatch.setattr(attachment, "attach", slow)
@@ -235,7 +235,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
             shared_memory = handles[0].exchange.shared_memory
             streams = [weakref.ref(stream) for stream in shared_memory.streams.values()]
             before = count()
-            shared_memory.withdraw()  # ends the streams; the next call opens others
+            await shared_memory.withdraw()  # ends the streams; the next call opens others
             await step(handles, copy=False)
             assert [stream() for stream in streams] == [None] * len(streams) and count() == before > 0
             await handles[0].close()

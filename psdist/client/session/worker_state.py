@@ -24,7 +24,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.client.process.off_loop import in_thread
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
@@ -35,6 +34,7 @@ from psdist.errors import (
     PsdistError,
     SnapshotFailedError,
 )
+from psdist.off_loop import in_thread
 from psdist.snapshots.model_description import BUFFERS
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import limits

@@ -16,17 +16,28 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.address_range import AddressRange
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.transport.held_weights import HeldWeights
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InternalError
+from psdist.off_loop import LARGE_ELEMENTS
 from psdist.types import DType, Layout, Slicing
 from psdist.v1.server_pb2 import SliceResult
 
 #: Vectors that were given to the user are remembered, and used again when nobody holds them any more. A loop that
 #: assigns each result to the same name holds the last one while the next is made.
 _LENT_MAX: Final = 2
+
+
+def _vector(elements: int) -> Flat:
+    """float32[elements], any values. The end of a large one costs nobody time, see ``AddressRange``."""
+    if elements < LARGE_ELEMENTS:
+        return np.empty(elements, np.float32)
+    memory = AddressRange(4 * elements)
+    memory.advise(0, memory.size, "MADV_HUGEPAGE")  # As numpy does.
+    return memory.view(np.dtype(np.float32), 0, elements)
 
 
 class BufferPool:
@@ -41,7 +52,7 @@ class BufferPool:
     @cached_property
     def kept(self) -> Flat:
         """The vector that results without a copy are views of, where the servers' memory is not."""
-        return np.empty(self._layout.total, np.float32)
+        return _vector(self._layout.total)
 
     def release(self) -> None:
         """Lets go of all memory. Arrays that the user has stay as they are."""
@@ -57,7 +68,7 @@ class BufferPool:
         if self._layout.total == 0:
             return np.empty(0, np.float32)
         free = [memory for memory, user in self._lent if user() is None]
-        memory = free[0] if free else np.empty(self._layout.total, np.float32)
+        memory = free[0] if free else _vector(self._layout.total)
         # Of a memoryview: views of a view of an array refer to that array alone.
         lent: Flat = np.frombuffer(memory.data, np.float32)
         others = [entry for entry in self._lent if entry[0] is not memory]

@@ -8,11 +8,11 @@ Not here: what the handle does afterwards (``parameters``).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from psdist.client.core import partition, routing
@@ -23,6 +23,7 @@ from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.data_path import DataPath
 from psdist.client.transport.requests import InstallRequest, RequestIdentity
 from psdist.errors import StaleEpochError, UnknownParametersError
+from psdist.off_loop import in_thread
 from psdist.types import Layout, ParametersEntry, ParametersSpec, Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -72,9 +73,9 @@ class ParametersCreator:
         """
         mine, view, peer = self._membership.registration, self._membership.view, self._calls.peer
         placed: dict[int, Replica] = {}
-        request = pb.CreateParametersRequest(
-            **mine.caller(), spec=convert.spec_to_proto(spec), layout=convert.layout_to_proto(layout), resume=resume
-        )
+        tensors = await in_thread(partial(convert.layout_to_proto, layout))
+        settings = convert.spec_to_proto(spec)
+        request = pb.CreateParametersRequest(**mine.caller(), spec=settings, layout=tensors, resume=resume)
 
         async def handle(response: Any) -> CreatedParameters | None:
             if response.HasField("map"):
@@ -83,7 +84,7 @@ class ParametersCreator:
                 if values is None:
                     raise UnknownParametersError(f"{peer} does not know {spec.name!r} any more: restart the run")
                 # In a thread, because heartbeats go on meanwhile. Only values that are uploaded must be finite.
-                await asyncio.to_thread(partition.check_initial, layout, values)
+                await in_thread(partial(partition.check_initial, layout, values))
                 await self._upload(spec.name, values, placed)
                 # A server that is gone by now had some of them: the scheduler asks again.
                 with suppress(StaleEpochError):
@@ -109,7 +110,7 @@ class ParametersCreator:
             if not response.HasField("spec"):
                 return None
             view.on_map(convert.map_from_proto(response.map))
-            layout = convert.layout_from_proto(response.layout)
+            layout = await in_thread(partial(convert.layout_from_proto, response.layout))
             return CreatedParameters(routing.find_entry(view.cluster, name), layout, first_step=0)
 
         with self._waits.open(f"for {name!r} to be created") as wait:

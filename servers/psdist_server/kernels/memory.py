@@ -6,23 +6,20 @@ without this module, 118 MB with it; 67 MB where vectors are small, and nothing 
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.address_range import AddressRange
 from psdist.errors import LimitExceededError
 from psdist.types import Slicing
 from psdist.wire.shm import WeightsArena, reason_of
 
-_MADV_DONTNEED: Final = 4
-_MADV_POPULATE_WRITE: Final = 23
-_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
 #: Ranges of at least so many bytes may lie in huge pages.
 _HUGE_BYTES: Final = 1 << 21
 #: Elements of a pool that are touched at a time.
@@ -36,10 +33,9 @@ class AnonymousMemory:
     """
 
     def __init__(self, elements: int) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         # Not from the heap, which keeps what it has.
-        self._memory = mmap.mmap(-1, max(1, elements) * 4, flags)
-        self.array: NDArray[np.float32] = np.frombuffer(self._memory, np.float32, elements)
+        self._range = AddressRange(4 * elements)
+        self.array: NDArray[np.float32] = self._range.view(np.dtype(np.float32), 0, elements)
         self._advise("MADV_NOHUGEPAGE", 0, elements)  # One would take memory beside what is in use, too.
 
     def use(self, start: int, stop: int) -> None:
@@ -50,25 +46,28 @@ class AnonymousMemory:
     def prefault(self, start: int, stop: int) -> bool:
         """Gives elements [start, stop) memory now, so that no write waits for it later; what they hold stays. Other
         threads go on meanwhile. False where the system cannot."""
-        begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
-        with suppress(AttributeError, OSError):
-            libc = ctypes.CDLL(None, use_errno=True)
-            address = ctypes.c_void_p(self.array.ctypes.data + begin)
-            return size <= 0 or libc.madvise(address, ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0
-        return False
+        begin, size = _pages(start, stop)
+        return size <= 0 or self._range.populate(begin, size)
 
     def give_back(self, start: int, stop: int) -> None:
-        """Gives back the pages that lie in elements [start, stop), which are not used any more, and are zeros."""
+        """Gives back the pages that lie in elements [start, stop), which are not used any more, and are zeros. In a
+        thread where they are many."""
         self._advise("MADV_NOHUGEPAGE", start, stop)
-        self._advise("MADV_DONTNEED", start, stop)
+        begin, size = _pages(start, stop)
+        if size > 0:
+            self._range.give_back(begin, size)
 
     def _advise(self, what: str, start: int, stop: int) -> None:
         """Tells the kernel about the whole pages of a range. Where it does not know the advice it does without."""
-        begin, end = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE, 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE
-        if begin < end and hasattr(mmap, what):
-            with suppress(OSError):
-                self._memory.madvise(getattr(mmap, what), begin, end - begin)
+        begin, size = _pages(start, stop)
+        if size > 0:
+            self._range.advise(begin, size, what)
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """First byte and size of the whole pages in elements [start, stop)."""
+    begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
+    return begin, 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
 
 
 class MemoryPool:
@@ -130,6 +129,10 @@ class WeightsMemory:
     def __init__(self, slicing: Slicing) -> None:
         self._slicing = slicing
         self._plain: AnonymousMemory | None = None
+        #: Slices that are held, or will be.
+        self._with_room: set[int] = set()
+        #: Held while memory is taken or given back, by whichever thread.
+        self._changing = threading.Lock()
         self._is_closed = False
         self.arena: WeightsArena | None = None
         self.arena_error = ""
@@ -147,38 +150,68 @@ class WeightsMemory:
         self.array = self._plain.array
         self.sequence = np.zeros(self._slicing.count, np.uint64)
 
-    def hold(self, ranges: Sequence[tuple[int, int]], *, is_first: bool) -> None:
-        """Gives ranges of elements memory. Where an arena has no room for them there will be no arena if they are the
-        first; else raises LimitExceededError."""
-        if self.arena is not None:
-            try:
-                self.arena.allocate(ranges)
-            except OSError as error:
-                if not is_first:
-                    reason = f"at the server: {reason_of(error)}"
-                    raise LimitExceededError(f"the weights of more slices have no room: {reason}") from None
-                self.arena.close()
-                self._use_plain(error)
-        if self._plain is not None:
-            for start, stop in ranges:
-                self._plain.use(start, stop)
+    def make_room(self, indices: Iterable[int]) -> None:
+        """Give slices memory ahead of ``hold``, in a thread: the kernel clears a gigabyte in half a second. Raises as
+        ``hold``."""
+        with self._changing:
+            new = sorted(set(indices) - self._with_room)
+            ranges = joined(self._slicing, new)
+            if self.arena is not None:
+                try:
+                    self.arena.allocate(ranges)
+                except OSError as error:
+                    if self._with_room:
+                        reason = f"at the server: {reason_of(error)}"
+                        raise LimitExceededError(f"the weights of more slices have no room: {reason}") from None
+                    self.arena.close()
+                    self._use_plain(error)
+            if self._plain is not None:
+                for start, stop in ranges:
+                    self._plain.use(start, stop)
+            self._with_room.update(new)
 
-    def reclaim(self, indices: Sequence[int], ranges: Sequence[tuple[int, int]]) -> None:
-        """Gives the memory of slices back, which are these ranges, whole pages of it. Nothing may read them in place
-        any more: what is read there afterwards is zeros."""
-        if self._is_closed:
-            return
-        self.sequence[list(indices)] = 1  # So that no reader takes the zeros for weights.
-        memory = self.arena or self._plain
-        assert memory is not None
-        for start, stop in ranges:
-            memory.give_back(start, stop)
+    def hold(self, indices: Iterable[int]) -> None:
+        """Gives slices memory. Where an arena has no room for them there will be no arena if they are the first; else
+        raises LimitExceededError."""
+        if not self._with_room.issuperset(indices):
+            self.make_room(indices)
+
+    def release(self, indices: Iterable[int]) -> None:
+        """Slices are not held any more; their content stays until it is reclaimed, or they are held again."""
+        with self._changing:
+            self._with_room.difference_update(indices)
+
+    def reclaim(self, indices: Iterable[int]) -> None:
+        """Gives the memory of released slices back, whole pages of it; those that are held again are left alone.
+        Nothing may read them in place any more: what is read there afterwards is zeros."""
+        with self._changing:
+            if self._is_closed:
+                return
+            unused = sorted(set(indices) - self._with_room)
+            self.sequence[unused] = 1  # So that no reader takes the zeros for weights.
+            memory = self.arena or self._plain
+            assert memory is not None
+            for start, stop in joined(self._slicing, unused):
+                memory.give_back(start, stop)
 
     def close(self) -> None:
         """Gives the arena back; workers that have it mapped keep their view."""
-        if self.arena is not None:
-            self.arena.close()
-        self._is_closed = True
+        with self._changing:
+            if self.arena is not None:
+                self.arena.close()
+            self._is_closed = True
+
+
+def joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Ranges of elements that ascending slices are."""
+    joined: list[tuple[int, int]] = []
+    for index in indices:
+        start, stop = slicing.bounds(index)
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
 
 
 def leave_out() -> None:

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 from psdist.consistency import BSP
+from psdist.off_loop import off_loop
 from psdist.types import ParametersEntry
 
 W = TypeVar("W")
@@ -164,6 +165,19 @@ class KernelLauncher:
             self._fail(f"the update of slice {index}", error)
         else:
             done(given, result)
+        self._ended(shard)
+
+    async def write(self, index: int, elements: int, work: Callable[[], None]) -> None:
+        """Run ``work``, which writes ``elements`` numbers to slice ``index``, in a thread where they are many.
+        ``settled`` waits for it."""
+        shard = index % self._shard_count
+        self._running[shard] += 1
+        try:
+            await off_loop(elements, work, waits=not self._inline)
+        finally:
+            self._ended(shard)
+
+    def _ended(self, shard: int) -> None:
         self._running[shard] -= 1
         if not self._running[shard]:
             for waiting in self._settled.pop(shard, ()):

@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownParametersError
+from psdist.off_loop import off_loop
 from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
 from psdist_server.core.events import Aggregate, Apply, NormKnown, SliceAggregated, SliceApplied, SliceLoaded
@@ -56,7 +57,7 @@ class ParameterStore:
         self.entry = entry
         self.counters = Counters()
         self.dense = dense
-        kernels = KernelLauncher(entry, pool, self.fail)
+        self.kernels = kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
         self.replicator = Replicator(entry, network, self, dense, self.norms)
@@ -110,15 +111,21 @@ class ParameterStore:
         self.dense.install(index, values)
         self._installed(index)
 
-    def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
+    async def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
         """Sets a slice served here from a snapshot: float32[n] each, weights first; these alone if the map says so."""
-        if self.entry.restore is not None and self.entry.restore.weights_only:
-            self.dense.install(index, arrays[0], version)
-        else:
+        weights_only = self.entry.restore is not None and self.entry.restore.weights_only
+
+        def write() -> None:
+            if weights_only:
+                self.dense.install(index, arrays[0], version)
+                return
             for number, array in enumerate(arrays):
                 self.dense.install_state(index, number, array, version)
-        self.router.dispatch(index, SliceLoaded(index, version))
-        self._installed(index)
+
+        await self.kernels.write(index, sum(array.size for array in arrays), write)
+        if self.router.get(index) is not None:  # Else the shard went to another server meanwhile.
+            self.router.dispatch(index, SliceLoaded(index, version))
+            self._installed(index)
 
     def _installed(self, index: int) -> None:
         self.replicator.installed(index)
@@ -141,7 +148,7 @@ class ParameterStore:
         """The parameter set was removed or begins anew, or the server ends. Calls that wait here are routed anew."""
         await self.roles.close()
         self.norms.wake()
-        self.dense.close()
+        await off_loop(self.entry.total, self.dense.close)
 
     def _carried_out(self, effect: Apply | Aggregate, outcome: Outcome) -> None:
         index = effect.index

@@ -271,7 +271,7 @@ async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tupl
     without it."""
     hello.hello.tcp = offer.allows("tcp")
     with ExitStack() as stack:
-        arena = _arena(offer)
+        arena = await _arena(offer)
         handing: asyncio.Task[socket.socket] | None = None
         if arena is not None:
             try:
@@ -294,10 +294,11 @@ async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tupl
         return GrpcCarrier(call, offer.peer), answer
 
 
-def _arena(offer: Offer) -> GradientArena | None:
+async def _arena(offer: Offer) -> GradientArena | None:
     if not offer.allows("shm"):
         return None
     try:
+        await offer.memory.prepare()
         return offer.memory.arena()
     except SharingUnavailableError as error:
         offer.refused["shm"] = error.message

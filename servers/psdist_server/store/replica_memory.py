@@ -14,6 +14,7 @@ Not here: how many gradients may be kept (``replicator``), who reads the arena (
 
 from __future__ import annotations
 
+import asyncio
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Final
@@ -21,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from psdist.errors import SharingUnavailableError
+from psdist.off_loop import off_loop
 from psdist.types import Slicing
 from psdist.wire.limits import KEPT_BYTES_MAX
 from psdist.wire.shm import PAGE, GradientArena, reason_of
@@ -39,6 +41,7 @@ class UpdateMemory:
         self._slots = min(KEPT_BYTES_MAX // (4 * self._slot_elements), slicing.count)
         self._shared = shared
         self._arena: GradientArena | None = None
+        self._making = asyncio.Lock()
         self._free: list[int] = []
         self._lost: list[Gradient] = []
         #: Bytes for updates under way, by slice.
@@ -66,13 +69,26 @@ class UpdateMemory:
         if not self._shared or not self._slots:
             raise SharingUnavailableError("this server shares no memory with others")
         if self._arena is None:
-            try:
-                self._arena = GradientArena.create(self._slots * self._slot_elements, "float32")
-            except OSError as error:
-                self._shared = False
-                raise SharingUnavailableError(reason_of(error)) from None
-            self._free = list(range(self._slots))
+            self._take(self._create())
+        assert self._arena is not None
         return self._arena
+
+    async def prepare(self) -> None:
+        """Make the arena, if there is none, in a thread: its memory is cleared. Raises SharingUnavailableError."""
+        if self._shared and self._slots and self._arena is None:
+            async with self._making:
+                if self._arena is None:
+                    self._take(await off_loop(self._slots * self._slot_elements, self._create))
+
+    def _create(self) -> GradientArena:
+        try:
+            return GradientArena.create(self._slots * self._slot_elements, "float32")
+        except OSError as error:
+            self._shared = False
+            raise SharingUnavailableError(reason_of(error)) from None
+
+    def _take(self, arena: GradientArena) -> None:
+        self._arena, self._free = arena, list(range(self._slots))
 
     def take(self, elements: int) -> Array:
         """float32[elements], whose values are any: a free slot, or memory of its own where there is none."""

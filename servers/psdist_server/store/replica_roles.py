@@ -10,13 +10,15 @@ a shard is used for nothing else before its last kernel has ended.
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
 from psdist.consistency import BSP
 from psdist.errors import InternalError, LimitExceededError
+from psdist.off_loop import off_loop
 from psdist.types import ParametersEntry, Replica
 from psdist_server.core import role_changes
 from psdist_server.core.events import MembersChanged
@@ -35,6 +37,9 @@ from psdist_server.store.stream_to_replica import not_primary
 
 if TYPE_CHECKING:
     from psdist_server.store.parameter_store import ParameterStore
+
+#: Memory for more elements is cleared in a thread.
+_LARGE_ELEMENTS: Final = 1 << 20
 
 _log = structlog.get_logger("psdist.server")
 
@@ -78,7 +83,8 @@ class ReplicaRoles:
             self.backups.retain(entry.producers)
         for number in changes.ended:
             await self.kernels.settled(number)
-        self._release([*changes.demoted, *changes.discarded], epoch)
+        await self._release([*changes.demoted, *changes.discarded], epoch)
+        await self._make_room([*changes.added, *changes.created, *changes.promoted])
         self.backups.follow(entry.shards)
         for number in changes.added:
             self.backups.add(number, self.router.slices_of(number), entry.shards[number])
@@ -114,11 +120,24 @@ class ReplicaRoles:
         self.reads.fail(indices, not_primary(number))
         self.applier.drop(indices)
 
-    def _release(self, numbers: Collection[int], epoch: int) -> None:
+    async def _release(self, numbers: Collection[int], epoch: int) -> None:
         indices = [index for number in numbers for index in self.router.slices_of(number)]
         if indices:
             self.kernels.readmit(indices)
-            self.readers.release(indices, epoch)
+            await self.readers.release(indices, epoch)
+
+    async def _make_room(self, numbers: Collection[int]) -> None:
+        """Memory for shards, which is cleared in a thread: heartbeats go on meanwhile. Requests that were routed by
+        this map wait until all of it is followed."""
+        shards = [self.router.slices_of(number) for number in numbers]
+
+        def make_room() -> None:
+            for indices in shards:
+                with suppress(LimitExceededError):  # Raised again where the shard is to be held.
+                    self.dense.weights.make_room(indices)
+
+        elements = sum(map(len, shards)) * self.dense.slicing.slice_elements
+        await off_loop(elements, make_room, waits=elements >= _LARGE_ELEMENTS)
 
     def _become_primary(self, number: int, copy: BackupReplication | None, entry: ParametersEntry, epoch: int) -> None:
         """Serves a shard from now on: a new one, or one that this server has a copy of."""

@@ -15,10 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 from psdist.consistency import BSP, Consistency
 from psdist.errors import PsdistError
+from psdist.off_loop import off_loop
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import frames
@@ -174,6 +176,7 @@ class InPlaceReaders:
         self._dense = dense
         #: The epoch of the map by which a slice was moved to another server last.
         self._released: dict[int, int] = {}
+        self._reclaiming: asyncio.Future[None] | None = None
 
     def add(self, reader: Reader) -> None:
         """One more worker reads weights in place."""
@@ -189,10 +192,10 @@ class InPlaceReaders:
             if live.get(reader.admitted.worker_id) != reader.admitted.incarnation:
                 reader.fenced()
 
-    def release(self, indices: Sequence[int], epoch: int) -> None:
+    async def release(self, indices: Sequence[int], epoch: int) -> None:
         """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing
         reads them any more."""
-        self._dense.release(indices)
+        await off_loop(len(indices) * self._dense.slicing.slice_elements, partial(self._dense.release, indices))
         self._released.update(dict.fromkeys(indices, epoch))
         self._reclaim_later(indices, epoch)
 
@@ -203,4 +206,6 @@ class InPlaceReaders:
         if any(reader.admitted.epoch < epoch for reader in self._readers):
             self._reclaim_later(indices, epoch)
         else:
-            self._dense.reclaim(index for index in indices if self._released.get(index) == epoch)
+            unread = [index for index in indices if self._released.get(index) == epoch]
+            elements = len(unread) * self._dense.slicing.slice_elements
+            self._reclaiming = asyncio.ensure_future(off_loop(elements, partial(self._dense.reclaim, unread)))

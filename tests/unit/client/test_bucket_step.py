@@ -39,7 +39,7 @@ class Setup:
         self.handle.exchange.shared_memory.withdraw = self._withdraw
         return self
 
-    def _withdraw(self) -> None:
+    async def _withdraw(self) -> None:
         self.withdrawals += 1
 
     async def give(self, name: str, value: float = 1.0) -> psdist.AsyncBucket:

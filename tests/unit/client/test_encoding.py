@@ -16,11 +16,11 @@ import pytest_asyncio
 from client_fakes import Break, Setup, leave
 
 import psdist
-from psdist import errors
+from psdist import errors, off_loop
 from psdist.client import encoding
 from psdist.client.encoding import EncodedPush, Encoding, _run_in_threads
 from psdist.client.participation import Participation
-from psdist.client.process import codec_kernels, off_loop
+from psdist.client.process import codec_kernels
 from psdist.compression import Codec, Float16, Int8, PerTensor, RandomK
 from psdist.types import Layout, Slicing, TensorSpec
 from psdist.v1 import common_pb2

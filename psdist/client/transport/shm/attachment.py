@@ -12,8 +12,10 @@ Not here: which servers are asked, and when (``negotiated``).
 
 from __future__ import annotations
 
+import asyncio
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from numpy.typing import NDArray
@@ -30,7 +32,8 @@ from psdist.client.transport.shm.stream import SharedStream, attach
 from psdist.client.transport.shm.weights_view import WeightsView
 from psdist.client.transport.transport import Loss
 from psdist.errors import PsdistError, SharingUnavailableError
-from psdist.types import DType, ParametersEntry
+from psdist.off_loop import off_loop
+from psdist.types import DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert
 from psdist.wire.shm import GradientArena, WeightsArena
@@ -77,18 +80,33 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         #: Called before other pages lie where ``gradients`` does.
         self.before_replaced: Callable[[], None] = lambda: None
         self._weights = WeightsView()
+        self._is_view_stale = False
+        self._showing = asyncio.Lock()
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
         """One call on the stream of the route's server. See ``Transport.exchange``."""
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"
+        if self._is_view_stale or self._showing.locked():
+            await self._show()
         await stream.exchange(request, route, wait, self)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
     def _streams_changed(self) -> None:
-        self._weights.update(self._entry, self._stream_to)
         super()._streams_changed()
+        self._is_view_stale = True
+
+    async def _show(self) -> None:
+        """Show each shard where it is now, in the vector of all weights."""
+        async with self._showing:
+            while self._is_view_stale:
+                self._is_view_stale = False
+                entry, servers = self._entry, self._view.cluster.servers
+                live = {Replica(server.server_id, server.incarnation) for server in servers}
+                if moves := self._weights.moves(entry, self._stream_to, live.__contains__):
+                    elements = entry.total // len(entry.shards) * len(moves)
+                    await off_loop(elements, partial(self._weights.show, entry, moves))
 
     async def _open_all(self, routes: Sequence[Route]) -> None:
         reason = "" if self._arena.is_detached else await self._make_arena()
@@ -99,6 +117,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
                 self._refuse(route, SharingUnavailableError(reason))
         else:
             await super()._open_all(routes)
+        await self._show()
 
     async def _make_arena(self) -> str:
         """Makes the arena. Returns why that cannot be; empty if it is there."""
@@ -107,6 +126,9 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         return await self._arena.prepare()
 
     async def _open(self, route: Route) -> None:
+        if self._arena.is_detached:
+            self._reasons[route.server_id] = _DETACHED
+            return
         arena, detachments, releases = self._arena.offer(), self._detachments, self._arena.releases
         self._is_offered = True
         stream: SharedStream | None = None
@@ -176,14 +198,14 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         """Raises InvalidArgumentError where this handle's gradients cannot lie where those of ``other`` do."""
         other._arena.check_like(self._arena)
 
-    def take_turns(self, other: SharedMemory | None) -> None:
+    async def take_turns(self, other: SharedMemory | None) -> None:
         """Has gradients where ``other`` has its from now on; None: in memory of its own. No push is under way."""
         if other is not None:
             arena = other._arena
         else:
             arena = OfferedArena(self._arena.elements, self._arena.dtype) if self._arena.is_shared else self._arena
         if arena is not self._arena:
-            self._arena.leave(self)
+            await self._arena.leave(self)
             self.on_detached()
             self._arena = arena
             arena.join(self)
@@ -222,30 +244,29 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             for stream in self.streams.values():
                 stream.stable = self._stable
 
-    def release_memory(self, *, shared: bool) -> None:
+    async def release_memory(self, *, shared: bool) -> None:
         """Gives the memory of gradients back to the system until some are written again. No push is under way.
 
         shared: even if other handles have their gradients there."""
         if shared or not self._arena.is_shared:
-            self._arena.release()
+            await self._arena.release()
 
-    def withdraw(self) -> None:
-        """A push did not end well: its servers lose the gradient arena."""
+    async def withdraw(self) -> None:
+        """A push did not end well: its servers lose the gradient arena, before this returns."""
         self._settled = False
         if self._is_offered and self._arena.elements:
-            self._arena.detach()
+            await self._arena.detach()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
-        """See ``NegotiatedTransport.rejoin``."""
-        self.withdraw()
+        """See ``NegotiatedTransport.rejoin``. Comes after ``withdraw``."""
         self._arena.no_file = ""
         super().rejoin(sender, entry)
 
     async def close(self) -> None:
         """Ends the streams, and what is shared."""
         if any(stream.calls for stream in self.streams.values()):
-            self.withdraw()
+            await self.withdraw()
         self.on_detached()
-        self._arena.leave(self)
+        await self._arena.leave(self)
         await super().close()
         self._weights.close()

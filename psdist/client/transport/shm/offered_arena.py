@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from psdist.client.process.off_loop import in_thread
 from psdist.errors import InvalidArgumentError
+from psdist.off_loop import in_thread, off_loop
 from psdist.types import DType
 from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, reason_of
@@ -45,6 +45,7 @@ class OfferedArena:
         #: Why there is no file, once one could not be had.
         self.no_file = ""
         self._making = asyncio.Lock()
+        self._is_detaching = False
 
     # --- users --------------------------------------------------------------------------------------------------------
 
@@ -52,10 +53,10 @@ class OfferedArena:
         """``user`` has its gradients here from now on."""
         self._users.append(user)
 
-    def leave(self, user: ArenaUser) -> None:
+    async def leave(self, user: ArenaUser) -> None:
         """``user`` has its gradients here no more. Its last push has ended. Without users the arena ends."""
         if self._users == [user]:
-            self.detach()
+            await self.detach()
         self._users = [one for one in self._users if one is not user]
 
     def check_like(self, other: OfferedArena) -> None:
@@ -95,7 +96,9 @@ class OfferedArena:
     @property
     def is_detached(self) -> bool:
         """Whether there is no file until ``share`` is called."""
-        return self._arena is not None and not self._arena.shareable and not self.no_file
+        if self._arena is None or self.no_file:
+            return False
+        return self._is_detaching or not self._arena.shareable
 
     def offer(self) -> GradientArena:
         """The arena, of which a server gets the file."""
@@ -112,20 +115,25 @@ class OfferedArena:
         """Whether several handles take turns with it."""
         return len(self._users) > 1
 
-    def release(self) -> None:
+    async def release(self) -> None:
         """Gives the arena's memory back to the system until it is written again. No push is under way."""
         if self._arena is not None:
             self.releases += 1
             self._pages_replaced()
-            self._arena.release()
+            await off_loop(self.elements, self._arena.release)
 
-    def detach(self) -> None:
+    async def detach(self) -> None:
         """Leaves the file to the servers that have it. Anybody may write to the arena meanwhile."""
         for user in self._users:
             user.on_detached()
         if self._arena is not None:
-            self._pages_replaced()
-            self._arena.detach()
+            self._is_detaching = True
+            async with self._making:
+                self._pages_replaced()
+                try:
+                    await off_loop(self.elements, self._arena.detach)
+                finally:
+                    self._is_detaching = False
 
     def _pages_replaced(self) -> None:
         for user in self._users:

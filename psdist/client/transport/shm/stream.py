@@ -50,6 +50,8 @@ _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
 #: After so many of these a slice that cannot be read is asked for again: it may be another server's.
 _WAITS_MAX: Final = 2000
+#: Between slices of at least this many elements the event loop gets a turn.
+_LARGE_SLICE: Final = 1 << 16
 
 
 async def attach(
@@ -235,6 +237,8 @@ class SharedStream(CallConnection[PendingCall]):
                 # The vector that shows all weights may show another server's since.
                 if target.shared is None or not self.stable or not owner.shows(index, self.weights):
                     version = await self._copy(target, index, answered)
+                    if self.slicing.slice_elements >= _LARGE_SLICE:
+                        await asyncio.sleep(0)  # All slices together may be gigabytes: heartbeats go on between them.
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self.peer} went on from version {version} without this worker")

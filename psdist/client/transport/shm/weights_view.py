@@ -9,7 +9,7 @@ Not here: which servers are shared with (``attachment``), how memory is mapped (
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from psdist.client.core.partition import Flat
 from psdist.client.transport.shm.stream import SharedStream
@@ -17,6 +17,9 @@ from psdist.types import ParametersEntry, Replica
 from psdist.wire.shm import MappedVector, Piece, WeightsArena, reason_of
 
 logger = logging.getLogger("psdist")
+
+#: By shard, the stream of the memory that it is to be shown in; None to keep the bytes.
+Moves = Mapping[int, SharedStream | None]
 
 
 class WeightsView:
@@ -33,17 +36,14 @@ class WeightsView:
         """The vector, which shows each shard where ``stream_to`` says that its primary is. None if that cannot be."""
         if self._mapped is None:
             self._mapped = MappedVector(entry.total)
-        self.update(entry, stream_to)
+            self.show(entry, self.moves(entry, stream_to, lambda server: True))
         return self._mapped.vector if self._works else None
 
-    def update(self, entry: ParametersEntry, stream_to: Callable[[Replica], SharedStream | None]) -> None:
-        """Shows each shard where it is now. Does nothing before ``vector`` was called."""
-        if self._mapped is None:
+    def show(self, entry: ParametersEntry, moved: Moves) -> None:
+        """Show shards where ``moves`` says that they are. In a thread: pages that were shown are unmapped."""
+        if self._mapped is None or not self._works:
             return
         slicing, count = entry.slicing, len(entry.shards)
-        moved = self._moves(entry, stream_to)
-        if not moved or not self._works:
-            return
         pieces = (
             Piece(slicing.bounds(index)[0], stream.weights if stream is not None else None, slicing.size(index))
             for index in range(slicing.count)
@@ -55,20 +55,32 @@ class WeightsView:
         except OSError as error:
             logger.info("weights of %r are copied: %s", entry.spec.name, reason_of(error))
             self._works = False
+        for number, stream in moved.items():
+            if stream is not None:
+                self._shown[number] = entry.shards[number].primary, stream.weights.nonce
 
-    def _moves(
-        self, entry: ParametersEntry, stream_to: Callable[[Replica], SharedStream | None]
-    ) -> dict[int, SharedStream | None]:
-        """The shards that are to be shown in other memory, and the stream of that memory; None to keep the bytes."""
+    def moves(
+        self,
+        entry: ParametersEntry,
+        stream_to: Callable[[Replica], SharedStream | None],
+        is_live: Callable[[Replica], bool],
+    ) -> Moves:
+        """The shards that are to be shown in other memory. They count as not shown until ``show`` has ended. Returns
+        nothing before ``vector`` was called.
+
+        Only a live server gives memory back. That of one that is gone lasts as long as it is mapped, so it is shown
+        until the next primary is shared with.
+        """
         moved: dict[int, SharedStream | None] = {}
-        for number, shard in enumerate(entry.shards):
+        for number, shard in enumerate(entry.shards if self._mapped is not None else ()):
             shown, stream = self._shown.get(number), stream_to(shard.primary)
             if stream is not None and shown != (shard.primary, stream.weights.nonce):
                 moved[number] = stream
-                self._shown[number] = shard.primary, stream.weights.nonce
-            elif stream is None and shown is not None and shown[0] != shard.primary:
+            elif stream is None and shown is not None and shown[0] != shard.primary and is_live(shown[0]):
                 moved[number] = None
-                del self._shown[number]
+            elif stream is not None or shown is None or shown[0] == shard.primary:
+                continue
+            self._shown.pop(number, None)
         return moved
 
     def shows(self, shard: int, arena: WeightsArena) -> bool:

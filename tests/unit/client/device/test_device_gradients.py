@@ -224,14 +224,8 @@ async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place
         def on_detached(self) -> None:
             """No server has it."""
 
-    async def release() -> None:
-        arena.release()
-
-    async def detach() -> None:
-        arena.detach()
-
     arena.join(User())
-    for replace in (release, detach, arena.share):
+    for replace in (arena.release, arena.detach, arena.share):
         flat = vector.gather(there(gradient(0)), 0)
         assert flat is vector.vector and len(made.device.registered) == 1
         np.testing.assert_array_equal(flat, joined(gradient(0)))

@@ -17,7 +17,7 @@ SLICING = Slicing(2080, 1000)
 
 def published_of(codec: Codec) -> PublishedWeights:
     memory = WeightsMemory(SLICING)
-    memory.hold([(0, SLICING.total)], is_first=True)
+    memory.hold(range(SLICING.count))
     published = PublishedWeights(codec, SLICING, memory)
     for index in range(SLICING.count):
         published.begin(index, np.zeros(SLICING.size(index), np.float32))
@@ -104,7 +104,7 @@ def test_slices_too_small_to_compress_are_sent_exactly() -> None:
     published, small = published_of(OneBit()), Slicing(40, 40)
     assert small.count == 1
     memory = WeightsMemory(small)
-    memory.hold([(0, 40)], is_first=True)
+    memory.hold([0])
     published = PublishedWeights(OneBit(), small, memory)
     published.begin(0, np.zeros(40, np.float32))
     weights = np.arange(40, dtype=np.float32)

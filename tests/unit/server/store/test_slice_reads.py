@@ -53,7 +53,7 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
     first, second = Reader(4), Reader(5)
     mine.add(first)
     mine.add(second)
-    mine.release([1], epoch=5)
+    await mine.release([1], epoch=5)
     await turns()
     assert (dense.weights.array == 1.0).all() and dense.held == {0}
     first.admitted = replace(first.admitted, epoch=5)
@@ -63,10 +63,10 @@ async def test_weights_stay_until_every_reader_called_by_the_map_by_which_they_w
 
 async def test_a_slice_that_came_back_and_went_again_stays_for_its_later_readers(dense: DenseParameters) -> None:
     mine = InPlaceReaders(dense)
-    mine.release([1], epoch=5)
+    await mine.release([1], epoch=5)
     dense.hold([1])
     mine.add(last := Reader(6))
-    mine.release([1], epoch=7)
+    await mine.release([1], epoch=7)
     await turns()
     assert (dense.weights.array == 1.0).all()
     mine.remove(last)

@@ -13,7 +13,7 @@ import concurrent.futures.thread
 import threading
 import time
 
-from psdist.client.process.off_loop import in_thread
+from psdist.off_loop import in_thread
 
 
 def ask(when):

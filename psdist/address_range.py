@@ -1,0 +1,171 @@
+"""Address ranges of large vectors: mapped, filled and unmapped in chunks, none of which holds up the process.
+
+The kernel changes a process's mappings one at a time. To unmap or to populate 4 GiB takes it a second, in which other
+threads cannot allocate memory, map files or start threads: an event loop would stand still although the work is done by
+another thread. So everything here works in chunks of ``CHUNK_BYTES``, without the interpreter.
+
+Invariants: a range lasts as long as any array that looks into it. The end of a large range costs its last holder
+nothing, whoever that is: a thread of this module unmaps it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+#: One call of the kernel touches at most this many bytes, which takes it about 10 ms.
+CHUNK_BYTES: Final = 32 << 20
+
+_MADV_DONTNEED: Final = 4
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = getattr(mmap, "MAP_NORESERVE", 0)
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 0x1, 0x2
+_ANONYMOUS: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int),
+    ctypes.c_long,
+)  # off_t
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+if hasattr(_libc, "mremap"):  # Linux, which alone has memory files, too.
+    _libc.mremap.restype = ctypes.c_void_p
+    _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+class AddressRange:
+    """``size`` bytes of addresses: private zeros without memory at first."""
+
+    def __init__(self, size: int, *, writable: bool = True) -> None:
+        self.size = size
+        self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        self.address = _checked(_libc.mmap(None, max(1, size), self._protection, _ANONYMOUS, -1, 0))
+        memory = _Memory(self.address, size, writable)
+        weakref.finalize(memory, _unmapper.end, self.address, max(1, size)).atexit = False
+        if size > CHUNK_BYTES:
+            _unmapper.start()
+        #: All of its bytes. The range lasts as long as this array, or one that was made of it.
+        self.bytes: NDArray[np.uint8] = np.asarray(memory)
+
+    def view(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
+        """``count`` elements from byte ``offset`` on."""
+        return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
+
+    def place(
+        self,
+        fd: int,
+        *,
+        at: int = 0,
+        offset: int = 0,
+        size: int | None = None,
+        private: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        """Map ``size`` bytes of a file, or as many as the range has, over byte ``at`` and those that follow. Raises
+        OSError.
+
+        offset: where they begin in the file. prefault: also enter their pages, which makes memory of holes.
+        """
+        size = self.size if size is None else size
+        flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
+        for start, length in _chunks(size):
+            address = self.address + at + start
+            _checked(_libc.mmap(address, length, self._protection, flags, fd, offset + start))
+            if prefault and not private:  # Where the kernel cannot, pages come when they are first read.
+                _libc.madvise(address, length, _MADV_POPULATE_READ)
+
+    def clear(self, at: int) -> None:
+        """Put private zeros, which have no memory, in the place of everything from byte ``at`` on. Raises OSError."""
+        for start, length in _chunks(self.size - at):
+            address = self.address + at + start
+            _checked(_libc.mmap(address, length, self._protection, _ANONYMOUS | _MAP_FIXED, -1, 0))
+
+    def keep(self, at: int, size: int) -> None:
+        """Put private memory with the same content in the place of ``size`` bytes. Raises OSError."""
+        writable = mmap.PROT_READ | mmap.PROT_WRITE
+        for start, length in _chunks(size):
+            address = self.address + at + start
+            copy = _checked(_libc.mmap(None, length, writable, _ANONYMOUS, -1, 0))
+            ctypes.memmove(copy, address, length)
+            _checked(_libc.mremap(copy, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address))
+
+    def populate(self, at: int, size: int) -> bool:
+        """Give private pages memory now, so that no write waits for it; what they hold stays. Returns False where the
+        system cannot."""
+        return self._advise(at, size, _MADV_POPULATE_WRITE)
+
+    def give_back(self, at: int, size: int) -> None:
+        """Give the memory of private pages back to the system: they are zeros then."""
+        self._advise(at, size, _MADV_DONTNEED)
+
+    def advise(self, at: int, size: int, name: str) -> None:
+        """Advise the kernel about pages: ``name`` is one of the constants of ``mmap``. Unknown advice is ignored."""
+        if (advice := getattr(mmap, name, None)) is not None:
+            _libc.madvise(self.address + at, size, advice)
+
+    def _advise(self, at: int, size: int, advice: int) -> bool:
+        return all(_libc.madvise(self.address + at + start, length, advice) == 0 for start, length in _chunks(size))
+
+
+class _Memory:
+    """The owner of a range's addresses. Arrays refer to it."""
+
+    def __init__(self, address: int, size: int, writable: bool) -> None:
+        self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (address, not writable)}
+
+
+class _Unmapper:
+    """Unmaps ranges: small ones immediately, large ones in a thread, because the last holder may be an event loop."""
+
+    def __init__(self) -> None:
+        self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._pid = 0
+
+    def start(self) -> None:
+        """Have a thread. Finalizers cannot start one: they may run anywhere."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            threading.Thread(target=self._serve, name="unmapper", daemon=True).start()
+
+    def end(self, address: int, size: int) -> None:
+        """Unmap a range that nothing refers to any more."""
+        if size > CHUNK_BYTES and self._pid == os.getpid():
+            self._ended.put((address, size))
+        else:
+            _libc.munmap(address, size)
+
+    def _serve(self) -> None:
+        while True:
+            address, size = self._ended.get()
+            for start, length in _chunks(size):
+                _libc.munmap(address + start, length)
+
+
+_unmapper: Final = _Unmapper()
+
+
+def _chunks(size: int) -> Iterator[tuple[int, int]]:
+    """Start and length of each chunk."""
+    for start in range(0, size, CHUNK_BYTES):
+        yield start, min(CHUNK_BYTES, size - start)
+
+
+def _checked(address: int) -> int:
+    """The address that the kernel returned. Raises OSError if it failed."""
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return address
