@@ -218,9 +218,15 @@ class GradientVector:
             self._device.copy_in(numbers, self.vector)
         return self._is_finite_there(self._device, step, numbers)
 
+    def elements_gathered(self, numbers: tuple[int, ...]) -> int:
+        """How many elements ``gather_here`` reads, if it may run in a thread; else 0."""
+        if self.has_device:
+            return 0
+        return sum(self._layout.offsets[number + 1] - self._layout.offsets[number] for number in numbers)
+
     def gather_here(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
-        """Gathers them in the host's vector, where the step is gathered there. Not in a thread: where a bucket fails,
-        the vector's registration with a device ends on the loop. Returns and raises as ``gather_there``."""
+        """Gathers them in the host's vector, where the step is gathered there. Not in a thread where a device is used:
+        if a bucket fails, its registration there ends on the loop. Returns and raises as ``gather_there``."""
         if self._step is not None and not isinstance(self._step, np.ndarray):
             return True
         if (device := self._device_of(gradients)) is not None:

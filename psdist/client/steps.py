@@ -236,10 +236,11 @@ class Steps:
         is_given = weight > 0
         if self._gradients.waits_for_device(gradients):
             is_given = await in_thread(lambda: self._gradients.gather_there(numbers, gradients)) and is_given
-            if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
-                await self._drop_step()
-                raise step.dropped()
-        is_given = self._gradients.gather_here(numbers, gradients) and is_given
+        elements = self._gradients.elements_gathered(numbers)
+        is_given = await off_loop(elements, lambda: self._gradients.gather_here(numbers, gradients)) and is_given
+        if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
+            await self._drop_step()
+            raise step.dropped()
         bucket = step.give(numbers, abstain=not is_given)
         if not step.open:
             self._gradients.on_last_bucket(gradients, step.number)

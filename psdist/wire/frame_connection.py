@@ -30,6 +30,9 @@ PREFIX: Final = struct.Struct("<II")
 _READ_AHEAD_BYTES: Final = 16 << 10
 #: So much is queued before ``drain`` waits. It is the payloads' own memory where the event loop is uvloop's.
 _QUEUED_BYTES: Final = 2 << 20
+#: After this many bytes the event loop runs its other callbacks. Without that uvloop reads a connection up to 32 times
+#: in one turn, and a sender that keeps up fills the socket again each time: 100 MiB and more.
+_TURN_BYTES: Final = 4 << 20
 _NOTHING: Final = memoryview(b"")
 #: Seconds of silence after which a connection is probed, between probes, and probes: a router in between may have
 #: forgotten it.
@@ -140,6 +143,8 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._reader = FrameReader(receiver, header_bytes)
         self._transport: asyncio.Transport | None = None
         self._holds = 0
+        #: Bytes that were received since the event loop ran other callbacks for this connection.
+        self._in_turn = 0
         self._closed = False
         #: Frames of this turn of the event loop that are sent together.
         self._turn: list[bytes] = []
@@ -246,6 +251,11 @@ class FrameConnection(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self.received += nbytes
         self._received(lambda: self._reader.buffer_updated(nbytes))
+        self._in_turn += nbytes
+        if self._in_turn >= _TURN_BYTES:
+            self._in_turn = 0
+            self.hold()
+            asyncio.get_running_loop().call_soon(self.release)
 
     def pause_writing(self) -> None:
         self.paused += 1
