@@ -252,7 +252,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation", "takes_differences")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -263,7 +263,7 @@ class SessionRequest(_message.Message):
         takes_differences: bool
         def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes_differences: _Optional[bool] = ...) -> None: ...
     class Heartbeat(_message.Message):
-        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates")
+        __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "unreachable")
         EPOCH_FIELD_NUMBER: _ClassVar[int]
         STATISTICS_FIELD_NUMBER: _ClassVar[int]
         WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
@@ -272,6 +272,7 @@ class SessionRequest(_message.Message):
         HEARD_FIELD_NUMBER: _ClassVar[int]
         ACTIVITY_FIELD_NUMBER: _ClassVar[int]
         RATES_FIELD_NUMBER: _ClassVar[int]
+        UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
         epoch: int
         statistics: _server_pb2.GetStatisticsResponse
         waiting_for: _containers.RepeatedScalarFieldContainer[str]
@@ -280,7 +281,8 @@ class SessionRequest(_message.Message):
         heard: _containers.RepeatedCompositeFieldContainer[_common_pb2.WorkerIncarnation]
         activity: Activity
         rates: WorkerRates
-        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ...) -> None: ...
+        unreachable: _containers.RepeatedCompositeFieldContainer[UnreachableServer]
+        def __init__(self, epoch: _Optional[int] = ..., statistics: _Optional[_Union[_server_pb2.GetStatisticsResponse, _Mapping]] = ..., waiting_for: _Optional[_Iterable[str]] = ..., connections: _Optional[_Union[Connections, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotProgress, _Mapping]] = ..., heard: _Optional[_Iterable[_Union[_common_pb2.WorkerIncarnation, _Mapping]]] = ..., activity: _Optional[_Union[Activity, _Mapping]] = ..., rates: _Optional[_Union[WorkerRates, _Mapping]] = ..., unreachable: _Optional[_Iterable[_Union[UnreachableServer, _Mapping]]] = ...) -> None: ...
     class JoinAnswer(_message.Message):
         __slots__ = ("proposal_id", "accepted", "version_max")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +307,7 @@ class SessionRequest(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     VALUES_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    SERVER_CHECKED_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -313,7 +316,26 @@ class SessionRequest(_message.Message):
     snapshot: SnapshotReport
     stop: StopReport
     values_answer: SessionRequest.ValuesAnswer
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ...) -> None: ...
+    server_checked: ServerChecked
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ...) -> None: ...
+
+class UnreachableServer(_message.Message):
+    __slots__ = ("server", "seconds", "reason")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    server: _common_pb2.Replica
+    seconds: float
+    reason: str
+    def __init__(self, server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., seconds: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ServerChecked(_message.Message):
+    __slots__ = ("server", "reached")
+    SERVER_FIELD_NUMBER: _ClassVar[int]
+    REACHED_FIELD_NUMBER: _ClassVar[int]
+    server: _common_pb2.Replica
+    reached: bool
+    def __init__(self, server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reached: _Optional[bool] = ...) -> None: ...
 
 class WorkerRates(_message.Message):
     __slots__ = ("seconds", "waiting_seconds", "pushes")
@@ -432,7 +454,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -512,6 +534,7 @@ class SessionResponse(_message.Message):
     CHECK_VALUES_FIELD_NUMBER: _ClassVar[int]
     RUN_ENDED_FIELD_NUMBER: _ClassVar[int]
     MAP_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    CHECK_SERVER_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -524,7 +547,8 @@ class SessionResponse(_message.Message):
     check_values: SessionResponse.CheckValues
     run_ended: SessionResponse.RunEnded
     map_difference: _common_pb2.ClusterMapDifference
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ...) -> None: ...
+    check_server: _common_pb2.Replica
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

@@ -115,7 +115,7 @@ class Cluster:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
             # Heartbeats come by the thousand, and no waiting call depends on them.
-            accepted = accepted or not isinstance(event, ev.Heartbeat | Heard)
+            accepted = accepted or not isinstance(event, ev.Heartbeat | Heard | we.ServerChecked)
         return self._commit(effects, now) if accepted else effects
 
     def validate(self) -> None:
@@ -137,7 +137,8 @@ class Cluster:
                 effects, calls = machines.mutual_waits.progress()
                 for call in calls:
                     self._end(call)
-                return effects + machines.changes.tick(now)
+                effects += machines.changes.tick(now) + machines.unreachable.progress(now)
+                return effects + machines.changes.expel(machines.unreachable.expelled(now), now)
             case ev.Register():
                 return machines.changes.register(event, now)
             case ev.SessionOpened():
@@ -158,6 +159,10 @@ class Cluster:
                 return machines.shutdown.hold(event, now)
             case StopReported():
                 return machines.stops.on_report(event)
+            case we.ServerChecked():
+                if (worker := self.members.by_session(event.call)) is not None:
+                    machines.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
+                return []
             case ev.Scale():
                 return machines.scaling.scale(event)
             case ev.WatchScale():
@@ -246,7 +251,7 @@ class Cluster:
         self.members.sessions.on_heartbeat(event, member.member_id, now)
         if member.role == "worker":
             self.machines.mutual_waits.on_activity(member, event.activity)
-            return []
+            return self.machines.unreachable.on_report(member, event.unreachable, now)
         for worker_id, incarnation, age in event.heard:
             self.members.on_activity([(worker_id, incarnation)], now - age)
         for name, version in event.versions:

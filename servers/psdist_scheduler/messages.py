@@ -34,6 +34,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 #: Of each worker.
 CONNECTIONS_KEPT = 256
+#: A worker's report on a server that it cannot reach.
+UNREACHABLE_SECONDS_MAX = 1e6
+UNREACHABLE_REASON_CHARACTERS = 300
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
 _DIGEST_BYTES = 16
@@ -200,6 +203,8 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
         case "stop":
             numbers = _next_pushes(request.stop.next) if request.stop.holding else None
             return make_event(we.StopReported, call, request.stop, next=numbers)
+        case "server_checked":
+            return make_event(we.ServerChecked, call, request.server_checked)
         case "snapshot":
             return _snapshot_report(call, request.snapshot)
     raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
@@ -216,7 +221,18 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     # max takes the 0 where the other one is NaN.
     heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])
-    return make_event(ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard)
+    unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:CONNECTIONS_KEPT])
+    return make_event(
+        ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard, unreachable=unreachable
+    )
+
+
+def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:
+    # min and max take the number where the other one is NaN.
+    seconds = min(UNREACHABLE_SECONDS_MAX, max(0.0, report.seconds))
+    return we.UnreachableServer(
+        convert.replica_from_proto(report.server), seconds, report.reason[:UNREACHABLE_REASON_CHARACTERS]
+    )
 
 
 def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
@@ -357,6 +373,8 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(stop=pb.StopCommand(number=number, leave=leave))
         case we.StopCommand(number, kind):
             return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
+        case we.CheckServer(server):
+            return message(check_server=convert.replica_to_proto(server))
         case we.MutualWait(sequence, error):
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():

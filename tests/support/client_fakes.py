@@ -41,6 +41,9 @@ class Break:
 class FakeServer(server_pb2_grpc.ServerServiceServicer):
     """Holds the slices that come; plans in ``breaks`` are used up one per stream."""
 
+    async def GetStatistics(self, request: Any, context: Any) -> server_pb2.GetStatisticsResponse:
+        return server_pb2.GetStatisticsResponse()
+
     def __init__(self, name: str, incarnation: int = 1) -> None:
         #: What it waits for, told before any answer to a Push.
         self.says = ""

@@ -29,6 +29,7 @@ from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.activity import Activities
 from psdist.client.session.followed_map import FollowedMap
 from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.reachability import Reachability
 from psdist.client.session.registration import Registrar, SchedulerTarget
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.snapshot_participant import SnapshotParticipant
@@ -44,8 +45,9 @@ from psdist.errors import (
     UnauthenticatedError,
     WrongRunError,
 )
+from psdist.types import Replica
 from psdist.v1 import scheduler_pb2
-from psdist.wire import status
+from psdist.wire import convert, status
 from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import SessionRequests, is_cancelled
 
@@ -80,6 +82,7 @@ class WorkerSession:
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard)
         self.activities = Activities(self.snapshots.marks)
+        self.reachability = Reachability(self.membership.view)
         self._registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
@@ -213,6 +216,7 @@ class WorkerSession:
                 connections=connections if changed else None,
                 activity=self.activities.report(),
                 rates=self.activities.throughput.rates(),
+                unreachable=self.reachability.reports(),
             )
 
         return heartbeat
@@ -232,11 +236,23 @@ class WorkerSession:
                 self.snapshots.on_command(response.snapshot)
             case "stop":
                 self.stopping.on_command(response.stop)
+            case "check_server":
+                self._check_server(convert.replica_from_proto(response.check_server))
             case "mutual_wait":
                 error = status.from_detail(response.mutual_wait.error)
                 self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
             case "rolled_back":
                 raise _rolled_back(response.rolled_back, self.snapshots.marks.sessions)
+
+    def _check_server(self, server: Replica) -> None:
+        """Answer the scheduler, on the session on which it asked, whether this worker reaches a server."""
+        requests, wired = self._requests, convert.replica_to_proto(server)
+
+        def answer(reached: bool) -> None:
+            checked = scheduler_pb2.ServerChecked(server=wired, reached=reached)
+            requests.send(scheduler_pb2.SessionRequest(server_checked=checked))
+
+        self.reachability.check(server, answer)
 
     def _send(self, request: scheduler_pb2.SessionRequest) -> None:
         self._requests.send(request)
@@ -260,6 +276,7 @@ class WorkerSession:
     async def close(self, reason: str = "closed") -> None:
         """Leaves, if the scheduler answers within a second, and closes the channel."""
         await self.snapshots.close()
+        await self.reachability.close()
         if self._task is not None:
             self._leaving = True
             await self._settle()

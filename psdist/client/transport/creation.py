@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from psdist.client.core import partition, routing
 from psdist.client.core.partition import Flat
@@ -29,6 +29,9 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
 logger = logging.getLogger("psdist")
+
+#: Between two calls to servers that did not answer.
+_RETRY_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,7 @@ class ParametersCreator:
         self._membership = session.membership
         self._waits = session.waits
         self._activities = session.activities
+        self._reachability = session.reachability
         self._path = path
 
     async def create(
@@ -72,6 +76,7 @@ class ParametersCreator:
         are not finite, and whatever else scheduler or servers refuse with.
         """
         mine, view, peer = self._membership.registration, self._membership.view, self._calls.peer
+        await self._until_servers_answer(spec.name, mine.incarnation)
         placed: dict[int, Replica] = {}
         tensors = await in_thread(partial(convert.layout_to_proto, layout))
         settings = convert.spec_to_proto(spec)
@@ -100,6 +105,24 @@ class ParametersCreator:
         with activity, self._waits.open(f"for {peer} to create {spec.name!r}") as wait:
             request.activity.CopyFrom(activity.activity)
             return await self._calls.follow(self._calls.stub.CreateParameters, request, wait, handle)
+
+    async def _until_servers_answer(self, name: str, incarnation: int) -> None:
+        """Wait until this worker reaches every server of a parameter set that is being trained. The others would wait
+        for its pushes as soon as it takes part. Raises FencedError."""
+        if name not in self._membership.ready_before:
+            return
+        with self._waits.open(f"for the servers of {name!r} to answer") as wait:
+            while reasons := await self._why_unreachable(name):
+                wait.update_reason(f"for {reasons[0]}, before taking part in {name!r}")
+                await asyncio.sleep(_RETRY_SECONDS)
+                self._membership.raise_if_expelled(incarnation)
+
+    async def _why_unreachable(self, name: str) -> list[str]:
+        """Why servers of a parameter set cannot be reached, each as "server-0 to be reachable: no route"."""
+        entry = self._membership.view.cluster.entry(name)
+        servers = sorted({shard.primary for shard in entry.shards}, key=str) if entry is not None else []
+        reasons = await asyncio.gather(*map(self._reachability.why_unreachable, servers))
+        return [f"{server} to be reachable: {why}" for server, why in zip(servers, reasons, strict=True) if why]
 
     async def describe(self, name: str) -> CreatedParameters:
         """Waits until the parameter set exists and is ready."""

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from psdist.client.core.routing import Route, RoutingPlan
 from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.reachability import Reachability
 from psdist.client.session.wait_tracker import Wait, WaitTracker
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
@@ -35,10 +36,13 @@ Planner = Callable[[Sequence[int]], RoutingPlan]
 class DataPath:
     """The way of one handle's requests."""
 
-    def __init__(self, transports: Transports, view: ClusterView, waits: WaitTracker, rng: Random) -> None:
+    def __init__(
+        self, transports: Transports, view: ClusterView, waits: WaitTracker, reachability: Reachability, rng: Random
+    ) -> None:
         self._transports = transports
         self.view = view
         self._waits = waits
+        self._reachability = reachability
         self._rng = rng
         #: Slices that were sent more than once.
         self.resent = 0
@@ -128,6 +132,8 @@ class DataPath:
                 raise again(loss.result())
             await self._transports.choose(route).exchange(request, route, wait, loss)
         except (StaleEpochError, StaleEstimateError, ServerUnreachableError) as error:
+            if isinstance(error, ServerUnreachableError) and not loss.done():
+                self._reachability.attempt_broke(route.server)
             return error
         return None
 

@@ -15,6 +15,7 @@ from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.stops import Stops
+from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Persist, Wait
 from psdist_scheduler.events.records import ClusterSettings, StoredState
@@ -57,6 +58,7 @@ class Machines:
     barriers: Barriers
     mutual_waits: MutualWaits
     rendezvous: Rendezvous
+    unreachable: UnreachableServers
 
     @classmethod
     def build(
@@ -96,7 +98,8 @@ class Machines:
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
         held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)
-        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
+        unreachable = UnreachableServers(settings, members, registry)
+        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous, unreachable)
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
@@ -118,6 +121,7 @@ class Machines:
         yield from self.changes.deferred.waits()
         yield from self.snapshots.waits()
         yield from self.stops.waits()
+        yield from self.unreachable.waits()
 
     @property
     def has_changed(self) -> bool:
@@ -155,3 +159,4 @@ class Machines:
         self.snapshots.validate()
         self.changes.deferred.validate()
         self.barriers.validate()
+        self.unreachable.validate()

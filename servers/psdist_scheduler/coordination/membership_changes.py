@@ -103,6 +103,10 @@ class MembershipChanges:
         self._ticked = now
         return self._lose(self._members.sessions.expired(now), now)
 
+    def expel(self, gone: Losses, now: float) -> list[ev.Effect]:
+        """End the memberships of members that are there, each for its reason."""
+        return self._lose(gone, now)
+
     def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""
         return self._end(self.deferred.due(now), now)

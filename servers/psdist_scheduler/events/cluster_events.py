@@ -70,6 +70,7 @@ class Heartbeat:
     heard: tuple[tuple[str, int, float], ...] = ()
     #: Workers.
     activity: we.Activity | None = None
+    unreachable: tuple[we.UnreachableServer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,9 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-SessionEvent = SessionOpened | SessionClosed | Heartbeat | JoinAnswered | ValuesAnswered | we.StopReported
+SessionEvent = (
+    SessionOpened | SessionClosed | Heartbeat | JoinAnswered | ValuesAnswered | we.StopReported | we.ServerChecked
+)
 MemberEvent = Register | Leave | we.Heard | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
@@ -392,7 +395,7 @@ News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
 DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
-Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.MutualWait | we.StopCommand | sn.SnapshotCommand
+Command = JoinProposal | WithdrawJoin | CheckValues | RunEnded | we.WorkerCommand | sn.SnapshotCommand
 Value = Interim | Last | DataAnswer | Command
 
 # --- effects ----------------------------------------------------------------------------------------------------------

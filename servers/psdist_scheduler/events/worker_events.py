@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from psdist.errors import PsdistError
-from psdist.types import DataPosition, DatasetSpec
+from psdist.types import DataPosition, DatasetSpec, Replica
 from psdist_scheduler.events.records import DataLease
 from psdist_scheduler.events.snapshot_events import Numbers
 
@@ -62,6 +62,31 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
+class UnreachableServer:
+    """A part of a worker's heartbeat: it cannot reach this server, for so long already."""
+
+    server: Replica
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckServer:
+    """To a worker, on its session: can it reach this server? The answer is a ServerChecked."""
+
+    server: Replica
+
+
+@dataclass(frozen=True, slots=True)
+class ServerChecked:
+    """A worker reports, on its session ``call``, whether it reached the server that it was asked about."""
+
+    call: int
+    server: Replica
+    reached: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StopReported:
     """A worker reports on its end, on its session ``call``. number: of the command that it answers; 0 for none. next:
     by parameter set its next push, where it begins no more."""
@@ -90,6 +115,9 @@ class StopCommand:
     number: int
     kind: StopKind
     next: Numbers = ()
+
+
+WorkerCommand = MutualWait | StopCommand | CheckServer
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

@@ -20,11 +20,17 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import Loss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, again
-from psdist.wire import channels, status
+from psdist.wire import channels, limits, status
 
 #: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream
 #: (grpc issue 36066). The next attempt meets that status, or a server that is well again.
 _WRITE_FAILED: Final = "Internal error from Core"
+#: How a call ends that the server did not answer.
+_NO_ANSWER: Final = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 _SERVICE: Final = "/psdist.v1.ServerService/"
 
 
@@ -43,11 +49,24 @@ class GrpcTransport(Transport):
         """A call of a method of ServerService, with raw bytes both ways."""
         known = self._methods.get((address, method))
         if known is None:
-            channel = self._channels.get(address)
-            if channel is None:
-                channel = self._channels[address] = channels.open_channel(address)
-            known = self._methods[address, method] = channel.stream_stream(_SERVICE + method)
+            known = self._methods[address, method] = self._channel(address).stream_stream(_SERVICE + method)
         return known(metadata=self._metadata)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = channels.open_channel(address)
+        return channel
+
+    async def call_server(self, address: str) -> None:
+        """One short call, to see whether the server answers, whatever it answers. Raises ServerUnreachableError."""
+        call = self._channel(address).unary_unary(_SERVICE + "GetStatistics")
+        try:
+            await call(b"", metadata=self._metadata, timeout=limits.KEEPALIVE_SECONDS)
+        except grpc.aio.AioRpcError as failure:
+            if failure.code() in _NO_ANSWER:
+                error = status.from_call(failure, f"the server at {address}")
+                raise ServerUnreachableError(error.message) from None
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
         """One stream, to its end. See ``Transport.exchange``."""

@@ -1,0 +1,103 @@
+"""Servers that this worker cannot reach though the scheduler counts them as live.
+
+The data path reports an attempt that broke. From then on the server is called once a second, on the same channel as
+requests, until it answers or is gone. So a server counts as unreachable exactly as long as calls to it fail, whatever
+requests wait for. Heartbeats report such servers, and the scheduler names them and decides what follows; it also has
+other workers call the server (``check``).
+
+Not here: attempts to send a request (``data_path``), what follows (the scheduler's ``unreachable_servers``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psdist.client.session.cluster_view import ClusterView
+from psdist.errors import InternalError, PsdistError
+from psdist.types import Replica
+from psdist.v1 import scheduler_pb2 as pb
+from psdist.wire import convert
+
+#: Between two calls to a server that was not reached.
+_PAUSE_SECONDS: Final = 1.0
+#: Servers that one heartbeat reports.
+_REPORTED_MAX: Final = 64
+
+
+async def _no_transport(address: str) -> None:
+    raise InternalError(f"no transport can call {address} yet")
+
+
+@dataclass(slots=True)
+class _Unreachable:
+    """since: time of the attempt that broke. reason: of the newest failed call; empty before the first one."""
+
+    since: float
+    reason: str = ""
+
+
+class Reachability:
+    """What one client knows of servers that it cannot reach. call: calls the server at an address; raises PsdistError
+    if it does not answer."""
+
+    def __init__(self, view: ClusterView) -> None:
+        self.call: Callable[[str], Coroutine[Any, Any, None]] = _no_transport
+        self._view = view
+        self._unreachable: dict[Replica, _Unreachable] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def attempt_broke(self, server: Replica) -> None:
+        """An attempt on the server broke: find out whether it can be reached."""
+        if server not in self._unreachable:
+            self._unreachable[server] = _Unreachable(asyncio.get_running_loop().time())
+            self._run(self._watch(server, self._unreachable[server]))
+
+    def reports(self) -> list[pb.UnreachableServer]:
+        """The servers that did not answer the last call, for a heartbeat."""
+        now = asyncio.get_running_loop().time()
+        return [
+            pb.UnreachableServer(server=convert.replica_to_proto(server), seconds=now - one.since, reason=one.reason)
+            for server, one in self._unreachable.items()
+            if one.reason
+        ][:_REPORTED_MAX]
+
+    def check(self, server: Replica, answer: Callable[[bool], None]) -> None:
+        """Call the server, and give ``answer`` whether it was reached."""
+
+        async def run() -> None:
+            answer(not await self.why_unreachable(server))
+
+        self._run(run())
+
+    async def why_unreachable(self, server: Replica) -> str:
+        """Call a server. Returns why it was not reached; empty if it was, or is none of the newest map."""
+        entry = self._view.cluster.server(server.server_id)
+        if entry is None or entry.incarnation != server.incarnation:
+            return ""
+        try:
+            await self.call(entry.address)
+        except PsdistError as error:
+            return error.message
+        return ""
+
+    async def close(self) -> None:
+        """End all calls."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(self, server: Replica, unreachable: _Unreachable) -> None:
+        try:
+            while reason := await self.why_unreachable(server):
+                unreachable.reason = reason
+                await asyncio.sleep(_PAUSE_SECONDS)
+        finally:
+            del self._unreachable[server]

@@ -1,0 +1,214 @@
+"""Servers that a worker cannot reach while both reach the scheduler: who is told, and who is expelled. Pure.
+
+A worker that cannot reach a server holds all others up, in BSP at the next step and in SSP at the bound, and no lease
+ends: the worker and the server both send heartbeats. So workers report such servers, and the scheduler asks other
+workers to call the same server. Their answers, each of which is a call made for this purpose, tell a broken path from
+a server that nobody reaches.
+
+The rule: after ``worker_lease_seconds`` without an interruption,
+
+* the worker is expelled if another worker reached the server within the last ``EVIDENCE_SECONDS``, and the others wait
+  for this worker. It keeps its session, and joins the training again when it reaches the servers;
+* the server is lost instead if most workers cannot reach it, none of its shards' last copies goes with it, and another
+  server is left.
+
+Otherwise nobody is expelled: the last worker never is, nor one that nobody waits for (ASP). One member is expelled at a
+time, because the next is judged by those that are left.
+
+Not here: silence of a member towards the scheduler (``members.sessions``), replicas that a primary cannot reach
+(``placement.replica_manager``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from psdist.consistency import ASP
+from psdist.types import ParametersEntry, Replica
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
+from psdist_scheduler.events.records import ClusterSettings, Identity, Member
+from psdist_scheduler.events.worker_events import CheckServer, UnreachableServer
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+
+#: A report that is older says nothing about now. Workers of a large run send their heartbeats less often.
+FRESH_HEARTBEATS = 3
+#: Pause between two questions to other workers, and how many are asked at a time.
+ASK_SECONDS = 2.0
+_ASKED_AT_A_TIME = 3
+#: An answer is evidence for this long.
+EVIDENCE_SECONDS = 6.0
+#: Younger doubts are not logged: connections break and are made again.
+_LOG_SECONDS = 3.0
+
+#: Ids and reasons of members that are expelled.
+Losses = list[tuple[str, str]]
+
+
+@dataclass(slots=True)
+class Doubt:
+    """One worker cannot reach one server. reported: time of its last word."""
+
+    since: float
+    reported: float
+    reason: str
+    is_logged: bool = False
+
+
+@dataclass(slots=True)
+class UnreachableServers:
+    """The reports of one run's workers, and what follows from them."""
+
+    _settings: ClusterSettings
+    _members: Membership
+    _registry: Registry
+    #: By worker (its id and incarnation) and server.
+    _doubts: dict[tuple[Identity, Replica], Doubt] = field(default_factory=dict)
+    #: By server and worker id, when the worker last reached that server because it was asked to.
+    _reached: dict[Replica, dict[str, float]] = field(default_factory=dict)
+    _asked: float = float("-inf")
+
+    # --- what workers say ---------------------------------------------------------------------------------------------
+
+    def on_report(self, worker: Member, reports: Sequence[UnreachableServer], now: float) -> list[Effect]:
+        """Take a worker's whole list of servers that it cannot reach now."""
+        known = {report.server: report for report in reports if self._members.has(report.server)}
+        effects: list[Effect] = []
+        for key in [key for key in self._doubts if key[0][0] == worker.member_id]:
+            if key[0] != worker.identity or key[1] not in known:
+                effects += self._forget(key)
+        for server, report in known.items():
+            doubt = self._doubts.setdefault((worker.identity, server), Doubt(now, now, report.reason))
+            doubt.since = min(doubt.since, now - report.seconds)
+            doubt.reported, doubt.reason = now, report.reason
+            self._reached.get(server, {}).pop(worker.member_id, None)
+        return effects
+
+    def on_checked(self, worker: Member, server: Replica, *, reached: bool, now: float) -> None:
+        """A worker answers whether it reached a server."""
+        if any(server == doubted for _, doubted in self._doubts):
+            answers = self._reached.setdefault(server, {})
+            answers.pop(worker.member_id, None)
+            if reached:
+                answers[worker.member_id] = now
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    def progress(self, now: float) -> list[Effect]:
+        """Forget reports of members that are gone, log the others, and ask other workers."""
+        effects: list[Effect] = []
+        for key in [key for key in self._doubts if not self._are_live(key)]:
+            effects += self._forget(key)
+        for (worker, server), doubt in self._doubts.items():
+            if not doubt.is_logged and now - doubt.since >= _LOG_SECONDS:
+                doubt.is_logged = True
+                effects.append(LogEvent(f"{worker[0]} cannot reach {server}: {doubt.reason}", "warning"))
+        if self._doubts and now - self._asked >= ASK_SECONDS:
+            self._asked = now
+            for server in dict.fromkeys(server for _, server in self._doubts):
+                effects += self._ask(server)
+        return effects
+
+    def expelled(self, now: float) -> Losses:
+        """The member that is expelled now, with the reason; empty for nobody."""
+        limit = self._settings.worker_lease_seconds
+        overdue: dict[Replica, list[tuple[Identity, Doubt]]] = {}
+        for (worker, server), doubt in self._doubts.items():
+            if now - doubt.since > limit and now - doubt.reported <= self._fresh_seconds and self._is_needed(server):
+                overdue.setdefault(server, []).append((worker, doubt))
+        for server, doubts in overdue.items():
+            if 2 * len(doubts) > len(self._members.workers) and self._can_go(server):
+                names = ", ".join(worker_id for (worker_id, _), _ in doubts)
+                return [(server.server_id, f"{names} cannot reach it for {limit:g} s (--worker-timeout)")]
+        return self._blamed_worker(overdue, now)
+
+    def _blamed_worker(self, overdue: dict[Replica, list[tuple[Identity, Doubt]]], now: float) -> Losses:
+        blamed: dict[str, list[str]] = {}
+        for server, doubts in overdue.items():
+            for worker, doubt in doubts:
+                others = self._witnesses(server, worker[0], now)
+                if others and self._is_waited_for(worker, server):
+                    seconds = now - doubt.since
+                    blamed.setdefault(worker[0], []).append(
+                        f"it cannot reach {server} for {seconds:.0f} s (--worker-timeout is "
+                        f"{self._settings.worker_lease_seconds:g} s), and {', '.join(others)} can: {doubt.reason}"
+                    )
+        if not blamed:
+            return []
+        rank = {worker.member_id: worker.rank for worker in self._members.workers}
+        worst = max(blamed, key=lambda worker_id: (len(blamed[worker_id]), rank[worker_id]))
+        return [(worst, "; ".join(blamed[worst]))]
+
+    def sentences(self, member_id: str, now: float) -> list[str]:
+        """What a worker waits for, for ``psdist status``; each begins with "for"."""
+        return [
+            f"for {server} to be reachable from here ({now - doubt.since:.0f} s): {doubt.reason}"
+            for (worker, server), doubt in self._doubts.items()
+            if worker[0] == member_id
+        ]
+
+    def waits(self) -> Iterator[tuple[str, list[int], str]]:
+        """See ``Cluster.waits``."""
+        for worker, server in self._doubts:
+            others = ", ".join(sorted(self._reached.get(server, {})))
+            who = f"{others} can" if others else "no other worker has reached it yet"
+            yield f"{worker[0]} to {server}", [], f"for {worker[0]} to reach {server}, which it cannot; {who}"
+
+    def validate(self) -> None:
+        assert self._reached.keys() <= {server for _, server in self._doubts}, "answers about a server nobody doubts"
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _fresh_seconds(self) -> float:
+        heartbeat = self._settings.heartbeat_of("worker", len(self._members.workers))
+        return max(self._settings.lease_seconds, FRESH_HEARTBEATS * heartbeat)
+
+    def _are_live(self, key: tuple[Identity, Replica]) -> bool:
+        return self._members.is_live(*key[0]) and self._members.has(key[1])
+
+    def _forget(self, key: tuple[Identity, Replica]) -> list[Effect]:
+        worker, server = key
+        doubt = self._doubts.pop(key)
+        if not any(server == doubted for _, doubted in self._doubts):
+            self._reached.pop(server, None)
+        is_back = doubt.is_logged and self._are_live(key)
+        return [LogEvent(f"{worker[0]} reaches {server} again")] if is_back else []
+
+    def _ask(self, server: Replica) -> list[Effect]:
+        """Questions to workers that do not doubt the server, those first that reached it last."""
+        doubting = {worker_id for (worker_id, _), doubted in self._doubts if doubted == server}
+        answers = self._reached.get(server, {})
+        others = [worker for worker in self._members.workers if worker.member_id not in doubting]
+        others.sort(key=lambda worker: -answers.get(worker.member_id, float("-inf")))
+        sessions = [session for worker in others if (session := self._members.sessions.of(worker.member_id))]
+        return [Answer(session, CheckServer(server)) for session in sessions[:_ASKED_AT_A_TIME]]
+
+    def _witnesses(self, server: Replica, worker_id: str, now: float) -> list[str]:
+        """Other live workers that reached the server lately."""
+        live = {worker.member_id for worker in self._members.workers} - {worker_id}
+        answers = self._reached.get(server, {}).items()
+        return sorted(other for other, when in answers if other in live and now - when <= EVIDENCE_SECONDS)
+
+    def _entries_of(self, server: Replica) -> list[ParametersEntry]:
+        """Parameter sets that the server is a primary of."""
+        entries = [p.entry for p in self._registry.all if p.record is not None]
+        return [entry for entry in entries if any(shard.primary == server for shard in entry.shards)]
+
+    def _is_needed(self, server: Replica) -> bool:
+        return bool(self._entries_of(server))
+
+    def _is_waited_for(self, worker: Identity, server: Replica) -> bool:
+        """True if others wait for the pushes of this worker to this server."""
+        return any(
+            not isinstance(entry.spec.consistency, ASP)
+            and any((member.worker_id, member.incarnation) == worker for member in entry.members)
+            for entry in self._entries_of(server)
+        )
+
+    def _can_go(self, server: Replica) -> bool:
+        """True if nothing is lost with the server, and another one is left."""
+        shards = [shard for p in self._registry.all if p.record is not None for shard in p.entry.shards]
+        held = [shard for shard in shards if shard.primary == server]
+        return len(self._members.servers) > 1 and all(shard.backups for shard in held)
