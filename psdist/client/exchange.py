@@ -78,7 +78,7 @@ class Exchange:
         )
         preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
         self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
-        self.path = DataPath(self._transports, view, waits, session.reachability, session.calls.rng)
+        self.path = DataPath(self._transports, view, waits, session.activities.reachability, session.calls.rng)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
 

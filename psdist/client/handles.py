@@ -57,7 +57,7 @@ class Handles:
     def __init__(self, session: WorkerSession, rng: Random) -> None:
         self._session = session
         self._grpc = GrpcTransport(session.calls.metadata)
-        session.reachability.call = self._grpc.call_server
+        session.activities.reachability.call = self._grpc.call_server
         self._rng = rng
         self._by_name: dict[str, AsyncParameters] = {}
         #: With what the handles of ``_by_name`` were opened.
@@ -115,7 +115,9 @@ class Handles:
 
     def _creator(self) -> ParametersCreator:
         session = self._session
-        path = DataPath(Transports(self._grpc), session.membership.view, session.waits, session.reachability, self._rng)
+        path = DataPath(
+            Transports(self._grpc), session.membership.view, session.waits, session.activities.reachability, self._rng
+        )
         return ParametersCreator(self._session, path)
 
     def _exchange(

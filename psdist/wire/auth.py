@@ -4,7 +4,7 @@ A stream-shaped handler answers a refused call, because gRPC reads and parses th
 handler runs. The health check is open: probes have no token, and it answers only "serving". The other methods of the
 health service are not open, because they keep what the caller sent.
 
-Calls that anybody can make are paced (``pacing``): a stranger who repeats them as fast as possible waits for the
+Calls that anybody can make are paced (``backoff``): a stranger who repeats them as fast as possible waits for the
 answers, and members have the event loop. Calls with the token are never paced.
 """
 
@@ -22,7 +22,7 @@ import grpc.aio
 
 from psdist.errors import LimitExceededError, PsdistError, UnauthenticatedError
 from psdist.wire import limits, status
-from psdist.wire.pacing import LogPacer, Pacer
+from psdist.wire.backoff import LogPacer, Pacer
 
 KEY: Final = "authorization"
 _OPEN_METHOD: Final = "/grpc.health.v1.Health/Check"

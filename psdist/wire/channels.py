@@ -10,14 +10,16 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from psdist.errors import ConfigurationError, InsecureBindError
-from psdist.wire import limits, open_files
+from psdist.wire import limits
 from psdist.wire.auth import TokenInterceptor
 
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
@@ -61,7 +63,7 @@ def make_server(
         *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.CONCURRENT_CALLS_MAX),
-        ("grpc.max_allowed_incoming_connections", open_files.connections_max()),
+        ("grpc.max_allowed_incoming_connections", _connections_max()),
         ("grpc.server_handshake_timeout_ms", round(1e3 * limits.GREETING_SECONDS)),
         ("grpc.http2.settings_timeout", round(1e3 * limits.GREETING_SECONDS)),
         ("grpc.max_connection_idle_ms", round(1e3 * limits.IDLE_CONNECTION_SECONDS)),
@@ -101,3 +103,25 @@ def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: st
             port=port,
         )
     return bound
+
+
+def raise_open_files_limit() -> None:
+    """Raise the limit on open files of this process as far as the system allows, or to what is ever needed.
+
+    Each connection is an open file. Many systems let a process open 1,024 unless it asks for more, so a thousand idle
+    connections of strangers would keep it from opening its store, a snapshot, or a connection of its own.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 2 * limits.CONNECTIONS_MAX + limits.FILES_RESERVED
+    wanted = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(ValueError, OSError):  # Some systems refuse a limit that they report as allowed.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _connections_max() -> int:
+    """Connections that a gRPC port of this process may accept: files stay free for everything else."""
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if soft == resource.RLIM_INFINITY:
+        return limits.CONNECTIONS_MAX
+    return min(limits.CONNECTIONS_MAX, max(soft // 2, soft - limits.FILES_RESERVED))

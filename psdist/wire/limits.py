@@ -84,6 +84,10 @@ KNOWN_IDS_MAX: Final = 4 * MEMBERS_MAX
 WAITS_PER_MEMBER_MAX: Final = 64
 #: Messages of one call that a peer may leave unread. Room for news of every member's loss.
 UNREAD_MAX: Final = 8192
+#: Servers that one worker reports as unreachable at a time, the characters of each reason, and the longest time.
+UNREACHABLE_REPORTED_MAX: Final = 64
+UNREACHABLE_CHARACTERS_MAX: Final = 300
+UNREACHABLE_SECONDS_MAX: Final = 1e6
 #: Barriers of one worker whose counts are remembered; the oldest are forgotten first.
 BARRIER_NAMES_MAX: Final = 64
 #: Characters of an error's message, and of each of its details: trailing metadata is limited.

@@ -27,7 +27,7 @@ from psdist.settings.config import is_loopback
 from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
-from psdist.wire import channels, limits, open_files
+from psdist.wire import channels, limits
 from psdist.wire.standard_services import add_standard_services
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
@@ -47,7 +47,7 @@ _STOP_SECONDS = 0.25
 
 def main(settings: SchedulerSettings) -> int:
     """Runs the scheduler to its end. Returns the exit status."""
-    open_files.raise_limit()
+    channels.raise_open_files_limit()
     try:
         store, run_id = open_store(settings.store_path, settings.run_id, partial(_new_run_id, settings.storage))
         logs.configure("scheduler", run_id=run_id, log_format=settings.log_format, level=settings.log_level)

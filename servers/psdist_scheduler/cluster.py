@@ -137,8 +137,7 @@ class Cluster:
                 effects, calls = machines.mutual_waits.progress()
                 for call in calls:
                     self._end(call)
-                effects += machines.changes.tick(now) + machines.unreachable.progress(now)
-                return effects + machines.changes.expel(machines.unreachable.expelled(now), now)
+                return effects + machines.changes.tick(now)
             case ev.Register():
                 return machines.changes.register(event, now)
             case ev.SessionOpened():
@@ -161,7 +160,7 @@ class Cluster:
                 return machines.stops.on_report(event)
             case we.ServerChecked():
                 if (worker := self.members.by_session(event.call)) is not None:
-                    machines.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
+                    machines.changes.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
                 return []
             case ev.Scale():
                 return machines.scaling.scale(event)
@@ -251,7 +250,7 @@ class Cluster:
         self.members.sessions.on_heartbeat(event, member.member_id, now)
         if member.role == "worker":
             self.machines.mutual_waits.on_activity(member, event.activity)
-            return self.machines.unreachable.on_report(member, event.unreachable, now)
+            return self.machines.changes.unreachable.on_report(member, event.unreachable, now)
         for worker_id, incarnation, age in event.heard:
             self.members.on_activity([(worker_id, incarnation)], now - age)
         for name, version in event.versions:

@@ -21,7 +21,16 @@ from psdist.v1 import common_pb2 as common
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import server_pb2
 from psdist.wire import convert, status
-from psdist.wire.limits import LEASES_MAX, MEMBERS_MAX, NAMES_MAX, PARAMETERS_MAX, TEXT_CHARACTERS_MAX
+from psdist.wire.limits import (
+    LEASES_MAX,
+    MEMBERS_MAX,
+    NAMES_MAX,
+    PARAMETERS_MAX,
+    TEXT_CHARACTERS_MAX,
+    UNREACHABLE_CHARACTERS_MAX,
+    UNREACHABLE_REPORTED_MAX,
+    UNREACHABLE_SECONDS_MAX,
+)
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
@@ -34,9 +43,6 @@ T = TypeVar("T", bound="DataclassInstance")
 
 #: Of each worker.
 CONNECTIONS_KEPT = 256
-#: A worker's report on a server that it cannot reach.
-UNREACHABLE_SECONDS_MAX = 1e6
-UNREACHABLE_REASON_CHARACTERS = 300
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
 _DIGEST_BYTES = 16
@@ -221,7 +227,7 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     # max takes the 0 where the other one is NaN.
     heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])
-    unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:CONNECTIONS_KEPT])
+    unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:UNREACHABLE_REPORTED_MAX])
     return make_event(
         ev.Heartbeat, call, heartbeat, versions=versions, progress=progress, heard=heard, unreachable=unreachable
     )
@@ -231,7 +237,7 @@ def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:
     # min and max take the number where the other one is NaN.
     seconds = min(UNREACHABLE_SECONDS_MAX, max(0.0, report.seconds))
     return we.UnreachableServer(
-        convert.replica_from_proto(report.server), seconds, report.reason[:UNREACHABLE_REASON_CHARACTERS]
+        convert.replica_from_proto(report.server), seconds, report.reason[:UNREACHABLE_CHARACTERS_MAX]
     )
 
 

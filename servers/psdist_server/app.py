@@ -28,7 +28,7 @@ from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback, parse_address
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
-from psdist.wire import channels, malloc_options, open_files
+from psdist.wire import channels, malloc_options
 from psdist.wire.standard_services import add_standard_services
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
@@ -47,7 +47,7 @@ T = TypeVar("T")
 def main(settings: ServerSettings) -> int:
     """Runs a server until a signal or its launcher stops it; returns the exit status."""
     malloc_options.keep_buffers()
-    open_files.raise_limit()
+    channels.raise_open_files_limit()
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
         # Before the server registers: kernels that are compiled first take longer than a heartbeat may.

@@ -24,8 +24,8 @@ import structlog
 from psdist.errors import InvalidArgumentError, PsdistError, TcpUnavailableError
 from psdist.v1 import server_pb2
 from psdist.wire import frames, limits
+from psdist.wire.backoff import LogPacer
 from psdist.wire.frame_connection import FrameConnection, FrameReceiver
-from psdist.wire.pacing import LogPacer
 
 _log = structlog.get_logger("psdist.server")
 

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
-from psdist.client.session import drops
-from psdist.client.transport import data_path
+from psdist.client.session import drops, reachability
+from psdist.client.transport import creation, data_path
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest
 from psdist.optim import SGD
 from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import scheduler
+from psdist_scheduler.coordination import unreachable_servers
 from psdist_scheduler.events.cluster_events import Persist
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
@@ -28,7 +29,7 @@ from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
 from psdist_server.core.records import SliceRecord
 from psdist_server.store import applier, backup_shards, replica_roles, replicator, rpc_call, shard_router, slice_reads
 from tests.simulation import scenario
-from tests.simulation.options import Options
+from tests.simulation.options import CUT_OFF, Options
 
 #: An ablation must be caught within so many seeds.
 SEEDS = 400
@@ -413,3 +414,42 @@ def _skip_one(next_copy: Any) -> Any:
         return next_copy(self, replica)
 
     return careless
+
+
+# --- a worker that cannot reach a server ------------------------------------------------------------------------------
+
+_CUT_OFF: dict[str, Any] = {
+    "faults": (CUT_OFF,), "fault_count": 1, "fault_seconds": 1.5, "consistency": BSP(), "workers": 3, "lives": 7,
+    "steps": 60, "think_seconds": 0.4, "worker_lease_seconds": 10.0,
+}  # fmt: skip
+
+
+@_ablation("a worker without a path to a server is expelled", **_CUT_OFF)
+def _no_expulsion_without_a_path(put: Put) -> None:
+    put(unreachable_servers.UnreachableServers, "expelled", lambda self, now: [])
+
+
+@_ablation("other workers are asked before one is expelled", **_CUT_OFF)
+def _nobody_is_asked(put: Put) -> None:
+    put(unreachable_servers.UnreachableServers, "_ask", lambda self, server: [])
+
+
+@_ablation("a worker joins when servers answer it", **_CUT_OFF)
+def _joins_without_a_path(put: Put) -> None:
+    async def joins(self: Any, name: str, incarnation: int) -> None:
+        pass
+
+    put(creation.ParametersCreator, "_until_servers_answer", joins)
+
+
+@_ablation("a path that is back is reported", **_CUT_OFF)
+def _path_stays_lost(put: Put) -> None:
+    """A worker reports for ever what it could not reach once."""
+    watch = reachability.Reachability._watch
+
+    async def for_ever(self: Any, server: Any, unreachable: Any) -> None:
+        await watch(self, server, unreachable)
+        self._unreachable[server] = unreachable
+        unreachable.reason = unreachable.reason or "it was not reached once"
+
+    put(reachability.Reachability, "_watch", for_ever)

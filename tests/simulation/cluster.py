@@ -21,7 +21,7 @@ from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.cluster_events import Effect, Publish
+from psdist_scheduler.events.cluster_events import Broadcast, Effect, MemberLost, Publish
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import Service
@@ -43,6 +43,8 @@ RUN = "run-sim"
 NAME = "p"
 SCHEDULER = "10.0.0.1:7000"
 KERNEL_THREADS = 2
+#: How often a worker may be expelled because of one cut.
+PATH_LOSSES_MAX = 3
 #: Number of the worker that only reads.
 READER = 90
 
@@ -82,6 +84,8 @@ class World:
         self.created = False
         #: Servers may be lost without the run being over.
         self.lossy = options.replicas > 1
+        #: How often members were lost for a path that was cut, by id.
+        self._without_path: Counter[str] = Counter()
         #: The run cannot go on, and workers were told.
         self.doomed: list[str] = []
         self._changed = asyncio.Event()
@@ -102,12 +106,24 @@ class World:
             carry_out(effect)
             if isinstance(effect, Publish):
                 self.oracle.published(effect.map)
+            if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
+                self._note_loss(effect.news)
 
         scheduler.calls.carry_out = carry_out_and_tell
         rpc.serve(self.network, SCHEDULER, node, Service(scheduler).handler())
         ticks = asyncio.create_task(scheduler.tick())
         await scheduler.run()
         ticks.cancel()
+
+    def _note_loss(self, news: MemberLost) -> None:
+        """A worker that cannot reach a server is expelled once, and joins when it can. Once more if its server was
+        replaced meanwhile by one that it cannot reach either."""
+        if "cannot reach" not in news.reason:
+            return
+        self.counts[f"{news.role} lost: no path"] += 1
+        self._without_path[news.member_id] += 1
+        if news.role == "worker" and self._without_path[news.member_id] > PATH_LOSSES_MAX:
+            self.oracle.violation(f"{news.member_id} joined again and again without a path: {news.reason}")
 
     @property
     def settings(self) -> ClusterSettings:

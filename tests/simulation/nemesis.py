@@ -11,9 +11,15 @@ from typing import Final
 from tests.simulation.cluster import READER, World
 from tests.simulation.loop import Node
 from tests.simulation.network import KEEPALIVE
+from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS
+from tests.simulation.oracle import Life
 
 #: Without a second copy a server must not be silent for so large a part of its lease.
 _SHORT: Final = 0.25
+#: Lengths of cuts between a worker and a server, in seconds.
+_CUTS: Final = (0.5, 2.0, 8.0, 20.0, 40.0, CUT_OFF_SECONDS)
+#: A run must train again this long after the lease of a worker that was cut off, and then push within as long again.
+_GOES_ON_SECONDS: Final = 8.0
 
 
 class Nemesis:
@@ -31,6 +37,10 @@ class Nemesis:
         self._quiet_until = 0.0
         #: Servers that something happens to, or did lately.
         self._struck: set[int] = set()
+        #: The end of a fault that lasts beyond the time of faults.
+        self.lasts_until = 0.0
+        #: Where a worker was cut off a server, whether it still is.
+        self._cut_off = False
 
     async def run(self) -> None:
         """Brings the faults, one after another."""
@@ -304,6 +314,40 @@ class Nemesis:
         self._part([f"worker-{worker}"], [f"server-{server}"], seconds, one_way=self._rng.random() < 0.4)
         return True
 
+    def _cut_worker_off_server(self) -> bool:
+        """A worker loses its path to a server. The others must train on, at the latest without it."""
+        worker, server, world = self._worker(), self._server(), self._world
+        if worker in (None, READER) or server is None or self._cut_off or not world.created:
+            return False
+        seconds = self._rng.choice(_CUTS) * self._rng.uniform(0.8, 1.0)
+        self._cut_off = True
+        self._part([f"worker-{worker}"], [f"server-{server}"], seconds, one_way=self._rng.random() < 0.4)
+        self.lasts_until = max(self.lasts_until, self._loop.time() + seconds)
+        until_goes_on = world.options.worker_lease_seconds + _GOES_ON_SECONDS
+        if seconds > until_goes_on + _GOES_ON_SECONDS:
+            world.counts["cut off for longer than a lease"] += 1
+            self._later(until_goes_on, self._look_who_trains, worker)
+        self._later(seconds, self._not_cut_off)
+        return True
+
+    def _not_cut_off(self) -> None:
+        self._cut_off = False
+
+    def _look_who_trains(self, cut_off: int) -> None:
+        acked = {life.number: sum(push.acked for push in life.pushes) for life in self._others(cut_off)}
+        self._later(_GOES_ON_SECONDS, self._check_they_train, cut_off, acked)
+
+    def _check_they_train(self, cut_off: int, before: dict[int, int]) -> None:
+        for life in self._others(cut_off):
+            self._world.counts["trained on beside a cut"] += life.number in before
+            if sum(push.acked for push in life.pushes) == before.get(life.number, -1):
+                self._world.oracle.violation(
+                    f"{life.worker_id} stands still while worker-{cut_off} is cut off a server"
+                )
+
+    def _others(self, worker: int) -> list[Life]:
+        return [life for life in self._world.lives if life.joined and not life.over and life.worker != worker]
+
     def _isolate_scheduler(self) -> bool:
         seconds = self._short()
         if not self._may_be_short(seconds):
@@ -332,6 +376,7 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "break connections": Nemesis._break_connections,
     "partition worker": Nemesis._partition_worker,
     "partition worker from server": Nemesis._partition_worker_server,
+    CUT_OFF: Nemesis._cut_worker_off_server,
     "isolate scheduler briefly": Nemesis._isolate_scheduler,
     "slow node": Nemesis._slow_node,
     "join worker": Nemesis._join_worker,

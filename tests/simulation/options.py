@@ -6,7 +6,7 @@ Each run leaves most kinds of faults out, so that the others are not drowned ("s
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from psdist import ASP, BSP, SSP
 from psdist.consistency import Consistency
@@ -29,6 +29,13 @@ SINGLE = (
     "join worker",
     "break session of worker",
 )
+#: A worker loses its path to a server, for longer than its lease in some runs, while both reach everybody else. Drawn
+#: beside the others, so that it changes no run without it.
+CUT_OFF = "cut worker off server"
+#: The longest such cut.
+CUT_OFF_SECONDS = 60.0
+#: The part of all runs that have it.
+CUT_OFF_SHARE = 0.04
 #: Those that a run stands only with a second copy of each shard.
 REPLICATED = (
     "kill server",
@@ -105,7 +112,7 @@ def draw(seed: int) -> Options:
     consistency: Consistency = rng.choice((BSP(), BSP(), SSP(0), SSP(1), SSP(2), ASP()))
     exact = isinstance(consistency, BSP)
     lease = rng.choice((1.0, 2.0))
-    return Options(
+    options = Options(
         seed=seed,
         servers=rng.choice((2, 3, 4) if replicas > 1 else (1, 2, 3)),
         hosts=rng.choice((1, 4)),
@@ -131,4 +138,23 @@ def draw(seed: int) -> Options:
         fault_count=rng.choice((0, 1, 2, 3, 5)),
         fault_seconds=rng.choice((1.5, 4.0)),
         worker_lease_seconds=rng.choice((lease, 10.0)),
+    )
+    beside = random.Random(f"{seed}/cut off")
+    return cut_off(options, beside) if beside.random() < CUT_OFF_SHARE else options
+
+
+def cut_off(options: Options, rng: random.Random) -> Options:
+    """The same, with a cut between a worker and a server, and so many steps that the others train on beside it."""
+    lease = options.lease_seconds
+    others = rng.sample(options.faults, k=min(len(options.faults), rng.choice((0, 1, 2))))
+    return replace(
+        options,
+        faults=(CUT_OFF, *sorted(others)),
+        fault_count=1 if not others else rng.choice((2, 4)),
+        workers=max(2, options.workers),
+        lives=max(2, options.workers) + 4,
+        steps=40,
+        think_seconds=0.4,
+        worker_lease_seconds=rng.choice((2 * lease, 2 * lease, 10.0)),
+        fault_seconds=4.0,
     )

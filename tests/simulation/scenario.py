@@ -16,7 +16,7 @@ from tests.simulation.cluster import World
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Deadlock, Failed, TooLong
 from tests.simulation.nemesis import Nemesis
-from tests.simulation.options import Options, draw
+from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, Options, draw
 
 #: Virtual seconds in which all must be over, once nothing is wrong any more.
 CONVERGE_SECONDS = 90.0
@@ -59,7 +59,8 @@ def _play(loop: RunLoop, options: Options) -> Result:
     world = World(loop, options)
     violations, begun = list[str](), loop.time()
     try:
-        loop.run(_main(world), options.fault_seconds + CONVERGE_SECONDS)
+        lasting = CUT_OFF_SECONDS if CUT_OFF in options.faults else 0.0
+        loop.run(_main(world), options.fault_seconds + lasting + CONVERGE_SECONDS)
     except (Deadlock, TooLong) as error:
         violations.append(f"no end: {error}; {state(world)}")
     except Failed:
@@ -83,6 +84,7 @@ async def _main(world: World) -> None:
     nemesis = Nemesis(world)
     await nemesis.run()
     await loop.after(options.lease_seconds * options.stream("heal").random())
+    await loop.after(nemesis.lasts_until - loop.time())
     nemesis.heal()
     await world.all_finished()
     await world.final_read()

@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.session.cluster_view import ClusterView
+from psdist.client.session.reachability import Reachability
 from psdist.client.session.throughput import Throughput
 from psdist.errors import PsdistError
 from psdist.v1 import scheduler_pb2 as pb
@@ -61,8 +63,9 @@ class ReportedWait:
 class Activities:
     """The activity of one client. is_alone: whether one thread alone makes calls, which nobody else can end."""
 
-    def __init__(self, pushes: SnapshotMarks) -> None:
+    def __init__(self, pushes: SnapshotMarks, view: ClusterView) -> None:
         self._pushes = pushes
+        self.reachability = Reachability(view)
         self.throughput = Throughput()
         self.is_alone: Callable[[], bool] = lambda: False
         self._sequence = 0

@@ -19,12 +19,10 @@ from psdist.client.session.cluster_view import ClusterView
 from psdist.errors import InternalError, PsdistError
 from psdist.types import Replica
 from psdist.v1 import scheduler_pb2 as pb
-from psdist.wire import convert
+from psdist.wire import convert, limits
 
 #: Between two calls to a server that was not reached.
 _PAUSE_SECONDS: Final = 1.0
-#: Servers that one heartbeat reports.
-_REPORTED_MAX: Final = 64
 
 
 async def _no_transport(address: str) -> None:
@@ -62,7 +60,7 @@ class Reachability:
             pb.UnreachableServer(server=convert.replica_to_proto(server), seconds=now - one.since, reason=one.reason)
             for server, one in self._unreachable.items()
             if one.reason
-        ][:_REPORTED_MAX]
+        ][: limits.UNREACHABLE_REPORTED_MAX]
 
     def check(self, server: Replica, answer: Callable[[bool], None]) -> None:
         """Call the server, and give ``answer`` whether it was reached."""

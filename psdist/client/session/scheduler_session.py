@@ -29,7 +29,6 @@ from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.activity import Activities
 from psdist.client.session.followed_map import FollowedMap
 from psdist.client.session.membership import WorkerMembership
-from psdist.client.session.reachability import Reachability
 from psdist.client.session.registration import Registrar, SchedulerTarget
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.snapshot_participant import SnapshotParticipant
@@ -81,8 +80,7 @@ class WorkerSession:
         self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard)
-        self.activities = Activities(self.snapshots.marks)
-        self.reachability = Reachability(self.membership.view)
+        self.activities = Activities(self.snapshots.marks, self.membership.view)
         self._registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
@@ -216,7 +214,7 @@ class WorkerSession:
                 connections=connections if changed else None,
                 activity=self.activities.report(),
                 rates=self.activities.throughput.rates(),
-                unreachable=self.reachability.reports(),
+                unreachable=self.activities.reachability.reports(),
             )
 
         return heartbeat
@@ -252,7 +250,7 @@ class WorkerSession:
             checked = scheduler_pb2.ServerChecked(server=wired, reached=reached)
             requests.send(scheduler_pb2.SessionRequest(server_checked=checked))
 
-        self.reachability.check(server, answer)
+        self.activities.reachability.check(server, answer)
 
     def _send(self, request: scheduler_pb2.SessionRequest) -> None:
         self._requests.send(request)
@@ -276,7 +274,7 @@ class WorkerSession:
     async def close(self, reason: str = "closed") -> None:
         """Leaves, if the scheduler answers within a second, and closes the channel."""
         await self.snapshots.close()
-        await self.reachability.close()
+        await self.activities.reachability.close()
         if self._task is not None:
             self._leaving = True
             await self._settle()

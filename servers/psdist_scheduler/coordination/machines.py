@@ -58,7 +58,6 @@ class Machines:
     barriers: Barriers
     mutual_waits: MutualWaits
     rendezvous: Rendezvous
-    unreachable: UnreachableServers
 
     @classmethod
     def build(
@@ -92,14 +91,14 @@ class Machines:
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
+        unreachable = UnreachableServers(settings, members, registry)
         changes = MembershipChanges(
-            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, now
+            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, unreachable, now
         )
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
         held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)
-        unreachable = UnreachableServers(settings, members, registry)
-        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous, unreachable)
+        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
 
     def end(self, call: int) -> None:
         """The call does not wait any more."""
@@ -121,7 +120,7 @@ class Machines:
         yield from self.changes.deferred.waits()
         yield from self.snapshots.waits()
         yield from self.stops.waits()
-        yield from self.unreachable.waits()
+        yield from self.changes.unreachable.waits()
 
     @property
     def has_changed(self) -> bool:
@@ -159,4 +158,4 @@ class Machines:
         self.snapshots.validate()
         self.changes.deferred.validate()
         self.barriers.validate()
-        self.unreachable.validate()
+        self.changes.unreachable.validate()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.stops import Stops
+from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller
@@ -37,6 +38,7 @@ class MembershipChanges:
     _stops: Stops
     _admission: MemberAdmission
     deferred: DeferredLosses
+    unreachable: UnreachableServers
     _ticked: float
     #: Until then a session may end because this process itself was silent.
     _forgiving_until: float = float("-inf")
@@ -94,18 +96,15 @@ class MembershipChanges:
         return [*effects, ev.Close(session)] if session else effects
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Time has passed: members are lost whose lease is over."""
+        """Time has passed: members are lost whose lease is over, and those without a path to where they are needed."""
         late = now - self._ticked - self._settings.tick_seconds
         if late > self._settings.tick_seconds:
             self._members.sessions.extend(now, late)
         if self._was_hung_up_on(now):
             self._forgiving_until = now + self._settings.lease_seconds
         self._ticked = now
-        return self._lose(self._members.sessions.expired(now), now)
-
-    def expel(self, gone: Losses, now: float) -> list[ev.Effect]:
-        """End the memberships of members that are there, each for its reason."""
-        return self._lose(gone, now)
+        effects = self._lose(self._members.sessions.expired(now), now) + self.unreachable.progress(now)
+        return effects + self._lose(self.unreachable.expelled(now), now)
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""

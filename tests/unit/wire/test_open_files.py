@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from psdist.wire import limits, open_files
+from psdist.wire import channels, limits
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def allow(soft: int) -> None:
 def test_the_soft_limit_is_raised_as_far_as_needed() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     allow(1024)
-    open_files.raise_limit()
+    channels.raise_open_files_limit()
     needed = 2 * limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == (min(hard, needed) if hard > 0 else needed)
 
@@ -32,7 +32,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed() -> None:
 @pytest.mark.parametrize(("soft", "connections"), [(1024, 512), (600, 300), (2000, 1488)])
 def test_files_are_left_where_few_may_be_open(soft: int, connections: int) -> None:
     allow(soft)
-    assert open_files.connections_max() == connections
+    assert channels._connections_max() == connections
 
 
 def test_a_higher_limit_is_left_alone() -> None:
@@ -40,5 +40,5 @@ def test_a_higher_limit_is_left_alone() -> None:
     if before < 2 * limits.CONNECTIONS_MAX:
         pytest.skip("this system allows fewer open files")
     allow(before)
-    open_files.raise_limit()
+    channels.raise_open_files_limit()
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before

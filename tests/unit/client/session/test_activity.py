@@ -19,6 +19,7 @@ from psdist import errors
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session.activity import Activities
+from psdist.client.session.cluster_view import ClusterView
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
 
@@ -35,7 +36,7 @@ class Worker:
         self.session = PushSequence(1, psdist.BSP())
         pushes = SnapshotMarks()
         pushes.enter("p", self.session)
-        self.activities = Activities(pushes)
+        self.activities = Activities(pushes, ClusterView())
         self.activities.is_alone = lambda: True
         self.waits = asyncio.Event()
         self.end = asyncio.Event()
