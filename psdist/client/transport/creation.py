@@ -8,6 +8,7 @@ Not here: what the handle does afterwards (``parameters``).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
