@@ -46,7 +46,7 @@ class Reach(Enum):
     DIRECT = "direct"
     #: Through proxies of its own.
     PROXY = "proxy"
-    #: In a network namespace of its own.
+    #: In a network namespace of its own, as is each worker.
     NAMESPACE = "namespace"
 
 
@@ -69,7 +69,8 @@ class ChaosClusterSettings:
     @property
     def used_transport(self) -> TransportName:
         """``transport``, unless it would go around what stands before the servers."""
-        return self.transport if self.reach is Reach.DIRECT else "grpc"
+        passes = self.reach is Reach.DIRECT or (self.reach is Reach.NAMESPACE and self.transport == "tcp")
+        return self.transport if passes else "grpc"
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class ChaosCluster:
         self._channel: grpc.aio.Channel | None = None
         host = _LOOPBACK
         if settings.reach is Reach.NAMESPACE:
-            self.network = WorkerNetwork(settings.servers)
+            self.network = WorkerNetwork(settings.servers + settings.workers)
             host = self.network.gateway
         self.address = f"{host}:{free_port(host)}"
 
@@ -132,13 +133,19 @@ class ChaosCluster:
         self._add_scheduler()
         workload.save(self.directory / _SETTINGS_FILE)
         for rank in range(self.settings.workers):
-            command = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
+            inside = self.network.inside(self.host_of_worker(rank)) if self.network is not None else ()
+            script = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
+            command = (*inside, *script)
             self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())
         self.launch("scheduler")
         await self.scheduler_up()
         for name in self.processes:
             if name != "scheduler":
                 self.launch(name)
+
+    def host_of_worker(self, rank: int) -> int:
+        """The number of a worker's namespace: those of the servers come first."""
+        return self.settings.servers + rank
 
     def launch(self, name: str) -> Process:
         """Starts a process, for the first time or again."""

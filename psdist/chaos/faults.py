@@ -125,6 +125,14 @@ class WorkerNetwork:
                 "DROP",
             )  # fmt: skip
 
+    def cut(self, host: int, other: int, direction: Direction = "both") -> None:
+        """Drops all packets between two namespaces from now on, or those of one direction, as ``host`` sees it."""
+        for chain in _CHAINS[direction]:
+            end = "-s" if chain == "INPUT" else "-d"
+            run_command(
+                *self.inside(host), "iptables", "-w", "-A", chain, end, self.address(other), "-j", "DROP"
+            )  # fmt: skip
+
     def heal(self, host: int) -> None:
         """Lets all packets pass again."""
         run_command(*self.inside(host), "iptables", "-w", "-F")

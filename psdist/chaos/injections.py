@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from psdist.chaos.run import ChaosRun
 
 _END_SECONDS: Final = 30.0
+#: A path that is cut must be named within so long.
+_NAMED_SECONDS: Final = 10.0
 #: The longest time that the end of a killed process may take.
 _REAP_SECONDS: Final = 10.0
 
@@ -163,6 +165,51 @@ async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
     await run.recovered(since=time.monotonic())
 
 
+async def _path_cut(run: ChaosRun) -> None:
+    """Drops the packets between one worker and one server. ``psdist status`` must name both within 10 s, and the others
+    must train on: at the latest when the worker is expelled. It joins when the path is back."""
+    rank, name, moment = _cut_some_path(run)
+    network = run.cluster.network
+    assert network is not None
+    try:
+        await run.until(f"worker-{rank} and {name} named in status", _NAMED_SECONDS, lambda: _is_named(run, rank, name))
+        run.report.named.append(time.monotonic() - moment)
+        await run.resumed(time.monotonic(), _others(run, rank))
+        await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
+        await run.resumed(time.monotonic(), _others(run, rank))
+    finally:
+        network.heal(run.cluster.host_of_worker(rank))
+    await run.recovered(since=time.monotonic())
+
+
+async def _path_cut_briefly(run: ChaosRun) -> None:
+    """The same for so short a time that nobody is expelled."""
+    rank, _, _ = _cut_some_path(run)
+    network = run.cluster.network
+    assert network is not None
+    try:
+        await asyncio.sleep(0.5 + run.rng.random() * run.settings.down_seconds)
+    finally:
+        network.heal(run.cluster.host_of_worker(rank))
+    await run.recovered(since=time.monotonic())
+
+
+def _cut_some_path(run: ChaosRun) -> tuple[int, str, float]:
+    rank, name, network = _some_worker(run), _some_server(run), run.cluster.network
+    assert network is not None
+    directions: tuple[faults.Direction, ...] = ("both", "both", "in", "out")
+    direction, moment = run.rng.choice(directions), time.monotonic()
+    network.cut(run.cluster.host_of_worker(rank), int(name.rpartition("-")[2]), direction)
+    run.injected(f"path-cut-{direction}", f"worker-{rank}", moment)
+    return rank, name, moment
+
+
+async def _is_named(run: ChaosRun, rank: int, server: str) -> bool:
+    status = await run.cluster.fetch()
+    told = list(status.waiting_for) if status is not None else []
+    return any(f"worker-{rank} to reach {server}" in text for text in told)
+
+
 async def _scheduler_cut(run: ChaosRun) -> None:
     """Disconnects a server from the scheduler only. It is replaced while workers could still reach it."""
     name = _some_server(run)
@@ -233,6 +280,10 @@ FAULTS: Final[dict[str, Injection]] = {
     "partition": _disconnect("a server is disconnected from everybody", "both"),
     "partition-in": _disconnect("nobody reaches a server, which still reaches the others", "in"),
     "partition-out": _disconnect("a server reaches nobody, and is still reached", "out"),
+    "path-cut": Injection(
+        "a worker cannot reach a server, until it is expelled", _path_cut, Reach.NAMESPACE, expels=True
+    ),
+    "path-cut-brief": Injection("a worker cannot reach a server for seconds", _path_cut_briefly, Reach.NAMESPACE),
     "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, Reach.PROXY),
     "proxy-reset": _data("all connections to a server are reset", "proxy-reset", None),
     "proxy-blackhole": _data("a server accepts connections, and no byte passes", "proxy-blackhole", BLACKHOLE),

@@ -36,6 +36,7 @@ class ChaosReport:
 
     equal: whether the weights are byte for byte those of an undisturbed run; None if that cannot be expected.
     expelled: servers that were taken for lost without a fault of their own, because the machine was too slow.
+    named: seconds from a cut path until ``psdist status`` named its two ends.
     problems: other broken promises, one sentence each.
     ended: the last words of the processes of a run that had to end.
     """
@@ -48,6 +49,7 @@ class ChaosReport:
     steps_per_second: float = 0.0
     seconds: float = 0.0
     expelled: int = 0
+    named: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
 
@@ -76,6 +78,7 @@ class ChaosReport:
             "steps_per_second": round(self.steps_per_second, 1),
             "seconds": round(self.seconds, 1),
             "expelled": self.expelled,
+            "named_seconds_max": _rounded(max(self.named, default=None)),
             "problems": self.problems,
             "ended": self.ended,
             "injected": [
@@ -115,6 +118,8 @@ def table(report: ChaosReport) -> str:
         rows += [("longest pause", f"{1e3 * shown['pause_seconds_max']:.0f} ms")]
     if report.expelled:
         rows += [("expelled", f"{report.expelled} servers, silent for a lease without a fault of their own")]
+    if report.named:
+        rows += [("named", f"in psdist status after at most {max(report.named):.1f} s")]
     if report.equal is not None:
         rows += [("weights", "equal to the undisturbed run" if report.equal else "NOT those of the undisturbed run")]
     rows += [("ended", line) for line in report.ended]
