@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.contenders import ROOT
 from psdist import loop_monitor
 
 LIMIT_SECONDS = 0.1
@@ -168,7 +169,7 @@ def run(case: Case, options: argparse.Namespace, path: Path) -> bool:
     ):
         monitored = path / f"monitor-{number}"
         monitored.mkdir()
-        status, text = _start(case, options, path, monitored, phases)
+        status, text = start(case, path, monitored, phases, options.steps, verbose=options.verbose)
         turns = sorted(read(monitored), key=lambda turn: -turn.blocked)
         print(table(turns), flush=True)
         lost = [line for line in text.splitlines() if "silent" in line or "expelled" in line]
@@ -178,32 +179,37 @@ def run(case: Case, options: argparse.Namespace, path: Path) -> bool:
     return fine
 
 
-def _start(case: Case, options: argparse.Namespace, path: Path, monitored: Path, phases: list[str]) -> tuple[int, str]:
+def start(
+    case: Case, path: Path, monitored: Path, phases: Sequence[str], steps: int, *, verbose: bool = False
+) -> tuple[int, str]:
+    """Runs a case to its end. Returns its exit status and what it printed. path: for snapshots; a second run resumes
+    from those of the first. monitored: where processes report."""
     worker = ["-m", "benchmarks.blocking", "--worker", "--bytes", str(case.bytes), "--tensors", str(case.tensors)]
     flags = ["--nservers", str(case.copies), "--replicas", str(case.copies), "--no-save-at-end", "--log-level", "info"]
     storage = ["--run-id", "blocking", "--storage-path", str(path / "storage")]
     environ = {**os.environ, loop_monitor.VARIABLE: str(monitored), "PSDIST_TRANSPORT": case.transport}
-    settings = ["--copies", str(case.copies), "--steps", str(options.steps), "--phases", *phases]
-    process = subprocess.Popen(
+    settings = ["--copies", str(case.copies), "--steps", str(steps), "--phases", *phases]
+    lines: list[str] = []
+    with subprocess.Popen(
         [sys.executable, "-m", "psdist.cli.main", "run", *flags, *storage, *worker, *settings],
         env={**environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)},
+        cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-    )
-    lines: list[str] = []
-    assert process.stdout is not None
-    for line in process.stdout:
-        lines.append(line)
-        if options.verbose or line.rstrip().endswith(" s"):
-            print("   ", line.rstrip(), flush=True)
-    return process.wait(), "".join(lines)
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if verbose or line.rstrip().endswith(" s"):
+                print("   ", line.rstrip(), flush=True)
+    return process.returncode, "".join(lines)
 
 
 def read(directory: Path) -> Iterator[Turn]:
     """The longest turn of each process that wrote into ``directory``."""
-    found = {file.stem: _turns(file) for file in sorted(directory.glob("*.jsonl"))}
+    found = {file.stem: turns_in(file) for file in sorted(directory.glob("*.jsonl"))}
     for name, turns in found.items():
         others = [turn for other, theirs in found.items() if other != name for turn in theirs]
         blocked = [(_blocked(turn, others), turn) for turn in turns]
@@ -216,7 +222,8 @@ def read(directory: Path) -> Iterator[Turn]:
         yield Turn(name, longest["late"], seconds, longest["cpu"], over, stacks[0][0] if stacks else "")
 
 
-def _turns(file: Path) -> list[dict[str, Any]]:
+def turns_in(file: Path) -> list[dict[str, Any]]:
+    """The long turns that one process reported."""
     return [turn for line in file.read_text().splitlines() if "late" in (turn := json.loads(line))]
 
 

@@ -77,9 +77,9 @@ class LoopMonitor:
         self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _sample(self) -> None:
-        """Count the loop's stacks while it is late. Runs in a thread of its own."""
+        """Count the loop's stacks while it is late. Runs in a thread of its own, until the loop is closed."""
         slept = time.monotonic()
-        while True:
+        while not self._loop.is_closed():
             time.sleep(_TICK_SECONDS)
             now = time.monotonic()
             frames = sys._current_frames()
@@ -90,6 +90,8 @@ class LoopMonitor:
                 self._holders.update(_text(frames[one]) for one in others)
             del frames
             slept = time.monotonic()
+        os.close(self._statistics)
+        self._file.close()
 
     def _read_usage(self) -> _Usage:
         cpu, queued, _ = os.pread(self._statistics, 128, 0).split()

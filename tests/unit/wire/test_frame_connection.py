@@ -13,6 +13,7 @@ import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.wire import limits
+from psdist.wire.frame_connection import _TURN_BYTES as TURN_BYTES
 from psdist.wire.frame_connection import FrameConnection
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -146,6 +147,26 @@ async def what_is_held_comes_later() -> None:
     server.close()
 
 
+async def a_sender_that_keeps_up_leaves_turns_to_other_callbacks() -> None:
+    """The whole payload is in the socket or on its way, and is taken in parts, with turns of the loop between them."""
+    end, loop = End(), asyncio.get_running_loop()
+    server, other = await pair(end)
+    payload, most, before = bytes(limits.DATA_MESSAGE_BYTES), 0, 0
+
+    def look() -> None:
+        nonlocal most, before
+        most, before = max(most, end.connection.received - before), end.connection.received
+        if not end.payloads:
+            loop.call_soon(look)
+
+    with other:
+        look()
+        await loop.sock_sendall(other, framed(b"a", payload))
+        await end.until(lambda: end.payloads)
+        assert end.payloads == [payload] and 0 < most < limits.DATA_MESSAGE_BYTES - TURN_BYTES
+    server.close()
+
+
 async def what_is_no_frame_ends_the_connection() -> None:
     for data, error in (
         (struct.pack("<II", limits.SHARED_MESSAGE_BYTES + 1, 0), LimitExceededError),
@@ -183,6 +204,7 @@ CASES: list[Callable[[], Awaitable[None]]] = [
     frames_are_sent_from_where_they_lie_and_wait_for_a_reader,
     an_abort_lets_go_of_memory_and_of_who_waits,
     what_is_held_comes_later,
+    a_sender_that_keeps_up_leaves_turns_to_other_callbacks,
     what_is_no_frame_ends_the_connection,
     frames_of_one_turn_are_one_write_and_keep_their_order,
 ]

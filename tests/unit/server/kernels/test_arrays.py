@@ -4,6 +4,7 @@ come and go with their memory."""
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,10 @@ from numpy.typing import NDArray
 
 from psdist import BSP, optim
 from psdist.errors import InternalError, InvalidArgumentError, LimitExceededError
-from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.wire import shm
 from psdist_server.kernels import kernels
-from psdist_server.kernels.arrays import DenseParameters, Update
+from psdist_server.kernels.arrays import DenseParameters, Update, _runs_of
 
 ELEMENTS = 10_000
 
@@ -225,6 +226,36 @@ def test_where_there_is_no_room_for_the_first_slices_all_of_them_lie_in_plain_me
     dense.reclaim([1])
     assert not dense.weights.array.any()
     dense.close()
+
+
+def test_memory_that_was_made_ahead_is_not_made_again_nor_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``hold`` runs on the event loop, and takes no time for such slices."""
+    dense = big()
+    dense.weights.make_room([1, 3])
+    assert resident(dense)[0] == 2048 and not dense.held
+    dense.reclaim([1, 2])  # Late, of an earlier time in which this server held them.
+    assert resident(dense)[0] == 2048
+    monkeypatch.setattr(os, "posix_fallocate", None)
+    dense.hold([1, 3])
+    filled(dense, 1, 1.0)
+    assert dense.held == {1, 3}
+    dense.close()
+
+
+def test_the_groups_of_slices_are_those_of_their_elements() -> None:
+    """Found by bisection among many ranges, with gaps, across slices and at their ends."""
+    rng = np.random.default_rng(7)
+    for _ in range(50):
+        groups = np.repeat(rng.integers(0, 3, 40), rng.integers(1, 9, 40))
+        ends = np.flatnonzero(np.diff(groups, prepend=-1, append=-1))
+        ranges = [
+            GroupRange(int(start), int(stop), int(groups[start]))
+            for start, stop in itertools.pairwise(ends)
+            if groups[start]
+        ]
+        start, stop = sorted(rng.choice(len(groups) + 1, 2, replace=False).tolist())
+        found = np.concatenate([np.full(high - low, group) for low, high, group in _runs_of(ranges, start, stop)])
+        assert (found == groups[start:stop]).all()
 
 
 def test_where_there_is_no_room_for_more_slices_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""The monitor of blocked event loops: what it reports, and that it tells work from waiting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from psdist import loop_monitor
+
+#: Much longer than what is reported.
+BLOCK_SECONDS = 0.3
+
+
+def work() -> None:
+    """Uses the processor for some time."""
+    begin = time.thread_time()
+    while time.thread_time() - begin < BLOCK_SECONDS:
+        pass
+
+
+def wait() -> None:
+    """Waits for something that does not come."""
+    threading.Event().wait(BLOCK_SECONDS)
+
+
+def lines(directory: Path) -> list[str]:
+    """What was reported so far."""
+    return [line for file in directory.glob("test-*.jsonl") for line in file.read_text().splitlines()]
+
+
+async def reported(directory: Path, block: Callable[[], None]) -> list[dict[str, Any]]:
+    """The lines about a loop that ``block`` blocks."""
+    loop_monitor.watch("test", {loop_monitor.VARIABLE: str(directory)})
+    loop, found = asyncio.get_running_loop(), asyncio.Event()
+
+    def look() -> None:
+        if any(block.__name__ in line for line in lines(directory)):
+            found.set()
+        else:
+            loop.call_later(0.01, look)
+
+    loop.call_later(0.01, block)
+    look()
+    await found.wait()
+    return [json.loads(line) for line in lines(directory)]
+
+
+@pytest.mark.parametrize(("block", "part"), [(work, "cpu"), (wait, "waited")])
+async def test_a_blocked_turn_is_reported_with_its_stack_and_what_it_did(
+    tmp_path: Path, block: Callable[[], None], part: str
+) -> None:
+    started, *turns = await reported(tmp_path, block)
+    assert started.keys() == {"started"}
+    longest = max(turns, key=lambda turn: float(turn["late"]))
+    assert longest["late"] > BLOCK_SECONDS / 2 and longest[part] > BLOCK_SECONDS / 2
+    (stack, _), *_ = longest["stacks"]
+    assert f" {block.__name__} < " in stack and "test_loop_monitor.py" in stack
+
+
+async def test_without_the_variable_nothing_is_watched(tmp_path: Path) -> None:
+    before = threading.active_count()
+    loop_monitor.watch("test", {})
+    assert threading.active_count() == before and not lines(tmp_path)
