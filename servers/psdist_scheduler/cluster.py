@@ -86,7 +86,8 @@ class Cluster:
         if training:
             shortage = self.demand.shortage(begun=True)
             degraded = self.machines.replica_manager.degraded()
-            also = [degraded, f"with fewer than wanted, waiting {shortage}" if shortage else ""]
+            fewer = f"with fewer than wanted, waiting {shortage}" if shortage else ""
+            also = [self.machines.changes.silent.sentence, degraded, fewer]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.demand.shortage():
             everyone_left = not self.members.workers and self.members.ranks
@@ -144,6 +145,8 @@ class Cluster:
                 return machines.changes.open_session(event, self.epoch, now) + machines.shutdown.on_session(event.call)
             case ev.SessionClosed():
                 return machines.changes.close_session(event, now)
+            case ev.Probed():
+                return machines.changes.on_probed(event, now)
             case ev.Leave():
                 return machines.changes.leave(event, now)
             case ev.JoinAnswered():
@@ -159,11 +162,7 @@ class Cluster:
             case StopReported():
                 return machines.stops.on_report(event)
             case we.ServerChecked():
-                if (worker := self.members.by_session(event.call)) is not None:
-                    machines.changes.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
-                return []
-            case we.AlignReported():
-                return machines.creation.joins.alignment.on_report(event)
+                return machines.changes.on_checked(event, now)
             case ev.Scale():
                 return machines.scaling.scale(event)
             case ev.WatchScale():
@@ -271,18 +270,16 @@ class Cluster:
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
         machines, epoch = self.machines, self.epoch + 1
-        alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
         effects += self._end_calls_of_the_gone()
         effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(now)
-        effects += alignment.progress() + machines.creation.progress(epoch, now)
+        effects += machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
         effects += machines.replica_manager.plan(now) + machines.shutdown.ask(now) + machines.stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
-        effects += alignment.progress()
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
             machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)

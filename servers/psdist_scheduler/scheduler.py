@@ -31,12 +31,14 @@ from psdist_scheduler.events.cluster_events import (
     LogEvent,
     MemberLost,
     Persist,
+    Probe,
     Register,
     Tick,
 )
 from psdist_scheduler.events.records import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
+from psdist_scheduler.probe import Probes
 from psdist_scheduler.snapshot_io import SnapshotIo
 from psdist_scheduler.store import Store
 
@@ -50,7 +52,6 @@ class Scheduler:
 
     def __init__(self, cluster: Cluster, store: Store, storage: Storage | None = None) -> None:
         self.cluster = cluster
-        self.storage = storage
         self._storage: SnapshotIo | None = None
         if storage is not None:
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
@@ -71,6 +72,7 @@ class Scheduler:
         self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
         self._stopping = False
+        self._probes = Probes(cluster.settings.lease_seconds / 2, self.post)
         self._enqueue(cluster.start(self.started))
 
     def post(self, event: Event) -> None:
@@ -116,6 +118,7 @@ class Scheduler:
     def stop(self) -> None:
         """From now on nothing changes: the members live on while the scheduler does not."""
         self._stopping = True
+        self._probes.stop()
 
     def close(self) -> None:
         """Frees the store, after a write in progress. Where the run has ended, the store is deleted, because a later
@@ -125,6 +128,11 @@ class Scheduler:
             self._store.discard()
         else:
             self._store.close()
+
+    @property
+    def storage(self) -> Storage | None:
+        """The run's storage; None where it has none."""
+        return self._storage.storage if self._storage is not None else None
 
     @property
     def all_have_left(self) -> bool:
@@ -167,6 +175,8 @@ class Scheduler:
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():
                 if self._storage is not None:
                     self._storage.put(effect)
+            case Probe():
+                self._probes.start(effect)
             case _:
                 if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
                     self._reports.pop(effect.news.member_id, None)

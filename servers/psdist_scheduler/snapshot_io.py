@@ -110,7 +110,7 @@ class SnapshotIo:
     ``post`` gives the machine an event."""
 
     def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[sn.StorageEvent], None]) -> None:
-        self._storage = storage
+        self.storage = storage
         self._salt = salt
         self._run_id = run_id
         self._post = post
@@ -211,7 +211,7 @@ class SnapshotIo:
                 await self._create(commit.path, record)
                 return commit
             except FileExistsError:
-                if await self._storage.read(commit.path) not in self._unsure.get(commit.sequence, ()):
+                if await self.storage.read(commit.path) not in self._unsure.get(commit.sequence, ()):
                     raise
             except PsdistError:
                 # It may be there all the same, now or later: what it names is not removed.
@@ -224,10 +224,10 @@ class SnapshotIo:
         """Creates a file. That our own answer was lost is no failure: then the very bytes are there. Raises
         FileExistsError where others are, StorageError where nobody knows."""
         try:
-            await self._storage.create(path, data)
+            await self.storage.create(path, data)
         except (StorageError, FileExistsError):
             try:
-                there = await self._storage.read(path)
+                there = await self.storage.read(path)
             except (UnknownSnapshotError, StorageError):
                 there = None
             if there != data:
@@ -242,8 +242,8 @@ class SnapshotIo:
     async def _remove(self, directory: str) -> None:
         """Removes the files of a directory that no record names; if the storage does not answer they stay for now."""
         try:
-            files = await self._storage.list(layout.directory_path(directory))
-            await self._storage.delete(file.path for file in files)
+            files = await self.storage.list(layout.directory_path(directory))
+            await self.storage.delete(file.path for file in files)
         except PsdistError as error:
             log.warning("the files of %s, which was given up, are left: %s", directory, error)
 
@@ -251,7 +251,7 @@ class SnapshotIo:
         done: list[int] = []
         try:
             for commit in effect.commits:
-                await self._storage.delete([commit.path])
+                await self.storage.delete([commit.path])
                 done.append(commit.sequence)
                 await self._abandon(commit.directory)
             if effect.collect:
@@ -263,12 +263,12 @@ class SnapshotIo:
     async def _collect(self) -> None:
         """Removes directories that no record names, where every record could be read: those that this scheduler gave
         up, and what others left long ago."""
-        records = await reader.commits(self._storage)
+        records = await reader.commits(self.storage)
         named = {record.directory for record in records if isinstance(record, CommitRecord)}
         if len(named) != len(records):
             return
         newest: dict[str, float] = {}
-        for file in await self._storage.list(layout.SNAPSHOTS):
+        for file in await self.storage.list(layout.SNAPSHOTS):
             directory = file.path.split("/")[1]
             newest[directory] = max(newest.get(directory, 0.0), file.modified)
         oldest = time.time() - GARBAGE_SECONDS
@@ -280,7 +280,7 @@ class SnapshotIo:
 
     async def _read(self, base: str, bad: tuple[str, ...]) -> sn.HistoryRead:
         try:
-            return sn.HistoryRead(await read_history(self._storage, self._run_id, base, bad))
+            return sn.HistoryRead(await read_history(self.storage, self._run_id, base, bad))
         except PsdistError as error:
             return sn.HistoryRead(None, str(error))
 

@@ -98,8 +98,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         me = link.registration
         host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
         logs.identify(id=me.server_id, run=me.run_id)
-        # The map is followed in the session: memory for large shards takes longer than the scheduler waits for one.
-        # Requests wait for the map.
+        await host.follow(first_map)
         listener = TcpListener()
         await listener.open(settings.host)
         service = ServerService(host, listener)

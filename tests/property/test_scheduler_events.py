@@ -47,6 +47,7 @@ class Scheduling(RuleBasedStateMachine):
         self.sessions: list[int] = []
         self.proposals: list[tuple[int, ev.JoinProposal]] = []
         self.checks: list[tuple[int, ev.CheckValues]] = []
+        self.probes: list[ev.Probe] = []
         self.map = ClusterMap("run", 0)
         self.granted_steps: dict[tuple[str, str, int], int] = {}
         self.restart()
@@ -82,6 +83,12 @@ class Scheduling(RuleBasedStateMachine):
     @rule(data=st.data())
     def close_session(self, data: st.DataObject) -> None:
         self._post(ev.SessionClosed(data.draw(st.sampled_from(self.sessions)), "its session broke"))
+
+    @precondition(lambda self: self.probes)
+    @rule(result=st.sampled_from(("refused", "refused", "accepted", "silent")))
+    def probed(self, result: Any) -> None:
+        probe = self.probes.pop(0)
+        self._post(ev.Probed(probe.member_id, probe.incarnation, result))
 
     @precondition(lambda self: self._live())
     @rule(data=st.data())
@@ -333,9 +340,13 @@ class Scheduling(RuleBasedStateMachine):
                     self._end(call)
                 case ev.Close(call):
                     self._end(call)
+                case ev.Probe():
+                    self.probes.append(effect)
 
     def _answered(self, call: int, value: Any) -> None:
         assert call not in self.ended, "an answer to a call that was over"
+        if isinstance(value, we.CheckServer):
+            return
         if isinstance(value, ev.JoinProposal):
             self.proposals.append((call, value))
         elif isinstance(value, ev.CheckValues):

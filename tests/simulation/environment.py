@@ -30,6 +30,7 @@ import psdist_server.service  # noqa: F401
 from psdist.client.session.followed_map import FollowedMap
 from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.shm import WeightsArena
+from psdist_scheduler import probe
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.coordination import mutual_waits
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
@@ -198,6 +199,16 @@ def _open_channel(address: str, message_bytes: int = 0) -> SimChannel:
     return SimChannel(running().network, address)
 
 
+async def _probe(address: str, timeout: float) -> str:
+    """Stands for ``psdist_scheduler.probe.probe``."""
+    loop = running()
+    result: asyncio.Future[str] = loop.create_future()
+    loop.network.probe(loop.current(), address, lambda met: result.done() or result.set_result(met))
+    met = await result
+    loop.network.counts[f"probe: {met}"] += 1
+    return met
+
+
 class _MapReader:
     """``convert.map_from_proto`` that reads a map once for all nodes: it is a frozen value, and costs as much as the
     rest of its publication."""
@@ -336,6 +347,7 @@ def install() -> None:
         id(KernelPool): InlinePool,
         id(ThreadPoolExecutor): InlineExecutor,
         id(channels.open_channel): _open_channel,
+        id(probe.probe): _probe,
     }
     for module in [m for name, m in sorted(sys.modules.items()) if name.split(".")[0] in _PACKAGES]:
         for name, value in list(vars(module).items()):

@@ -129,6 +129,17 @@ class Network:
             self._connections[connection] = None
             self._later(delay, client, told, connection)
 
+    def probe(self, client: Node, address: str, told: Callable[[str], None]) -> None:
+        """Tells what a connection to ``address`` meets: the kernel of a process that stands still accepts it."""
+        there = self._listening.get(address)
+        delay = 2 * self._delay(client.name, there[0].name if there else "")
+        if there is None or (there[0].dead and there[0] not in self._silent):
+            self._later(delay, client, told, "refused")
+        elif there[0].dead or self._is_cut(client.name, there[0].name):
+            self._later(CONNECT_SECONDS, client, told, "silent")
+        else:
+            self._later(delay, client, told, "accepted")
+
     def open(self, connection: Connection, client: End, method: str) -> Stream:
         """A stream; ``send`` of an "open" begins it."""
         stream = Stream(connection, client, method)

@@ -14,7 +14,15 @@ from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import ClusterSettings, Member, Node, ParametersRecord, RestorePoint, StoredState
+from psdist_scheduler.events.records import (
+    ClusterSettings,
+    Member,
+    Node,
+    ParametersRecord,
+    ProbeResult,
+    RestorePoint,
+    StoredState,
+)
 from psdist_scheduler.events.snapshot_events import History
 
 LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
@@ -47,6 +55,9 @@ class Driver:
         #: Sessions of servers that are asked whether they have uploaded values; whether all say at once that they do.
         self.checks: list[tuple[int, ev.CheckValues]] = []
         self.has_values = True
+        #: What connections to ports of servers meet; None leaves the machine without an answer.
+        self.probed: ProbeResult | None = "refused"
+        self._probes: list[ev.Probe] = []
         self._next = 0
         self._members: dict[str, Member] = {m.member_id: m for m in (stored.members if stored else ())}
         self._parameters: dict[str, ParametersRecord] = {}
@@ -85,6 +96,10 @@ class Driver:
         self._carry_out(effects)
         while self.has_values and self.checks:
             self.answer_check()
+        while self._probes:
+            probe = self._probes.pop(0)
+            if self.probed is not None:
+                self.on(ev.Probed(probe.member_id, probe.incarnation, self.probed))
 
     def tick(self, seconds: float = 0.25) -> None:
         """Time passes in steps of a tick."""
@@ -92,6 +107,12 @@ class Driver:
         for _ in range(round(seconds / step)):
             self.now += step
             self.on(ev.Tick())
+
+    def tick_and_beat(self, seconds: float, *sessions: int) -> None:
+        """Time passes, and these sessions send a heartbeat with each tick."""
+        for _ in range(round(seconds / self.cluster.settings.tick_seconds)):
+            self.tick()
+            self.beat(*sessions)
 
     def register(self, role: Any = "worker", **fields: Any) -> Member:
         """Registers a member. Raises how it was refused."""
@@ -217,6 +238,8 @@ class Driver:
                     self.errors[call] = error
                 case ev.Close(call):
                     self.closed.append(call)
+                case ev.Probe():
+                    self._probes.append(effect)
                 case ev.LogEvent():
                     self.notes.append(effect.text)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import DuplicateMemberError
-from psdist.types import Replica
+from psdist.types import Replica, Shard
 from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register, Wait
 from psdist_scheduler.events.records import Member
 from psdist_scheduler.members.membership import Membership
@@ -69,7 +69,7 @@ class DeferredLosses:
             return
         for member in self._members.servers:
             same = event.member_id == member.member_id or (event.address and event.address == member.address)
-            if same and self._is_missed(member):
+            if same and self.has_last_copy(member):
                 raise DuplicateMemberError(
                     f"this takes the place of {member} at {member.address}, which held shards alone, and whose loss "
                     f"waits {self._snapshots.doubt}: try again",
@@ -84,7 +84,7 @@ class DeferredLosses:
             member = self._members.get(member_id)
             if member_id in self._deferred:
                 continue
-            if member is None or not self._must_wait(now) or not self._is_missed(member):
+            if member is None or not self._must_wait(now) or not self.has_last_copy(member):
                 counts.append((member_id, reason))
                 continue
             self._since = now if self._since is None else self._since
@@ -115,13 +115,17 @@ class DeferredLosses:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS
         return bool(self._snapshots.doubt) and patient
 
-    def _is_missed(self, member: Member) -> bool:
-        """Whether it is a server that has values which nobody else has."""
+    def has_last_copy(self, member: Member, but: frozenset[str] = frozenset()) -> bool:
+        """Whether it is a server that has values which nobody else has, apart from the servers ``but``."""
 
         def is_left(replica: Replica) -> bool:
-            return self._members.has(replica) and replica.server_id != member.member_id
+            there = self._members.has(replica) and replica.server_id != member.member_id
+            return there and replica.server_id not in but
+
+        def is_holder(shard: Shard) -> bool:
+            return member.replica in (shard.primary, *shard.backups)
 
         if member.role != "server":
             return False
         shards = (s for p in self._registry.all if p.record is not None and p.entry.ready for s in p.entry.shards)
-        return any(after_loss(shard, is_left).lost and not shard.lost for shard in shards)
+        return any(is_holder(shard) and after_loss(shard, is_left).lost and not shard.lost for shard in shards)

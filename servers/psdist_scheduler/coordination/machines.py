@@ -14,6 +14,7 @@ from psdist_scheduler.coordination.membership_changes import MembershipChanges
 from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.shutdown import GracefulShutdown
+from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.datasets.datasets import Datasets
@@ -24,7 +25,6 @@ from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
-from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.creation import Creation
 from psdist_scheduler.placement.join_proposals import Joins
@@ -80,8 +80,7 @@ class Machines:
         members = Membership(settings, stored.members, now, resume.incarnations)
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
-        alignment = Alignment(members, registry, (epoch + 1) << _COMMANDS_BITS)
-        joins = Joins(registry, members, alignment, (epoch + 1) << _COMMANDS_BITS)
+        joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
         creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
         replica_manager = ReplicaManager(settings, registry, members)
         vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
@@ -91,11 +90,12 @@ class Machines:
         snapshots = Snapshots(settings, registry, members, datasets, history, now)
         rollback = Rollback(registry, joins, members, datasets, snapshots)
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
-        stops = Stops(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
+        stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
         unreachable = UnreachableServers(settings, members, registry)
+        silent = SilentMembers(settings, members, deferred)
         changes = MembershipChanges(
-            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, unreachable, now
+            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, unreachable, silent, now
         )
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
@@ -123,7 +123,7 @@ class Machines:
         yield from self.snapshots.waits()
         yield from self.stops.waits()
         yield from self.changes.unreachable.waits()
-        yield from self.creation.joins.alignment.waits()
+        yield from self.changes.silent.waits()
 
     @property
     def has_changed(self) -> bool:
@@ -155,7 +155,6 @@ class Machines:
         self.members.validate()
         self.registry.validate(self.members)
         self.creation.joins.validate()
-        self.creation.joins.alignment.validate()
         self.creation.commits.validate()
         self.rendezvous.validate()
         self.datasets.validate()

@@ -1,7 +1,8 @@
 """What follows when members register, open sessions, leave, or are lost. Pure.
 
-A member is lost when its session breaks or its lease is over, unless this process itself stood still for so long that
-its members hung up: they are alive, and will be back. A loss that must wait is deferred (``deferred_losses``).
+A member whose lease is over, or whose session ended, is suspected, and lost only on evidence (``silent_members``). A
+worker whose session ended while its messages came regularly is lost at once: its kernel ended it. A loss that must wait
+for the storage is deferred (``deferred_losses``).
 
 Not here: who is a member (``membership``), what becomes of shards (``replica_manager``), data (``datasets``) and the
 run (``rollback``).
@@ -11,13 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
+from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings, Member
-from psdist_scheduler.events.worker_events import Caller
+from psdist_scheduler.events.worker_events import Caller, ServerChecked
 from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement.join_proposals import Joins
@@ -39,9 +40,8 @@ class MembershipChanges:
     _admission: MemberAdmission
     deferred: DeferredLosses
     unreachable: UnreachableServers
+    silent: SilentMembers
     _ticked: float
-    #: Until then a session may end because this process itself was silent.
-    _forgiving_until: float = float("-inf")
 
     def register(self, event: ev.Register, now: float) -> list[ev.Effect]:
         """A server or a worker wants to take part. Raises what ``MemberAdmission.accept`` raises."""
@@ -69,19 +69,32 @@ class MembershipChanges:
             effects += self._joins.on_session(member.member_id)
         else:
             self._stops.on_session(member)
-            self._joins.alignment.on_session(member)
         return effects + self._snapshots.runner.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
         member_id = self._members.sessions.get(event.call)
-        if not member_id:
+        member = self._members.get(member_id or "")
+        if member is None:
             return []
-        if now < self._forgiving_until or self._was_hung_up_on(now):
-            self._members.sessions.detach(event.call, now)
-            return [
-                ev.LogEvent(f"the session of {member_id} ended while the scheduler stood still: waiting for its return")
-            ]
-        return self._lose([(member_id, event.reason)], now)
+        steady = self._members.sessions.was_steady(member.member_id, now) and not self._stood_still(now)
+        if steady and not member.address:
+            return self._lose([(member.member_id, event.reason)], now)
+        self._members.sessions.detach(event.call, now, by_member=steady)
+        if member.address:
+            return self.silent.probe(member)
+        return [ev.LogEvent(f"the session of {member} ended after a silence: waiting for its return")]
+
+    def on_probed(self, event: ev.Probed, now: float) -> list[ev.Effect]:
+        """A connection to the port of a server was tried."""
+        return self._lose(self.silent.on_probed(event, now), now)
+
+    def on_checked(self, event: ServerChecked, now: float) -> list[ev.Effect]:
+        """A worker answers whether it reached a server."""
+        if (worker := self._members.by_session(event.call)) is not None:
+            self.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
+            if event.reached:
+                self.silent.on_reached(event.server, now)
+        return []
 
     def leave(self, event: ev.Leave, now: float) -> list[ev.Effect]:
         """A member goes politely. Raises FencedError."""
@@ -97,24 +110,23 @@ class MembershipChanges:
         return [*effects, ev.Close(session)] if session else effects
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Time has passed: members are lost whose lease is over, and those without a path to where they are needed."""
+        """Time has passed: who is suspected is judged, and probed again, and so are broken paths between members."""
         late = now - self._ticked - self._settings.tick_seconds
         if late > self._settings.tick_seconds:
             self._members.sessions.extend(now, late)
-        if self._was_hung_up_on(now):
-            self._forgiving_until = now + self._settings.lease_seconds
         self._ticked = now
-        effects = self._lose(self._members.sessions.expired(now), now) + self.unreachable.progress(now)
+        lost, effects = self.silent.tick(now)
+        effects += self._lose(lost, now)
+        effects += self.unreachable.progress(now)
         return effects + self._lose(self.unreachable.expelled(now), now)
 
     def progress(self, now: float) -> list[ev.Effect]:
         """Losses that were deferred and count now."""
         return self._end(self.deferred.due(now), now)
 
-    def _was_hung_up_on(self, now: float) -> bool:
-        """Whether this process may have stood still for so long that members hung up. After a shorter time a session
-        that broke is its member's end: a killed server would be waited for until its lease is over."""
-        return now - self._ticked >= KEEPALIVE_SECONDS
+    def _stood_still(self, now: float) -> bool:
+        """Whether this process may have stood still for so long that members hung up."""
+        return now - self._ticked >= self._settings.lease_seconds / 2
 
     def _replace_at_address(self, member: Member, now: float) -> list[ev.Effect]:
         """An address has one process: a server that is another's successor there, or the same, whose first answer was

@@ -20,6 +20,7 @@ from psdist_scheduler.events.records import (
     Member,
     Node,
     ParametersRecord,
+    ProbeResult,
     RestorePoint,
     Role,
 )
@@ -54,6 +55,15 @@ class SessionOpened:
 class SessionClosed:
     call: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What a connection to the port of a silent server met (see ``Probe``)."""
+
+    member_id: str
+    incarnation: int
+    result: ProbeResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +237,17 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-WorkerReport = we.StopReported | we.AlignReported | we.ServerChecked | we.Heard
-SessionEvent = SessionOpened | SessionClosed | Heartbeat | JoinAnswered | ValuesAnswered
-MemberEvent = Register | Leave | WorkerReport | SessionEvent
+SessionEvent = (
+    SessionOpened
+    | SessionClosed
+    | Probed
+    | Heartbeat
+    | JoinAnswered
+    | ValuesAnswered
+    | we.StopReported
+    | we.ServerChecked
+)
+MemberEvent = Register | Leave | we.Heard | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
@@ -467,6 +485,15 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Probe:
+    """Connect to the port of a silent server, and say as ``Probed`` what that met."""
+
+    member_id: str
+    incarnation: int
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class LogEvent:
     """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events.
 
@@ -479,4 +506,4 @@ class LogEvent:
 
 #: What calls wait for: its name, the calls, and the reason, a sentence that begins with "for".
 Wait = tuple[str, list[int], str]
-Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | LogEvent | sn.StorageEffect
+Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | Probe | LogEvent | sn.StorageEffect

@@ -19,6 +19,9 @@ Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
 #: A member's id and incarnation.
 Identity = tuple[str, int]
+#: What a connection to a server's port met. "accepted": its kernel answers, so that the process is there, but may be
+#: stopped or starved. "silent": nothing came back. "": not tried, or not known yet.
+ProbeResult = Literal["", "refused", "accepted", "silent"]
 HEARTBEATS_PER_LEASE: Final = 4
 TICKS_PER_LEASE: Final = 8
 TICKS_PER_KEEPALIVE: Final = 8

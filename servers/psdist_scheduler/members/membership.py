@@ -140,7 +140,7 @@ class Membership:
     def on_activity(self, members: Iterable[Identity], when: float) -> None:
         """These members sent something to somebody at that time, so that they were alive."""
         for member_id, incarnation in members:
-            if self.is_live(member_id, incarnation) and self.sessions.of(member_id):
+            if self.is_live(member_id, incarnation) and self.sessions.was_open(member_id):
                 self.sessions.refresh(member_id, when)
 
     def end(self, member_id: str, state: str, reason: str, now: float) -> tuple[Member, int]:

@@ -1,12 +1,16 @@
 """Leases and sessions of live members: when each last sent something, and the stream on which it is reached. Pure.
 
-A live member is taken for lost when it sent nothing for its lease, or when it opened no session soon after it
-had registered. Workers have a longer lease than servers: a script may hold its interpreter for seconds, and then it is
-busy, not gone. A process that died or froze is noticed by its stream.
+A live member is suspected when it sent nothing for its lease, when its session ended and it has not opened another, or
+when it opened no session soon after it had registered. Workers have a longer lease than servers: a script may hold its
+interpreter for seconds, and then it is busy, not gone.
+
+A session that ends while messages come regularly was ended by its member's kernel. After a silence it says nothing of
+the member: either side may have given the connection up. The first message after a time in which nobody reached the
+scheduler makes all sessions such ones, and gives everybody time to come back.
 
 Invariants: a member has at most one session, and a session belongs to one member.
 
-Not here: who is live (``membership``), what follows from a loss (``cluster``), the streams themselves (``service``).
+Not here: who is live (``membership``), which suspects are lost (``suspicion``), the streams themselves (``service``).
 """
 
 from __future__ import annotations
@@ -16,9 +20,8 @@ from dataclasses import dataclass
 
 from psdist_scheduler.events.cluster_events import Heartbeat
 from psdist_scheduler.events.records import ClusterSettings, Member, Role
+from psdist_scheduler.members.suspicion import RETURN_LEASES
 
-#: Leases that servers have to come back after the scheduler was restarted, and workers at least.
-RESTART_LEASES = 3
 #: Each member that has registered, and has no session, lets those after it have so much longer to open theirs.
 SESSION_SECONDS = 0.05
 _WAITS_KEPT = 16
@@ -32,17 +35,30 @@ class Liveness:
     role: Role
     lease: float
     seen: float
-    #: Lost if it sends nothing until then.
+    #: Suspected if it sends nothing until then.
     deadline: float
+    #: Seconds between two heartbeats.
+    heartbeat: float = 0.0
     #: The call that is its session; 0 while it has none.
     session: int = 0
     epoch: int = 0
     waiting_for: tuple[str, ...] = ()
     #: Known from an earlier scheduler, and silent since.
     restored: bool = False
+    #: Until then the end of its session says nothing of the member: it, or everybody, was silent before.
+    unsteady_until: float = float("-inf")
+    #: When its session ended, and whether its own side ended it; None while it has one, or never had.
+    ended: float | None = None
+    ended_by_member: bool = False
 
     def silence(self, now: float) -> str:
         """Why the member is taken for lost once its lease is over."""
+        if self.ended is not None:
+            return (
+                "its session broke"
+                if self.ended_by_member
+                else f"its session broke, and it is not back in {now - self.ended:.1f} s"
+            )
         if not self.session:
             return f"opened no session within {now - self.seen:.1f} s"
         option = "--worker-timeout" if self.role == "worker" else "--failure-timeout"
@@ -58,13 +74,20 @@ class Sessions(dict[int, str]):
         self.liveness: dict[str, Liveness] = {}
         for member in restored:
             lease = settings.lease_of(member.role)
-            deadline = now + max(RESTART_LEASES * settings.lease_seconds, lease)
+            deadline = now + max(RETURN_LEASES * settings.lease_seconds, lease)
             self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, restored=True)
+        #: When anybody has reached this process last.
+        self.reached = now
 
     def of(self, member_id: str) -> int:
         """The call that is the member's session; 0 if it has none."""
         liveness = self.liveness.get(member_id)
         return liveness.session if liveness else 0
+
+    def was_open(self, member_id: str) -> bool:
+        """Whether the member has a session, or had one."""
+        liveness = self.liveness[member_id]
+        return bool(liveness.session) or liveness.ended is not None
 
     def begin(self, member: Member, now: float) -> None:
         """A member has registered. Without a session it takes no part in anything yet, so that the shorter lease harms
@@ -72,7 +95,10 @@ class Sessions(dict[int, str]):
         others = len(self.liveness) - len(self)
         deadline = now + self._settings.lease_seconds + others * SESSION_SECONDS
         lease = self._settings.lease_of(member.role)
-        self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline)
+        self._somebody_came(now)
+        workers = sum(liveness.role == "worker" for liveness in self.liveness.values())
+        heartbeat = self._settings.heartbeat_of(member.role, workers + 1)
+        self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, heartbeat)
 
     def open(self, call: int, member_id: str, now: float) -> int:
         """Makes ``call`` the member's session. Returns the session that it replaces; 0 for none."""
@@ -81,26 +107,56 @@ class Sessions(dict[int, str]):
         self.pop(replaced, None)
         liveness.session = call
         self[call] = member_id
-        self.refresh(member_id, now)
+        self._came(liveness, now)
+        liveness.ended, liveness.ended_by_member = None, False
         return replaced
 
     def refresh(self, member_id: str, when: float) -> None:
-        """The member sent something at that time, from which its lease counts now, unless it sent something since."""
+        """The member sent something to somebody at that time, from which its lease counts now, unless it sent something
+        since."""
         liveness = self.liveness[member_id]
         if when >= liveness.seen:
-            liveness.restored, liveness.seen, liveness.deadline = False, when, when + liveness.lease
+            liveness.restored, liveness.seen = False, when
+            liveness.deadline = max(liveness.deadline, when + liveness.lease)
+
+    def _came(self, liveness: Liveness, now: float) -> None:
+        """A message of a member came on its session."""
+        self._somebody_came(now)
+        if now - liveness.seen > self._gap(liveness):
+            liveness.unsteady_until = now + self._settings.lease_seconds
+        liveness.restored, liveness.seen, liveness.deadline = False, now, max(liveness.deadline, now + liveness.lease)
+
+    def _gap(self, liveness: Liveness) -> float:
+        """A longer time without a message is a silence."""
+        return max(self._settings.lease_seconds / 2, 2.5 * liveness.heartbeat)
+
+    def _somebody_came(self, now: float) -> None:
+        """After a time in which nobody reached this process, all have time to come back."""
+        if now - self.reached > self._settings.lease_seconds / 2:
+            for liveness in self.liveness.values():
+                own = liveness.lease if liveness.session or liveness.restored else 0.0
+                liveness.deadline = max(liveness.deadline, now + max(RETURN_LEASES * self._settings.lease_seconds, own))
+                liveness.unsteady_until = now + self._settings.lease_seconds
+        self.reached = now
 
     def on_heartbeat(self, event: Heartbeat, member_id: str, now: float) -> None:
-        self.refresh(member_id, now)
         liveness = self.liveness[member_id]
+        self._came(liveness, now)
         liveness.epoch = event.epoch
         liveness.waiting_for = tuple(text[:_TEXT_CHARACTERS] for text in event.waiting_for[:_WAITS_KEPT])
 
-    def detach(self, call: int, now: float) -> None:
-        """A session ended by no fault of its member's, which has a lease's time to open another."""
+    def was_steady(self, member_id: str, now: float) -> bool:
+        """Whether messages of the member came regularly until now, so that only its own side can have ended its
+        session: this side gives a connection up after a longer silence."""
+        liveness = self.liveness[member_id]
+        recent = now - liveness.seen <= self._gap(liveness) and now - self.reached <= self._settings.lease_seconds / 2
+        return recent and now >= liveness.unsteady_until
+
+    def detach(self, call: int, now: float, *, by_member: bool = False) -> None:
+        """A session ended, and its member may open another. by_member: its own side ended it."""
         liveness = self.liveness[self.pop(call)]
-        liveness.session = 0
-        liveness.deadline = max(liveness.deadline, now + liveness.lease)
+        liveness.session, liveness.ended, liveness.ended_by_member = 0, now, by_member
+        liveness.deadline = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
 
     def end(self, member_id: str) -> int:
         """The member is not live any more. Returns the session that it had; 0 for none."""
@@ -108,13 +164,31 @@ class Sessions(dict[int, str]):
         self.pop(session, None)
         return session
 
-    def expired(self, now: float) -> list[tuple[str, str]]:
-        """Ids of members whose lease is over, and why each is taken for lost."""
-        return [(id_, liveness.silence(now)) for id_, liveness in self.liveness.items() if now > liveness.deadline]
+    def expired(self, now: float) -> list[str]:
+        """Ids of members whose lease is over."""
+        return [id_ for id_, known in self.liveness.items() if now > known.deadline]
+
+    def suspects(self, now: float) -> list[str]:
+        """Ids of members whose lease is over, or whose session ended."""
+        return [id_ for id_, known in self.liveness.items() if now > known.deadline or known.ended is not None]
+
+    def is_silent(self, member_id: str, now: float) -> bool:
+        """Whether nothing came from the member for longer than it pauses between heartbeats."""
+        liveness = self.liveness[member_id]
+        return not liveness.session or now - liveness.seen > self._gap(liveness)
+
+    def somebody_beside(self, member_id: str, now: float) -> bool:
+        """Whether somebody else has reached this process lately, and after that member."""
+        recent = max(now - self._settings.lease_seconds / 2, self.liveness[member_id].seen)
+        return any(known.seen > recent for id_, known in self.liveness.items() if id_ != member_id)
 
     def extend(self, now: float, late: float) -> None:
-        """This process itself stood still for ``late`` seconds: nobody's silence in that time counts."""
+        """This process itself stood still for ``late`` seconds: nobody's silence in that time counts, and who hung up
+        meanwhile may be back."""
+        self.reached = max(self.reached, min(now, self.reached + late))
         for liveness in self.liveness.values():
+            if late > self._settings.lease_seconds / 2:
+                liveness.unsteady_until = now + self._settings.lease_seconds
             fresh = now + liveness.lease if late > liveness.lease else liveness.deadline + late
             liveness.deadline = max(liveness.deadline, fresh)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from psdist_scheduler.events.cluster_events import Heartbeat
 from psdist_scheduler.events.records import ClusterSettings, Member
-from psdist_scheduler.members.sessions import RESTART_LEASES, SESSION_SECONDS, Sessions
+from psdist_scheduler.members.sessions import SESSION_SECONDS, Sessions
+from psdist_scheduler.members.suspicion import RETURN_LEASES
 
 SETTINGS = ClusterSettings("run", lease_seconds=2.0, worker_lease_seconds=30.0)
 SERVER, WORKER = Member("server-0", "server", 1), Member("worker-0", "worker", 1)
@@ -19,15 +21,17 @@ def sessions(*members: Member) -> Sessions:
 
 def test_a_lease_is_the_members_once_it_has_a_session() -> None:
     made = sessions(SERVER, WORKER)
-    assert [member_id for member_id, _ in made.expired(102.1)] == ["server-0", "worker-0"]
+    assert made.expired(102.1) == ["server-0", "worker-0"]
     made.open(7, "worker-0", 101.0)
-    assert made.expired(131.0) == [("server-0", "opened no session within 31.0 s")]
-    assert dict(made.expired(131.1))["worker-0"] == "silent for 30.1 s, and --worker-timeout is 30 s"
+    assert made.expired(131.0) == ["server-0"]
+    assert made.liveness["server-0"].silence(131.0) == "opened no session within 31.0 s"
+    assert "worker-0" in made.expired(131.1)
+    assert made.liveness["worker-0"].silence(131.1) == "silent for 30.1 s, and --worker-timeout is 30 s"
 
 
 def test_many_that_register_at_a_time_have_longer_to_open_their_sessions() -> None:
     made = sessions(*(Member(f"worker-{rank}", "worker", 1, rank) for rank in range(1001)))
-    assert [member_id for member_id, _ in made.expired(102.01)] == ["worker-0"]
+    assert made.expired(102.01) == ["worker-0"]
     assert len(made.expired(102.0 + 500 * SESSION_SECONDS)) == 500 and len(made.expired(152.1)) == 1001
 
 
@@ -39,11 +43,39 @@ def test_a_session_replaces_the_one_before() -> None:
     assert made.end("server-0") == 8 and not made and not made.liveness
 
 
-def test_a_member_that_is_detached_has_a_lease_to_come_back() -> None:
-    made = sessions(SERVER)
+def test_a_member_whose_session_ended_has_a_lease_to_come_back_and_three_after_a_silence() -> None:
+    made = sessions(SERVER, WORKER)
     made.open(7, "server-0", 100.0)
-    made.detach(7, 101.5)
-    assert not made.expired(103.5) and made.expired(103.6) and made.of("server-0") == 0
+    made.open(8, "worker-0", 100.0)
+    made.detach(7, 101.5, by_member=True)
+    made.detach(8, 101.5)
+    assert not made.expired(103.5) and made.expired(103.6) == ["server-0"] and made.of("server-0") == 0
+    assert made.expired(101.6 + 2.0 * RETURN_LEASES) == ["server-0", "worker-0"]
+    assert made.suspects(101.6) == ["server-0", "worker-0"]
+
+
+def test_a_session_that_ends_while_messages_come_was_ended_by_its_member() -> None:
+    made = sessions(SERVER, WORKER)
+    made.open(7, "server-0", 100.0)
+    made.open(8, "worker-0", 100.0)
+    made.on_heartbeat(Heartbeat(7), "server-0", 101.0)
+    assert made.was_steady("server-0", 101.1) and made.was_steady("worker-0", 101.1)
+    made.on_heartbeat(Heartbeat(7), "server-0", 102.0)
+    assert made.was_steady("server-0", 102.1) and not made.was_steady("worker-0", 102.1), "this side may have ended it"
+    made.on_heartbeat(Heartbeat(8), "worker-0", 102.2)
+    assert not made.was_steady("worker-0", 102.3), "what was sent before the connection broke may come late"
+
+
+def test_after_a_time_in_which_nobody_came_all_have_time_to_come_back() -> None:
+    made = sessions(SERVER, WORKER)
+    made.open(7, "server-0", 100.0)
+    made.open(8, "worker-0", 100.0)
+    made.detach(7, 104.0)
+    assert not made.somebody_beside("server-0", 160.0)
+    made.on_heartbeat(Heartbeat(8), "worker-0", 160.0)
+    assert made.somebody_beside("server-0", 160.0)
+    assert not made.expired(166.0) and made.expired(166.1) == ["server-0"]
+    assert not made.was_steady("worker-0", 160.5)
 
 
 def test_silence_while_this_process_stood_still_does_not_count() -> None:
@@ -57,6 +89,6 @@ def test_silence_while_this_process_stood_still_does_not_count() -> None:
 
 def test_members_of_an_earlier_scheduler_have_longer() -> None:
     made = Sessions(SETTINGS, (SERVER,), 100.0)
-    assert not made.expired(100.0 + 2.0 * RESTART_LEASES) and made.liveness["server-0"].restored
-    made.refresh("server-0", 100.0)
-    assert made.expired(102.1) and not made.liveness["server-0"].restored
+    assert not made.expired(100.0 + 2.0 * RETURN_LEASES) and made.liveness["server-0"].restored
+    made.open(7, "server-0", 100.0)
+    assert made.expired(102.0 + 2.0 * RETURN_LEASES) and not made.liveness["server-0"].restored

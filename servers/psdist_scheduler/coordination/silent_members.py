@@ -1,0 +1,154 @@
+"""Members that are silent towards the scheduler: gathers the evidence on them, and names those that are lost. Pure.
+
+A server that pauses for longer than between heartbeats is asked for at other workers, so that their answers are there
+when its lease is over. Once its lease is over, or its session ended, its port is probed too, again with each tick.
+
+Invariants: what was found out about a silence is forgotten when the member is heard again, or is another incarnation.
+
+Not here: who is silent (``members.sessions``), the rule (``members.suspicion``), what follows from a loss
+(``membership_changes``), paths between members (``unreachable_servers``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from psdist.types import Replica
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Probe, Probed, Wait
+from psdist_scheduler.events.records import ClusterSettings, Identity, Member, ProbeResult
+from psdist_scheduler.events.worker_events import CheckServer
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.members.suspicion import Evidence, excuse, is_lost
+
+#: So many workers are asked for a silent server at a time.
+_ASKED_AT_A_TIME = 3
+
+
+@dataclass(slots=True)
+class Findings:
+    """What was found out during one silence of one member.
+
+    probe: what the last connection to its port met. probing: the next one is under way.
+    heard: when a worker that was asked has reached it last. asked: when workers were asked last.
+    is_logged: the log says why it is not expelled.
+    """
+
+    probe: ProbeResult = ""
+    probing: bool = False
+    heard: float = float("-inf")
+    asked: float = float("-inf")
+    is_logged: bool = False
+
+
+@dataclass(slots=True)
+class SilentMembers:
+    """The silent members of one run."""
+
+    _settings: ClusterSettings
+    _members: Membership
+    _deferred: DeferredLosses
+    _findings: dict[Identity, Findings] = field(default_factory=dict)
+    #: Why members are not expelled whose lease was over at the last tick, and for how long they were silent then.
+    _excuses: dict[str, tuple[str, float]] = field(default_factory=dict)
+
+    def on_probed(self, event: Probed, now: float) -> Losses:
+        """A connection to a server's port was tried. Returns the server if it is lost."""
+        findings = self._findings.get((event.member_id, event.incarnation))
+        if findings is None or not self._members.is_live(event.member_id, event.incarnation):
+            return []
+        findings.probing, findings.probe = False, event.result
+        is_suspect = event.member_id in self._members.sessions.suspects(now)
+        lost = self._if_lost(event.member_id, now) if is_suspect else []
+        if not lost and event.result == "refused":
+            findings.probe = ""  # It proves nothing now, and is tried again when it may.
+        return lost
+
+    def on_reached(self, server: Replica, now: float) -> None:
+        """A worker that was asked has reached this server."""
+        if (findings := self._findings.get((server.server_id, server.incarnation))) is not None:
+            findings.heard = now
+
+    def probe(self, member: Member) -> list[Effect]:
+        """Tries a connection to a server's port, unless one is under way."""
+        findings = self._findings.setdefault(member.identity, Findings())
+        if findings.probing:
+            return []
+        findings.probing = True
+        return [Probe(member.member_id, member.incarnation, member.address)]
+
+    def tick(self, now: float) -> tuple[Losses, list[Effect]]:
+        """Who is lost now, and what is to be found out."""
+        sessions = self._members.sessions
+        suspects = sessions.suspects(now)
+        silent = [s for s in self._members.servers if s.member_id in suspects or sessions.is_silent(s.member_id, now)]
+        kept = {member.identity for member in silent}
+        kept |= {member.identity for id_ in suspects if (member := self._members.get(id_)) is not None}
+        self._findings = {identity: f for identity, f in self._findings.items() if identity in kept}
+        losses: Losses = []
+        effects: list[Effect] = []
+        self._excuses = {}
+        for member_id in suspects:
+            losses += (lost := self._if_lost(member_id, now))
+            effects += [] if lost else self._excuse(member_id, now)
+        for server in silent:
+            effects += self._ask(server, now)
+            effects += self.probe(server) if server.member_id in suspects else []
+        return losses, effects
+
+    def waits(self) -> Iterator[Wait]:
+        """See ``Cluster.waits``."""
+        for member_id, (text, _) in self._excuses.items():
+            yield f"silent {member_id}", [], f"for {member_id} to be heard again: {text}"
+
+    @property
+    def sentence(self) -> str:
+        """Silent members that are waited for, for the run's phase; empty for none."""
+        silent = self._excuses.items()
+        return "; ".join(f"{member_id} is silent for {seconds:.1f} s: {text}" for member_id, (text, seconds) in silent)
+
+    def _ask(self, server: Member, now: float) -> list[Effect]:
+        findings = self._findings.setdefault(server.identity, Findings())
+        if now - findings.asked < self._settings.lease_seconds / 2:
+            return []
+        findings.asked = now
+        sessions = self._members.sessions
+        others = [w for w in self._members.workers if sessions.of(w.member_id)]
+        others.sort(key=lambda worker: -sessions.liveness[worker.member_id].seen)
+        question = CheckServer(server.replica)
+        return [Answer(sessions.of(worker.member_id), question) for worker in others[:_ASKED_AT_A_TIME]]
+
+    def _if_lost(self, member_id: str, now: float) -> Losses:
+        why = self._members.sessions.liveness[member_id].silence(now)
+        return [(member_id, why)] if is_lost(self._evidence(member_id, now)) else []
+
+    def _excuse(self, member_id: str, now: float) -> list[Effect]:
+        evidence, member = self._evidence(member_id, now), self._members.get(member_id)
+        if evidence.overdue <= 0 or member is None:
+            return []
+        self._excuses[member_id] = excuse(evidence), now - self._members.sessions.liveness[member_id].seen
+        findings = self._findings.setdefault(member.identity, Findings())
+        if findings.is_logged:
+            return []
+        findings.is_logged = True
+        why = self._members.sessions.liveness[member_id].silence(now)
+        return [LogEvent(f"{member} is not expelled yet ({why}): {excuse(evidence)}", "warning")]
+
+    def _evidence(self, member_id: str, now: float) -> Evidence:
+        sessions, member = self._members.sessions, self._members.get(member_id)
+        assert member is not None
+        liveness = sessions.liveness[member_id]
+        findings = self._findings.get(member.identity) or Findings()
+        # One that never had a session takes part in nothing yet.
+        takes_part = sessions.was_open(member_id) or liveness.restored
+        silent = frozenset(s.member_id for s in self._members.servers if sessions.is_silent(s.member_id, now))
+        return Evidence(
+            overdue=now - liveness.deadline,
+            lease=self._settings.lease_seconds,
+            others=not takes_part or sessions.somebody_beside(member_id, now),
+            probe=findings.probe,
+            ended=liveness.ended_by_member,
+            heard=now - findings.heard <= self._settings.lease_seconds,
+            last_copy=takes_part and self._deferred.has_last_copy(member, silent),
+        )

@@ -1,0 +1,146 @@
+"""Members that are silent: who is lost, who is waited for, and who comes back, event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import ProbeResult
+from psdist_scheduler.events.worker_events import CheckServer, ServerChecked
+from psdist_scheduler.members.suspicion import HEARD_LEASES, LAST_COPY_LEASES
+from tests.unit.scheduler.placement.test_replicas import Run
+
+
+def pass_time(run: Run, seconds: float, silent: Collection[str] = ()) -> None:
+    """Members beat twice a second, but for ``silent`` servers; "workers" are silent, too, if they are named."""
+    for _ in range(round(seconds / 0.25)):
+        run.d.tick(0.25)
+        run.d.beat(*(session for id_, session in run.sessions.items() if id_ not in silent))
+        run.d.beat(*(() if "workers" in silent else run.beats))
+
+
+def break_sessions(run: Run, *server_ids: str) -> None:
+    for server_id in server_ids:
+        run.d.on(ev.SessionClosed(run.sessions.pop(server_id), "its session broke"))
+
+
+def come_back(run: Run, *server_ids: str) -> None:
+    for server in run.servers:
+        if server.member_id in server_ids:
+            run.sessions[server.member_id] = run.d.open(server)
+
+
+ALL = ("server-0", "server-1", "server-2")
+
+
+@pytest.mark.parametrize("seconds", [3.0, 8.0, 60.0])
+@pytest.mark.parametrize("probed", ["silent", "refused"])
+def test_a_scheduler_that_nobody_reaches_expels_nobody(seconds: float, probed: ProbeResult) -> None:
+    """Its network is down. (A firewall that rejects connections looks like a kernel that refuses them.)"""
+    run = Run(workers=2)
+    epoch = run.d.map.epoch
+    run.d.probed = probed
+    pass_time(run, 4.0, silent=(*ALL, "workers"))
+    break_sessions(run, *ALL)
+    for session in run.beats:
+        run.d.on(ev.SessionClosed(session, "its session broke"))
+    pass_time(run, seconds, silent=(*ALL, "workers"))
+    assert not run.d.lost
+    run.d.probed = "accepted"
+    run.beats = [run.d.open(run.workers[0])]
+    pass_time(run, 5.0)
+    run.beats.append(run.d.open(run.workers[1]))
+    come_back(run, *ALL)
+    pass_time(run, 30.0)
+    assert not run.d.lost and run.d.map.epoch == epoch, "everybody is there as before"
+
+
+def test_who_does_not_come_back_to_a_scheduler_that_was_cut_off_is_lost() -> None:
+    run = Run(workers=2)
+    run.d.probed = "silent"
+    pass_time(run, 4.0, silent=(*ALL, "workers"))
+    break_sessions(run, *ALL)
+    pass_time(run, 60.0, silent=(*ALL, "workers"))
+    come_back(run, "server-0", "server-1")
+    pass_time(run, 5.75)
+    assert not run.d.lost
+    pass_time(run, 1.0)
+    assert [news.member_id for news in run.d.lost] == ["server-2"]
+
+
+@pytest.mark.parametrize("frozen", [ALL, ALL[:2], ALL[1:]])
+def test_servers_that_together_have_the_last_copy_of_a_shard_are_waited_for(frozen: tuple[str, ...]) -> None:
+    run = Run()
+    epoch = run.d.map.epoch
+    run.d.probed = "accepted"
+    pass_time(run, 10.0, silent=frozen)
+    assert not run.d.lost and run.d.map.epoch == epoch
+    waits = " ".join(run.d.cluster.waits)
+    assert f"for {frozen[0]} to be heard again" in waits and "its host accepts connections" in waits
+    assert f"{frozen[0]} is silent for 10." in run.d.cluster.phase
+    pass_time(run, 30.0)
+    assert not run.d.lost and run.d.map.epoch == epoch
+    assert "silent" not in run.d.cluster.phase and "heard again" not in " ".join(run.d.cluster.waits)
+
+
+def test_a_last_copy_is_given_up_after_the_declared_limit() -> None:
+    run = Run(replicas=1, servers=1)
+    run.d.probed = "silent"
+    pass_time(run, 2.0 * LAST_COPY_LEASES - 0.5, silent=ALL)
+    assert not run.d.lost
+    pass_time(run, 1.5, silent=ALL)
+    assert [news.member_id for news in run.d.lost] == ["server-0"]
+
+
+def test_a_server_with_the_last_copy_that_is_killed_is_lost_at_once() -> None:
+    run = Run(replicas=1, servers=1)
+    pass_time(run, 3.0)
+    break_sessions(run, "server-0")
+    assert [news.member_id for news in run.d.lost] == ["server-0"]
+
+
+def test_a_frozen_server_whose_shards_have_other_copies_is_replaced_after_its_lease() -> None:
+    run = Run()
+    run.d.probed = "accepted"
+    pass_time(run, 2.5, silent=ALL[:1])
+    assert [news.member_id for news in run.d.lost] == ["server-0"]
+
+
+def test_a_server_that_workers_reach_has_longer() -> None:
+    run = Run()
+    run.d.probed = "silent"
+    for _ in range(round(2.0 * HEARD_LEASES / 0.5) - 1):
+        pass_time(run, 0.5, silent=ALL[:1])
+        asked = [v.server for v in run.d.told[run.beats[0]] if isinstance(v, CheckServer)]
+        for server in asked[:1]:
+            run.d.on(ServerChecked(run.beats[0], server, reached=True))
+    assert not run.d.lost
+    pass_time(run, 1.0, silent=ALL[:1])
+    assert [news.member_id for news in run.d.lost] == ["server-0"]
+
+
+@pytest.mark.parametrize("probed", ["accepted", "silent", None])
+def test_a_session_that_breaks_is_no_loss_if_its_server_opens_another(probed: ProbeResult | None) -> None:
+    run = Run()
+    epoch = run.d.map.epoch
+    run.d.probed = probed
+    pass_time(run, 3.0)
+    break_sessions(run, "server-0")
+    pass_time(run, 1.5)
+    come_back(run, "server-0")
+    pass_time(run, 10.0)
+    assert not run.d.lost and run.d.map.epoch == epoch
+
+
+def test_an_answer_about_an_earlier_silence_means_nothing() -> None:
+    run = Run()
+    run.d.probed = None
+    pass_time(run, 3.0)
+    break_sessions(run, "server-0")
+    come_back(run, "server-0")
+    run.d.on(ev.Probed("server-0", 1, "refused"))
+    run.d.on(ev.Probed("server-9", 1, "refused"))
+    pass_time(run, 3.0)
+    assert not run.d.lost
