@@ -188,6 +188,10 @@ class ReplicaMismatchError(PsdistError, code="replica_mismatch", status="DATA_LO
     """Two copies of a slice differ, and it is not known which is right. The shard is stopped."""
 
 
+class StaleCopyError(PsdistError, code="stale_copy", status="FAILED_PRECONDITION"):
+    """A replica was sent an update that does not fit its copy of a slice. The copy must be filled again."""
+
+
 class ServerLostError(PsdistError, code="server_lost", status="DATA_LOSS"):
     """A server that held the only copy of some shards is gone."""
 

@@ -11,9 +11,9 @@ import json
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from psdist.consistency import Consistency
 from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError, check_integer
@@ -274,6 +274,8 @@ class Shard:
     backups: have every acknowledged update; one of them is promoted when the primary is lost.
     filling: are being filled by the primary, and become backups when it reports that they are complete.
     lost: the primary is gone, and there was no backup.
+    fills: number of the filling that each of ``backups`` and then of ``filling`` comes from. A replica that is dropped
+        and filled again gets a new number, so a late report about the earlier filling is recognised.
     """
 
     primary: Replica
@@ -281,6 +283,21 @@ class Shard:
     backups: tuple[Replica, ...] = ()
     filling: tuple[Replica, ...] = ()
     lost: bool = False
+    fills: tuple[int, ...] = ()
+
+    def fill_of(self, replica: Replica) -> int:
+        """Number of the filling that makes, or made, this replica's copy. 0 if it has none."""
+        return dict(zip((*self.backups, *self.filling), self.fills, strict=False)).get(replica, 0)
+
+    def with_copies(self, backups: tuple[Replica, ...], filling: tuple[Replica, ...], **changes: Any) -> Shard:
+        """The shard with these copies, each under the number of its filling. changes: of other fields."""
+        fills = tuple(self.fill_of(replica) for replica in (*backups, *filling))
+        return replace(self, backups=backups, filling=filling, fills=fills if any(fills) else (), **changes)
+
+    def with_filling(self, replica: Replica, number: int) -> Shard:
+        """The shard with one more replica that is being filled. number: of this filling."""
+        fills = map(self.fill_of, (*self.backups, *self.filling))
+        return replace(self, filling=(*self.filling, replica), fills=(*fills, number))
 
     @property
     def replicas(self) -> tuple[Replica, ...]:

@@ -181,18 +181,20 @@ class Replica(_message.Message):
     def __init__(self, server_id: _Optional[str] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Shard(_message.Message):
-    __slots__ = ("primary", "term", "backups", "filling", "lost")
+    __slots__ = ("primary", "term", "backups", "filling", "lost", "fills")
     PRIMARY_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     BACKUPS_FIELD_NUMBER: _ClassVar[int]
     FILLING_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
+    FILLS_FIELD_NUMBER: _ClassVar[int]
     primary: Replica
     term: int
     backups: _containers.RepeatedCompositeFieldContainer[Replica]
     filling: _containers.RepeatedCompositeFieldContainer[Replica]
     lost: bool
-    def __init__(self, primary: _Optional[_Union[Replica, _Mapping]] = ..., term: _Optional[int] = ..., backups: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., filling: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., lost: _Optional[bool] = ...) -> None: ...
+    fills: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, primary: _Optional[_Union[Replica, _Mapping]] = ..., term: _Optional[int] = ..., backups: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., filling: _Optional[_Iterable[_Union[Replica, _Mapping]]] = ..., lost: _Optional[bool] = ..., fills: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Restore(_message.Message):
     __slots__ = ("directory", "manifest_digest", "weights_only")

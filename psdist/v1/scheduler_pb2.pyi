@@ -428,30 +428,34 @@ class StopCommand(_message.Message):
     def __init__(self, number: _Optional[int] = ..., ask: _Optional[bool] = ..., hold: _Optional[bool] = ..., leave: _Optional[_Union[StopCommand.Leave, _Mapping]] = ...) -> None: ...
 
 class ReplicaFilled(_message.Message):
-    __slots__ = ("parameters", "shard", "term", "replica")
+    __slots__ = ("parameters", "shard", "term", "replica", "fill")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     parameters: str
     shard: int
     term: int
     replica: _common_pb2.Replica
-    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ...) -> None: ...
+    fill: int
+    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class ReplicaUnreachable(_message.Message):
-    __slots__ = ("parameters", "shard", "term", "replica", "reason")
+    __slots__ = ("parameters", "shard", "term", "replica", "reason", "fill")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SHARD_FIELD_NUMBER: _ClassVar[int]
     TERM_FIELD_NUMBER: _ClassVar[int]
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    FILL_FIELD_NUMBER: _ClassVar[int]
     parameters: str
     shard: int
     term: int
     replica: _common_pb2.Replica
     reason: str
-    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...
+    fill: int
+    def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server")

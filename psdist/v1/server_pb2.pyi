@@ -375,10 +375,14 @@ class ReplicateRequest(_message.Message):
         tcp: bool
         def __init__(self, run_id: _Optional[str] = ..., server_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., epoch: _Optional[int] = ..., parameters: _Optional[str] = ..., socket: _Optional[str] = ..., arena_elements: _Optional[int] = ..., tcp: _Optional[bool] = ...) -> None: ...
     class Begin(_message.Message):
-        __slots__ = ("lsn",)
+        __slots__ = ("lsn", "fill", "copy")
         LSN_FIELD_NUMBER: _ClassVar[int]
+        FILL_FIELD_NUMBER: _ClassVar[int]
+        COPY_FIELD_NUMBER: _ClassVar[int]
         lsn: int
-        def __init__(self, lsn: _Optional[int] = ...) -> None: ...
+        fill: int
+        copy: int
+        def __init__(self, lsn: _Optional[int] = ..., fill: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
     class SliceState(_message.Message):
         __slots__ = ("slice", "array", "arrays", "version", "contributors", "producers", "square")
         SLICE_FIELD_NUMBER: _ClassVar[int]
@@ -489,16 +493,18 @@ class ReplicateResponse(_message.Message):
         reason: str
         def __init__(self, held: _Optional[_Iterable[_Union[ReplicateResponse.Held, _Mapping]]] = ..., arena_nonce: _Optional[bytes] = ..., port: _Optional[int] = ..., nonce: _Optional[bytes] = ..., reason: _Optional[str] = ...) -> None: ...
     class Held(_message.Message):
-        __slots__ = ("shard", "term", "lsn", "complete")
+        __slots__ = ("shard", "term", "lsn", "complete", "fill")
         SHARD_FIELD_NUMBER: _ClassVar[int]
         TERM_FIELD_NUMBER: _ClassVar[int]
         LSN_FIELD_NUMBER: _ClassVar[int]
         COMPLETE_FIELD_NUMBER: _ClassVar[int]
+        FILL_FIELD_NUMBER: _ClassVar[int]
         shard: int
         term: int
         lsn: int
         complete: bool
-        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., lsn: _Optional[int] = ..., complete: _Optional[bool] = ...) -> None: ...
+        fill: int
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., lsn: _Optional[int] = ..., complete: _Optional[bool] = ..., fill: _Optional[int] = ...) -> None: ...
     class Ack(_message.Message):
         __slots__ = ("shard", "term", "lsn")
         SHARD_FIELD_NUMBER: _ClassVar[int]
@@ -509,12 +515,14 @@ class ReplicateResponse(_message.Message):
         lsn: int
         def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., lsn: _Optional[int] = ...) -> None: ...
     class Filled(_message.Message):
-        __slots__ = ("shard", "term")
+        __slots__ = ("shard", "term", "copy")
         SHARD_FIELD_NUMBER: _ClassVar[int]
         TERM_FIELD_NUMBER: _ClassVar[int]
+        COPY_FIELD_NUMBER: _ClassVar[int]
         shard: int
         term: int
-        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ...) -> None: ...
+        copy: int
+        def __init__(self, shard: _Optional[int] = ..., term: _Optional[int] = ..., copy: _Optional[int] = ...) -> None: ...
     class Confirmed(_message.Message):
         __slots__ = ("number",)
         NUMBER_FIELD_NUMBER: _ClassVar[int]

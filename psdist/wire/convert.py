@@ -268,6 +268,7 @@ def _shard_from_bytes(data: bytes) -> Shard:
         primary=replica_from_proto(message.primary),
         backups=tuple(map(replica_from_proto, message.backups)),
         filling=tuple(map(replica_from_proto, message.filling)),
+        fills=tuple(message.fills),
     )
 
 

@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 #: Registration refuses another number. It is raised when an older peer could misread a message.
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 #: Largest message on the data path: a slice of 4 MiB and its header, with room for slices in float64 one day.
 DATA_MESSAGE_BYTES: Final = 12 << 20

@@ -273,10 +273,10 @@ class Cluster:
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
         effects += self._end_calls_of_the_gone()
-        effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(now)
+        effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(epoch, now)
         effects += machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
-        effects += machines.replica_manager.plan(now) + machines.shutdown.ask(now) + machines.stops.progress(now)
+        effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)

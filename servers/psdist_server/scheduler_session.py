@@ -216,12 +216,13 @@ class ServerSession:
 def _report_message(report: ReplicaReport | LoadReport) -> pb.SessionRequest:
     if not isinstance(report, ReplicaReport):
         return pb.SessionRequest(snapshot=_load_report_message(report))
+    name, shard, term, fill = report.parameters, report.shard, report.term, report.fill
     replica = convert.replica_to_proto(report.replica)
     if report.kind == "filled":
-        filled = pb.ReplicaFilled(parameters=report.parameters, shard=report.shard, term=report.term, replica=replica)
+        filled = pb.ReplicaFilled(parameters=name, shard=shard, term=term, replica=replica, fill=fill)
         return pb.SessionRequest(replica_filled=filled)
     unreachable = pb.ReplicaUnreachable(
-        parameters=report.parameters, shard=report.shard, term=report.term, replica=replica, reason=report.reason
+        parameters=name, shard=shard, term=term, replica=replica, reason=report.reason, fill=fill
     )
     return pb.SessionRequest(replica_unreachable=unreachable)
 

@@ -301,8 +301,10 @@ async def test_a_scheduler_that_is_told_to_end_forgets_a_run_that_all_have_left(
 async def _fill(cluster: common.ClusterMap, servers: dict[str, Peer]) -> None:
     """Primaries say that all copies are complete."""
     for number, shard in enumerate(cluster.parameters[0].shards):
-        for replica in shard.filling:
-            filled = pb.ReplicaFilled(parameters="mlp", shard=number, term=shard.term, replica=replica)
+        for place, replica in enumerate(shard.filling, len(shard.backups)):
+            filled = pb.ReplicaFilled(
+                parameters="mlp", shard=number, term=shard.term, replica=replica, fill=shard.fills[place]
+            )
             await servers[shard.primary.server_id].say(replica_filled=filled)
 
 

@@ -209,13 +209,13 @@ class Scheduling(RuleBasedStateMachine):
         """A primary, or one that was so a term ago, says that a copy is complete."""
         name, number, shard, replica = data.draw(st.sampled_from(self._copies("filling")))
         session = self.cluster.members.sessions.of(shard.primary.server_id)
-        self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica))
+        self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica, shard.fill_of(replica)))
 
     @rule()
     def fill_all(self) -> None:
         for name, number, shard, replica in self._copies("filling"):
             session = self.cluster.members.sessions.of(shard.primary.server_id)
-            self._post(ev.ReplicaFilled(session, name, number, shard.term, replica))
+            self._post(ev.ReplicaFilled(session, name, number, shard.term, replica, shard.fill_of(replica)))
 
     @precondition(lambda self: self._copies("backups") or self._copies("filling"))
     @rule(data=st.data())
@@ -223,7 +223,7 @@ class Scheduling(RuleBasedStateMachine):
         copies = self._copies("backups") + self._copies("filling")
         name, number, shard, replica = data.draw(st.sampled_from(copies))
         session = self.cluster.members.sessions.of(shard.primary.server_id)
-        self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent"))
+        self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent", shard.fill_of(replica)))
 
     @precondition(lambda self: self.map.servers)
     @rule(data=st.data())

@@ -379,7 +379,7 @@ def _forgotten_factor(put: Put) -> None:
 
 @_ablation("a stream goes on from what its replica has", **_COPIES, **_CUTS)
 def _blind_resume(put: Put) -> None:
-    put(replication.PrimaryReplication, "_resumable", lambda self, held: self.lsn)
+    put(replication.PrimaryReplication, "_resumable", lambda self, peer, held: self.lsn)
 
 
 @_ablation("updates of a shard come without a gap", **_COPIES, **_CUTS)
@@ -391,7 +391,7 @@ def _gaps(put: Put) -> None:
             self.lsn = given.lsn - 1
         return update(self, term, given)
 
-    put(replication.PrimaryReplication, "_resumable", lambda self, held: self.lsn)
+    put(replication.PrimaryReplication, "_resumable", lambda self, peer, held: self.lsn)
     put(replication.BackupReplication, "update", lenient)
 
 

@@ -176,7 +176,7 @@ class Driver:
         ]:
             for name, number, shard, replica in due:
                 session = self.cluster.members.sessions.of(shard.primary.server_id)
-                self.on(ev.ReplicaFilled(session, name, number, shard.term, replica))
+                self.on(ev.ReplicaFilled(session, name, number, shard.term, replica, shard.fill_of(replica)))
             self.hear()
 
     def hear(self) -> None:

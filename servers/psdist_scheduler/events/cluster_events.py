@@ -103,18 +103,25 @@ class ValuesAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFilled:
-    """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on."""
+    """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on.
+
+    fill: number of the filling that the report is about (``Shard.fills``).
+    """
 
     call: int
     parameters: str
     shard: int
     term: int
     replica: Replica
+    fill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreachable:
-    """A primary reports, on its session ``call``, that ``replica`` does not answer it."""
+    """A primary reports, on its session ``call``, that ``replica`` does not answer it, or cannot use what it is sent.
+
+    fill: number of the filling that made the replica's copy (``Shard.fills``).
+    """
 
     call: int
     parameters: str
@@ -122,6 +129,7 @@ class ReplicaUnreachable:
     term: int
     replica: Replica
     reason: str
+    fill: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class ReplicaManager:
         return effects
 
     def on_filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
-        """A primary reports that a replica is complete. Reports of an earlier term have no effect."""
+        """A primary reports that a replica is complete. Reports of an earlier term or filling have no effect."""
         shard = self._reported(event)
         if shard is None or event.replica not in shard.filling:
             return []
@@ -97,8 +97,8 @@ class ReplicaManager:
             self._fresh.add(place[:2])
         return []
 
-    def plan(self, now: float) -> list[ev.Effect]:
-        """Puts in hand what is due by now."""
+    def plan(self, epoch: int, now: float) -> list[ev.Effect]:
+        """Start the changes of copies that are due. epoch: of the map that will show them."""
         liveness = self._members.sessions.liveness
         confirmed = {server.member_id: liveness[server.member_id].epoch for server in self._members.servers}
         again = self._due or any(until <= now for until in self._unreachable.values())
@@ -112,6 +112,7 @@ class ReplicaManager:
             [p.placed for p in placed.values()],
             self._members.servers,
             self._settings.replicas,
+            epoch,
             knows=self._knows,
             refused=lambda *place: self._unreachable.get(place, now) > now,
             tried=lambda *place: place in self._unreachable,
@@ -185,13 +186,18 @@ class ReplicaManager:
         return p
 
     def _reported(self, event: ev.ReplicaFilled | ev.ReplicaUnreachable) -> Shard | None:
-        """The shard that a report is about, if it comes from its primary of this term."""
+        """The shard that a report is about, if its primary of this term sent it, about the replica's newest filling.
+
+        A report may arrive late. Meanwhile the replica may have been dropped and put on the list again: what the
+        report says is true of a copy that no longer counts.
+        """
         server = self._members.by_session(event.call)
         p = self._registry.get(event.parameters)
         if server is None or p is None or p.record is None or not 0 <= event.shard < len(p.entry.shards):
             return None
         shard = p.entry.shards[event.shard]
-        return shard if server.replica == shard.primary and event.term == shard.term and not shard.lost else None
+        is_current = event.term == shard.term and event.fill == shard.fill_of(event.replica) and not shard.lost
+        return shard if server.replica == shard.primary and is_current else None
 
     def _needs_values(self, p: ParameterSet, after: tuple[Shard, ...]) -> bool:
         """Whether values are gone that nobody has trained yet, so that their uploader still has them."""

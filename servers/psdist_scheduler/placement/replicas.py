@@ -18,7 +18,7 @@ enough without it. Otherwise a good copy could be dropped in favour of one that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from psdist.types import Replica, Shard
 from psdist_scheduler.events.records import Member, ParametersRecord
@@ -47,10 +47,10 @@ def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
     backups = tuple(replica for replica in shard.backups if live(replica))
     filling = tuple(replica for replica in shard.filling if live(replica))
     if live(shard.primary):
-        return replace(shard, backups=backups, filling=filling)
+        return shard.with_copies(backups, filling)
     if not backups:
-        return replace(shard, backups=(), filling=(), lost=True)
-    return Shard(backups[0], shard.term + 1, backups[1:], filling)
+        return shard.with_copies((), (), lost=True)
+    return shard.with_copies(backups[1:], filling, primary=backups[0], term=shard.term + 1)
 
 
 def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -> Shard:
@@ -61,14 +61,14 @@ def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -
 def filled(shard: Shard, replica: Replica) -> Shard:
     """The shard once its primary reported that ``replica`` is complete."""
     filling = tuple(other for other in shard.filling if other != replica)
-    return replace(shard, backups=(*shard.backups, replica), filling=filling)
+    return shard.with_copies((*shard.backups, replica), filling)
 
 
 def without(shard: Shard, replica: Replica) -> Shard:
     """The shard without one of its backups or of those being filled."""
     backups = tuple(other for other in shard.backups if other != replica)
     filling = tuple(other for other in shard.filling if other != replica)
-    return replace(shard, backups=backups, filling=filling)
+    return shard.with_copies(backups, filling)
 
 
 def complete(shard: Shard) -> tuple[Replica, ...]:
@@ -83,7 +83,7 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
         return
     for successor in shard.backups:
         others = tuple(other for other in shard.backups if other != successor)
-        yield Shard(successor, shard.term + 1, others, shard.filling)
+        yield shard.with_copies(others, shard.filling, primary=successor, term=shard.term + 1)
 
 
 # --- all shards -------------------------------------------------------------------------------------------------------
@@ -93,6 +93,7 @@ class PlacementPlan:
     """What is due, given the placed parameter sets, and the live servers by id.
 
     wanted: copies of each shard.
+    epoch: of the map that will show the plan. It numbers the fillings that begin with it.
     knows: whether this server has confirmed the map that shows this shard of that parameter set with its copies.
         Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
     refused: whether this server cannot be used for that shard of that parameter set now.
@@ -104,6 +105,7 @@ class PlacementPlan:
         records: Sequence[ParametersRecord],
         servers: Sequence[Member],
         wanted: int,
+        epoch: int,
         *,
         knows: Callable[[str, int, Replica], bool],
         refused: Callable[[str, int, Replica], bool],
@@ -121,7 +123,7 @@ class PlacementPlan:
         self._ready = {record.entry.spec.name for record in records if record.entry.ready}
         self._servers = {server.member_id: server for server in servers}
         self._usable = [server for server in servers if not server.draining]
-        self._wanted = wanted
+        self._wanted, self._epoch = wanted, epoch
         self._knows, self._refused, self._tried = knows, refused, tried
         #: Something is due as soon as a server confirms the map.
         self.held_up = False
@@ -226,7 +228,7 @@ class PlacementPlan:
                 server.member_id,
             ),
         )
-        return replace(shard, filling=(*shard.filling, target.replica))
+        return shard.with_filling(target.replica, self._epoch)
 
     def _imbalance(self, name: str, number: int, before: Shard, after: Shard) -> tuple[int, int, int]:
         """What would become worse or better with ``after``: hosts shared by copies, then load, then memory."""
@@ -286,4 +288,4 @@ class PlacementPlan:
         unfit = target.member_id in [replica.server_id for replica in shard.replicas]
         unfit = unfit or name not in self._ready or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):
-            yield ShardChange(name, number, replace(shard, filling=(target.replica,)))
+            yield ShardChange(name, number, shard.with_filling(target.replica, self._epoch))

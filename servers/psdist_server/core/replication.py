@@ -6,6 +6,10 @@ every slice once it is quiescent, then ``end``. Updates come in between. An upda
 counts. What a replica has of a slice from an earlier term stays until that slice arrives, so that the replica can be
 promoted meanwhile.
 
+Two numbers make it provable that a replica can resume without a copy. (term, lsn) names one state of the shard: lsn
+advances with every update, also while there is no replica to send it to. And each filling has a number, which the map
+gives it (``Shard.fills``): what a replica, a primary or a late report says about an earlier filling does not count.
+
 Invariants: an update counts as replicated when each required replica has acknowledged it (``backups`` of the map, and
 those that were filled). A replica that is being copied acknowledges nothing before it is filled. A replica takes only
 lsn + 1, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. The primary
@@ -19,7 +23,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, Literal, TypeVar
 
-from psdist.errors import InvalidArgumentError, StaleTermError
+from psdist.errors import InvalidArgumentError, StaleCopyError, StaleTermError
 from psdist.types import Replica, Shard
 from psdist_server.core.records import G, Producer, ReplicaUpdate, SliceRecord
 
@@ -28,11 +32,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """What a replica reports to have of a shard: updates up to ``lsn`` under ``term``."""
+    """A replica's report on its copy of a shard: updates up to ``lsn`` under ``term``, from filling ``fill``."""
 
     term: int
     lsn: int
     complete: bool
+    fill: int = 0
 
 
 # --- effects of the primary's machine ---------------------------------------------------------------------------------
@@ -40,10 +45,15 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class SendBegin:
-    """Begin a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``)."""
+    """Begin a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``).
+
+    fill: number of the filling in the map. copy: number of this copy, which the replica repeats when it is complete.
+    """
 
     replica: Replica
     lsn: int
+    fill: int
+    copy: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +91,10 @@ class Peer:
     replica: Replica
     #: The map has it among the backups.
     in_sync: bool
+    #: Number of its filling in the map.
+    fill: int = 0
+    #: Number of the newest copy that was begun to it.
+    copy: int = 0
     state: PeerState = PeerState.UNKNOWN
     #: It answered, under this primary, that its copy is complete.
     filled: bool = False
@@ -94,7 +108,7 @@ class Peer:
     required_acks: int = 0
     #: Since when an answer of it is missing.
     waiting_since: float | None = None
-    #: Why it cannot hold the shard.
+    #: Why it cannot hold the shard, or cannot use its copy.
     refusal: str = ""
     #: How often its bytes were compared.
     digests: int = 0
@@ -123,9 +137,9 @@ class Peer:
         """The replica has all updates up to ``lsn``, and is sent those after it."""
         self.state, self.missing, self.acked = PeerState.CAUGHT_UP, set(), lsn
 
-    def begin_copy(self, slices: Iterable[int], lsn: int) -> None:
-        """The replica is sent all slices, as they are after update ``lsn`` or later."""
-        self.state, self.missing, self.acked = PeerState.COPYING, set(slices), lsn
+    def begin_copy(self, number: int, slices: Iterable[int], lsn: int) -> None:
+        """Start copy ``number``: all slices, as they are after update ``lsn`` or later."""
+        self.state, self.copy, self.missing, self.acked = PeerState.COPYING, number, set(slices), lsn
 
     def complete_copy(self, lsn: int) -> None:
         """The replica answered that its copy is complete, while the newest update is ``lsn``."""
@@ -149,6 +163,7 @@ class PrimaryReplication(Generic[G]):
         self.fenced = False
         #: Bytes of the gradients that are kept.
         self.log_bytes = 0
+        self._copies = 0
         self._log: dict[int, ReplicaUpdate[G]] = {}
         self._unreplicated: dict[int, int] = {}
 
@@ -181,8 +196,10 @@ class PrimaryReplication(Generic[G]):
             del self.peers[gone]
         for replica, in_sync in wanted.items():
             known = self.peers.get(replica)
-            if known is None or (known.in_sync and not in_sync):  # It was taken off the list since the last map.
-                known = self.peers[replica] = Peer(replica, in_sync, waiting_since=now)
+            fill = shard.fill_of(replica)
+            # Another number, or a backup that is being filled: it was taken off the list since the last map.
+            if known is None or known.fill != fill or (known.in_sync and not in_sync):
+                known = self.peers[replica] = Peer(replica, in_sync, fill, waiting_since=now)
             known.in_sync = in_sync
         return self._settle()
 
@@ -190,7 +207,7 @@ class PrimaryReplication(Generic[G]):
         """A stream to ``replica`` is open, which has ``held`` of the shard."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
-        lsn = self._resumable(held) if peer.required and not peer.is_copying else None
+        lsn = self._resumable(peer, held) if peer.required and not peer.is_copying else None
         if lsn is None:
             return self.begin(replica)
         peer.resume(lsn)
@@ -198,9 +215,13 @@ class PrimaryReplication(Generic[G]):
         peer.waiting_since = now if again else None
         return [*again, *self._settle()]
 
-    def _resumable(self, held: ReplicaState | None) -> int | None:
-        """The lsn after which updates are sent again to one that has ``held``; None where it must be copied."""
-        if held is None or not held.complete:
+    def _resumable(self, peer: Peer, held: ReplicaState | None) -> int | None:
+        """The lsn after which updates are sent again to a replica that holds ``held``. None if it must be copied.
+
+        It needs no copy if its copy is of the filling in the map, its (term, lsn) is a state of this primary, and every
+        later update is still in the log.
+        """
+        if held is None or not held.complete or held.fill != peer.fill:
             return None
         if held.term == self.term:
             known = self.lsn - len(self._log) <= held.lsn <= self.lsn
@@ -210,8 +231,9 @@ class PrimaryReplication(Generic[G]):
 
     def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
         """Copies the shard to ``replica`` (again)."""
-        self.peers[replica].begin_copy(self.slices, self.lsn)
-        return [SendBegin(replica, self.lsn), *self._settle()]
+        peer, self._copies = self.peers[replica], self._copies + 1
+        peer.begin_copy(self._copies, self.slices, self.lsn)
+        return [SendBegin(replica, self.lsn, peer.fill, peer.copy), *self._settle()]
 
     def closed(self, replica: Replica, now: float) -> None:
         """The stream to ``replica`` broke."""
@@ -233,26 +255,41 @@ class PrimaryReplication(Generic[G]):
         """Slice ``index`` as it is now is on its way to ``replica``."""
         self.peers[replica].missing.discard(index)
 
-    def copy_again(self, replica: Replica, index: int) -> list[ReplicationEffect[G]]:
-        """Slice ``index``, which ``replica`` has, was replaced without an update."""
-        peer = self.peers[replica]
-        if not (peer.is_copying and peer.missing):
-            return self.begin(replica)
-        peer.missing.add(index)
-        return []
+    def replaced(self, index: int) -> list[ReplicationEffect[G]]:
+        """Slice ``index`` was replaced without an update: every replica is sent it again."""
+        if not self.peers:
+            self.advance()
+        effects: list[ReplicationEffect[G]] = []
+        for replica, peer in self.peers.items():
+            if not peer.is_open:  # It is copied on its next stream, whatever lsn it holds.
+                peer.begin_copy(peer.copy, self.slices, self.lsn)
+            elif peer.is_copying and peer.missing:
+                peer.missing.add(index)
+            else:
+                effects += self.begin(replica)
+        return effects
 
     def ended(self, replica: Replica, now: float) -> None:
         """``replica`` was sent every slice and the end of the copy, and has to answer that it is filled."""
         self.peers[replica].waiting_since = now
 
-    def filled(self, replica: Replica, now: float) -> list[ReplicationEffect[G]]:
-        """``replica`` answered that its copy is complete."""
+    def filled(self, replica: Replica, copy: int, now: float) -> list[ReplicationEffect[G]]:
+        """``replica`` answered that copy number ``copy`` is complete. The answer counts only for the newest copy."""
         peer = self.peers.get(replica)
-        if peer is None or not peer.is_copying or peer.missing:
+        if peer is None or not peer.is_copying or peer.missing or peer.copy != copy:
             return []
         peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
         return self._settle()
+
+    def advance(self) -> None:
+        """Number a change of the shard's state while there is no replica to send it to.
+
+        Without a number of its own the new state could be taken for the one before: a replica that held that one and
+        comes back would never be sent the change.
+        """
+        assert not self.peers, self.peers
+        self.lsn += 1
 
     def update(self, update: ReplicaUpdate[G], now: float) -> list[ReplicationEffect[G]]:
         """Numbers an update (its ``lsn`` must be ``self.lsn + 1``) and sends it to all replicas."""
@@ -263,7 +300,7 @@ class PrimaryReplication(Generic[G]):
         self._unreplicated[update.lsn] = update.index
         effects: list[ReplicationEffect[G]] = []
         for peer in self.peers.values():
-            if peer.is_open:
+            if peer.is_open and not peer.refusal:
                 effects.append(SendUpdate(peer.replica, update, peer.has(update.index)))
                 peer.waiting_since = now if peer.waiting_since is None else peer.waiting_since
         return [*effects, *self._settle()]
@@ -295,7 +332,8 @@ class PrimaryReplication(Generic[G]):
             self.log_bytes -= self._log.pop(lsn).size
 
     def refused_copy(self, replica: Replica, reason: str) -> bool:
-        """``replica`` cannot hold the shard; whether it has a role in it."""
+        """``replica`` cannot hold the shard, or refused an update that does not fit its copy: send it nothing more.
+        Returns False if it has no role in the shard any more."""
         if (peer := self.peers.get(replica)) is not None:
             peer.refusal = reason
         return peer is not None
@@ -327,8 +365,9 @@ class PrimaryReplication(Generic[G]):
 
 # --- the replica's side -----------------------------------------------------------------------------------------------
 
-#: What to do with an update: apply it; nothing but acknowledge it now; the same, as it had been taken before.
-Verdict = Literal["apply", "skip", "repeat"]
+#: How to treat an update: apply it; acknowledge it only, since the slice is still to come or the update was taken
+#: before; or ignore it, because the copy is stale.
+Verdict = Literal["apply", "skip", "repeat", "ignore"]
 
 
 class BackupReplication:
@@ -343,6 +382,11 @@ class BackupReplication:
         self.term = 0
         self.lsn = 0
         self.records: dict[int, SliceRecord] = {}
+        #: Number of the filling that the copy comes from, and of the copy on its stream.
+        self.fill = 0
+        self.copy = 0
+        #: An update did not fit: the copy lacks something, so it may not be promoted, nor resumed.
+        self.is_stale = False
         #: Slices that the copy under way has not brought.
         self.awaited: set[int] = set()
         self._copying = False
@@ -351,8 +395,8 @@ class BackupReplication:
 
     @property
     def complete(self) -> bool:
-        """Whether every slice is here, so that this server can be promoted."""
-        return len(self.records) == len(self.slices)
+        """True if every slice is here and none is known to be stale, so that this server can be promoted."""
+        return len(self.records) == len(self.slices) and not self.is_stale
 
     @property
     def base(self) -> tuple[int, int]:
@@ -363,15 +407,16 @@ class BackupReplication:
     @property
     def held(self) -> ReplicaState:
         """What is here, for a primary that resumes its stream. A copy that was broken off must begin anew."""
-        return ReplicaState(self.term, self.lsn, self.complete and not self._copying)
+        return ReplicaState(self.term, self.lsn, self.complete and not self._copying, self.fill)
 
     def follow(self, shard: Shard) -> None:
         """Follows a new map, which names the primary."""
         self.primary = shard.primary
 
-    def begin(self, term: int, lsn: int) -> None:
-        """A copy begins. What is here of a slice stays until the slice comes."""
+    def begin(self, term: int, lsn: int, fill: int = 0, copy: int = 0) -> None:
+        """Start to receive copy number ``copy``, for filling ``fill``. Held slices stay until they are replaced."""
         self.term, self.lsn, self._acked = term, lsn, lsn
+        self.fill, self.copy = fill, copy
         self.awaited, self._copying = set(self.slices), True
         self._applied.clear()
 
@@ -386,10 +431,16 @@ class BackupReplication:
         """Every slice was sent. Raises InvalidArgumentError where one did not come."""
         if missing := self.awaited or self.slices[len(self.records) :]:
             raise InvalidArgumentError(f"the copy of shard {self.number} ends without slices {sorted(missing)[:4]}")
-        self._copying = False
+        self._copying = self.is_stale = False
 
     def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:
-        """Notes an update and what it adds to the duplicate table. Raises InvalidArgumentError where there is a gap."""
+        """Record an update and its entries in the duplicate table.
+
+        Raises InvalidArgumentError if updates before it are missing: the stream must be opened again. Raises
+        StaleCopyError, once, if it does not fit the copy: the copy must be filled again.
+        """
+        if self.is_stale and not self._copying:
+            return "ignore"
         if term == self.term and update.lsn <= self.lsn:
             return "repeat"
         if update.lsn != self.lsn + 1 or self.term == 0 or (term != self.term and self._copying):
@@ -398,9 +449,11 @@ class BackupReplication:
             )
         is_here = update.index not in self.awaited
         if is_here and (version := self.records[update.index].version) != update.version:
-            # Before it is noted: else the next stream would go on behind it.
-            raise InvalidArgumentError(
-                f"an update of version {update.version} of slice {update.index}, which is at {version}"
+            self.is_stale = True
+            raise StaleCopyError(
+                f"update of version {update.version} of slice {update.index} of shard {self.number}, whose copy here "
+                f"is at version {version}: the copy must be filled again",
+                slice=update.index,
             )
         if term != self.term:  # The new primary holds what is held here, and continues from there.
             self.term, self._acked = term, self.lsn

@@ -212,6 +212,8 @@ class Applier:
             return
         if (lsn := self._replicator.next_lsn(effect.index)) is not None:  # Those being filled count it all the same.
             self._replicator.update(_replica_update(job, lsn))
+        else:
+            self._replicator.advance(effect.index)
         self._written(effect, job.target)
         self._end(effect, outcome)
 
@@ -224,6 +226,7 @@ class Applier:
         if lsn is not None:
             self._replicator.update(_replica_update(job, lsn))
         else:  # The last replica went meanwhile.
+            self._replicator.advance(index)
             self._replicator.memory.cancel([index])
             shipment.is_replicated = True
         self._written(effect, job.target)

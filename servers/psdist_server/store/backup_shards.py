@@ -15,7 +15,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from psdist.consistency import BSP
-from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, ReplicaMismatchError, StaleTermError
+from psdist.errors import (
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    ReplicaMismatchError,
+    StaleCopyError,
+    StaleTermError,
+)
 from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
@@ -113,10 +120,10 @@ class BackupShards:
         self._answers[sender.server_id] = answer
         held = [
             pb.ReplicateResponse.Held(
-                shard=number, term=machine.held.term, lsn=machine.held.lsn, complete=machine.held.complete
+                shard=number, term=held.term, lsn=held.lsn, complete=held.complete, fill=held.fill
             )
             for number, machine in sorted(self.machines.items())
-            if machine.primary == sender
+            if machine.primary == sender and (held := machine.held)
         ]
         return pb.ReplicateResponse(welcome=pb.ReplicateResponse.Welcome(held=held))
 
@@ -137,7 +144,7 @@ class BackupShards:
             machine = self.machines.get(message.shard)
             if machine is not None:  # Else it was moved from here, as the primary's next map says.
                 self._on_shard_message(machine, sender, frame, answer)
-        except (StaleTermError, ReplicaMismatchError, LimitExceededError) as error:
+        except (StaleTermError, StaleCopyError, ReplicaMismatchError, LimitExceededError) as error:
             answer(_refused(message.shard, message.term, error))
 
     @staticmethod
@@ -167,12 +174,12 @@ class BackupShards:
             case "begin":
                 for index in machine.slices:
                     self._incoming.pop(index, None)
-                machine.begin(message.term, message.begin.lsn)
+                machine.begin(message.term, message.begin.lsn, message.begin.fill, message.begin.copy)
             case "state":
                 self._on_state(machine, message.state, frame.payload)
             case "end":
                 machine.end()
-                filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term)
+                filled = pb.ReplicateResponse.Filled(shard=message.shard, term=message.term, copy=machine.copy)
                 answer(pb.ReplicateResponse(filled=filled))
             case "update":
                 self._on_update(machine, sender, message, frame.payload)
@@ -233,6 +240,8 @@ class BackupShards:
         update = self._update(machine, message.update, payload)
         number, term = message.shard, message.term
         verdict = machine.update(term, update)
+        if verdict == "ignore":
+            return
         if verdict != "apply":
             self._acknowledge(machine, sender, term, update.lsn)
             return

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import structlog
 
-from psdist.errors import LimitExceededError, ReplicaMismatchError
+from psdist.errors import LimitExceededError, ReplicaMismatchError, StaleCopyError
 from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -51,7 +51,7 @@ DIGEST_EVERY: Final = 64
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """What a primary reports to the scheduler: ``replica`` is filled, or does not answer."""
+    """A primary's report to the scheduler: ``replica`` is filled, or does not answer. fill: of ``Shard.fills``."""
 
     kind: Literal["filled", "unreachable"]
     parameters: str
@@ -59,6 +59,7 @@ class ReplicaReport:
     term: int
     replica: Replica
     reason: str = ""
+    fill: int = 0
 
 
 class ReplicaNetwork(Protocol):
@@ -153,11 +154,9 @@ class Replicator:
         self.memory.close()
 
     def installed(self, index: int) -> None:
-        """Slice ``index`` has (other) initial values: replicas that have it are sent it again."""
-        machine = self._machine(index)
-        for replica, peer in list(machine.peers.items()) if machine is not None else ():
-            if machine is not None and peer.is_open and index not in peer.missing:
-                self._carry_out(machine, machine.copy_again(replica, index))
+        """Slice ``index`` has (other) initial values: replicas are sent it again."""
+        if (machine := self._machine(index)) is not None:
+            self._carry_out(machine, machine.replaced(index))
 
     def _machine(self, index: int) -> Machine | None:
         return self.machines.get(index % self._shard_count)
@@ -171,6 +170,11 @@ class Replicator:
         """Number of the next update of the slice's shard; None where it has no replicas at all."""
         machine = self._machine(index)
         return machine.lsn + 1 if machine is not None and machine.peers else None
+
+    def advance(self, index: int) -> None:
+        """Number an update of a slice whose shard has no replicas."""
+        if (machine := self._machine(index)) is not None:
+            machine.advance()
 
     def has_room(self) -> bool:
         """Whether another update may be kept until it is acknowledged."""
@@ -216,8 +220,8 @@ class Replicator:
             match effect:
                 case SendUpdate(replica, update, whole):
                     self.streams[replica].send(*update_message(machine, update, whole))
-                case SendBegin(replica, lsn):
-                    begin = pb.ReplicateRequest.Begin(lsn=lsn)
+                case SendBegin(replica, lsn, fill, copy):
+                    begin = pb.ReplicateRequest.Begin(lsn=lsn, fill=fill, copy=copy)
                     stream = self.streams[replica]
                     stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     stream.copy(machine)
@@ -254,7 +258,7 @@ class Replicator:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
-                    self._carry_out(machine, machine.filled(stream.replica, now()))
+                    self._carry_out(machine, machine.filled(stream.replica, response.filled.copy, now()))
                     self.updates.ship_waiting()
                     self.network.report()
             case "refused":
@@ -268,7 +272,9 @@ class Replicator:
         if isinstance(error, ReplicaMismatchError):
             self.store.fail_permanently(error)
             return
-        if isinstance(error, LimitExceededError):
+        if isinstance(error, LimitExceededError | StaleCopyError):
+            if isinstance(error, StaleCopyError):
+                _log.warning("a copy is stale", parameters=self.name, server=str(stream.replica), reason=str(error))
             if machine.refused_copy(stream.replica, str(error)):
                 self.network.report()
             return
@@ -311,8 +317,9 @@ class Replicator:
             shard = entry.shards[number]
             for replica, peer in machine.peers.items():
                 if peer.complete and replica in shard.filling:
-                    found.append(ReplicaReport("filled", self.name, number, machine.term, replica))
+                    found.append(ReplicaReport("filled", self.name, number, machine.term, replica, fill=peer.fill))
             for replica in machine.unreachable(now(), self.network.lease_seconds):
-                reason = machine.peers[replica].refusal or self.streams[replica].reason or "it does not answer"
-                found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason))
+                peer = machine.peers[replica]
+                reason = peer.refusal or self.streams[replica].reason or "it does not answer"
+                found.append(ReplicaReport("unreachable", self.name, number, machine.term, replica, reason, peer.fill))
         return found

@@ -54,10 +54,16 @@ class Run:
         self.d.on(ev.Scale(call, "run", servers))
         return call
 
+    def filled(self, number: int) -> None:
+        """The primary of a shard reports that the first of those being filled is complete."""
+        shard = self.shards[number]
+        session, target = self.sessions[shard.primary.server_id], shard.filling[0]
+        self.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, target, shard.fill_of(target)))
+
     def unreachable(self, number: int, replica: Replica) -> None:
         shard = self.shards[number]
-        session = self.sessions[shard.primary.server_id]
-        self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, "silent for 2 s"))
+        session, fill = self.sessions[shard.primary.server_id], shard.fill_of(replica)
+        self.d.on(ev.ReplicaUnreachable(session, "mlp", number, shard.term, replica, "silent for 2 s", fill))
         self.d.hear()
 
     def load(self) -> dict[str, tuple[int, int]]:
@@ -257,20 +263,45 @@ def test_reports_count_only_from_the_primary_of_the_term() -> None:
     run.server()
     shard, epoch = run.shards[0], run.d.map.epoch
     (target,) = shard.filling
-    for call, term, replica in (
-        (run.sessions["server-1"], shard.term - 1, target),
-        (run.sessions["server-1"], shard.term + 1, target),
-        (run.sessions["server-0"], shard.term, target),
-        (run.sessions["server-1"], shard.term, Replica("server-0", 1)),
-        (999, shard.term, target),
+    fill = shard.fill_of(target)
+    for call, term, replica, number in (
+        (run.sessions["server-1"], shard.term - 1, target, fill),
+        (run.sessions["server-1"], shard.term + 1, target, fill),
+        (run.sessions["server-1"], shard.term, target, fill - 1),
+        (run.sessions["server-0"], shard.term, target, fill),
+        (run.sessions["server-1"], shard.term, Replica("server-0", 1), fill),
+        (999, shard.term, target, fill),
     ):
-        run.d.on(ev.ReplicaFilled(call, "mlp", 0, term, replica))
+        run.d.on(ev.ReplicaFilled(call, "mlp", 0, term, replica, number))
     assert run.d.map.epoch == epoch
-    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target))
+    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target, fill))
     assert run.shards[0].backups == (target,)
     epoch = run.d.map.epoch
-    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target))
+    run.d.on(ev.ReplicaFilled(run.sessions["server-1"], "mlp", 0, shard.term, target, fill))
     assert run.d.map.epoch == epoch
+
+
+def test_reports_on_an_earlier_filling_of_the_same_server_have_no_effect() -> None:
+    run = Run(servers=2)
+    run.kill("server-0")
+    run.server()
+    first = run.shards[0]
+    (target,) = first.filling
+    run.unreachable(0, target)
+    assert target not in run.shards[0].filling
+    while not run.shards[0].filling:  # Others are filled first.
+        for number in [number for number, shard in enumerate(run.shards) if shard.filling]:
+            run.filled(number)
+        run.pass_time(1.0)
+    second = run.shards[0]
+    assert second.filling == (target,) and second.fill_of(target) > first.fill_of(target)
+    session, epoch = run.sessions["server-1"], run.d.map.epoch
+    for late in (ev.ReplicaFilled, ev.ReplicaUnreachable):
+        text = ("silent",) if late is ev.ReplicaUnreachable else ()
+        run.d.on(late(session, "mlp", 0, first.term, target, *text, fill=first.fill_of(target)))
+    assert run.shards[0] == second and run.d.map.epoch == epoch
+    run.filled(0)
+    assert run.shards[0].backups == (target,)
 
 
 def test_an_unreachable_backup_is_replaced_by_another() -> None:
@@ -288,7 +319,8 @@ def test_a_backup_is_kept_while_its_primary_does_not_show_that_it_hears() -> Non
     run = Run(servers=2)
     shard, behind = run.shards[0], run.d.map.epoch
     session = run.sessions[shard.primary.server_id]
-    run.d.on(ev.ReplicaUnreachable(session, "mlp", 0, shard.term, shard.backups[0], "silent for 2 s"))
+    (backup,) = shard.backups
+    run.d.on(ev.ReplicaUnreachable(session, "mlp", 0, shard.term, backup, "silent", shard.fill_of(backup)))
     for _ in range(8):
         run.d.beat(*(other for server, other in run.sessions.items() if server != shard.primary.server_id))
         run.d.on(ev.Heartbeat(session, behind))
@@ -319,7 +351,7 @@ def steps(run: Run) -> None:
         for number, shard in enumerate(run.shards):
             for replica in shard.filling[:1]:
                 session = run.d.cluster.members.sessions.of(shard.primary.server_id)
-                run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica))
+                run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica, shard.fill_of(replica)))
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
                 run.d.hear()
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
@@ -428,8 +460,7 @@ def test_a_new_server_gets_its_share_one_shard_at_a_time() -> None:
     while any(shard.filling for shard in run.shards):
         assert sum(len(shard.filling) for shard in run.shards) == 1
         (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
-        session = run.sessions[run.shards[number].primary.server_id]
-        run.d.on(ev.ReplicaFilled(session, "mlp", number, run.shards[number].term, run.shards[number].filling[0]))
+        run.filled(number)
         run.d.hear()
         moves += 1
     assert moves == 2
@@ -441,10 +472,10 @@ def test_who_is_promoted_was_a_backup_in_the_epoch_before_even_over_a_restart() 
     run.server()
     (number,) = [number for number, shard in enumerate(run.shards) if shard.filling]
     old = run.shards[number]
-    run.d.on(ev.ReplicaFilled(run.sessions[old.primary.server_id], "mlp", number, old.term, old.filling[0]))
-    assert run.shards[number] == Shard(old.primary, old.term, old.filling)
+    run.filled(number)
+    assert run.shards[number] == old.with_copies(old.filling, ())
     again = Driver(run.d.stored, workers_min=1)
-    assert again.map.parameters[0].shards[number] == Shard(old.primary, old.term, old.filling)
+    assert again.map.parameters[0].shards[number] == old.with_copies(old.filling, ())
     for server in again.cluster.members.servers:
         again.open(server)
     for driver in (again, run.d):
@@ -460,13 +491,13 @@ def test_a_copy_is_not_dropped_for_one_that_did_not_say_that_it_knows() -> None:
     old = run.shards[number]
     (target,) = old.filling
     run.d.beat(run.sessions[target.server_id])
-    run.d.on(ev.ReplicaFilled(run.sessions[old.primary.server_id], "mlp", number, old.term, target))
+    run.filled(number)
     behind = run.d.map.epoch - 1
     for _ in range(8):
         run.d.beat(*(session for server, session in run.sessions.items() if server != target.server_id))
         run.d.on(ev.Heartbeat(run.sessions[target.server_id], behind))
         run.d.tick()
-        assert run.shards[number] == Shard(old.primary, old.term, (target,))
+        assert run.shards[number] == old.with_copies((target,), ())
     run.kill(target.server_id)
     assert run.shards[number] == Shard(old.primary, old.term) and not run.d.shards_lost
 

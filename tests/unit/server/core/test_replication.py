@@ -35,7 +35,7 @@ def filled() -> PrimaryReplication[str]:
     machine.opened(B, None, 0.0)
     while (index := machine.next_copy(B)) is not None:
         machine.copied(B, index)
-    machine.filled(B, 0.0)
+    machine.filled(B, 1, 0.0)
     return machine
 
 
@@ -58,7 +58,7 @@ def test_an_update_is_replicated_when_the_backup_acknowledged_it() -> None:
 
 def test_a_replica_that_is_only_being_filled_holds_nobody_up_and_gets_no_gradient_before_its_slice() -> None:
     machine = primary(Shard(P, 1, (), (B,)))
-    assert machine.opened(B, None, 0.0) == [SendBegin(B, 0)]
+    assert machine.opened(B, None, 0.0) == [SendBegin(B, 0, fill=0, copy=1)]
     assert not machine.needs_gradient(0)
     assert machine.update(update(1), 0.0) == [SendUpdate(B, update(1), False), Replicated(0, 1)]
     machine.copied(B, 0)
@@ -72,7 +72,7 @@ def test_what_is_under_way_when_a_replica_is_filled_waits_for_it() -> None:
     for index in range(2):
         machine.copied(B, index)
     machine.update(update(1), 0.0)
-    machine.filled(B, 0.0)
+    machine.filled(B, 1, 0.0)
     assert machine.acknowledged(C, 1, 0.0) == []
     assert machine.acknowledged(B, 1, 0.0) == [Replicated(0, 1)]
 
@@ -97,7 +97,7 @@ def test_a_copy_that_broke_off_begins_anew() -> None:
     machine.opened(B, None, 0.0)
     machine.copied(B, 0)
     machine.closed(B, 0.0)
-    assert machine.opened(B, ReplicaState(1, 0, True), 0.0) == [SendBegin(B, 0)]
+    assert machine.opened(B, ReplicaState(1, 0, True), 0.0) == [SendBegin(B, 0, fill=0, copy=2)]
     assert machine.next_copy(B) == 0
 
 
@@ -105,7 +105,7 @@ def test_a_copy_that_broke_off_begins_anew() -> None:
 def test_a_promoted_primary_goes_on_with_backups_that_hold_the_same(held: ReplicaState, adopted: bool) -> None:
     machine = primary(Shard(B, 2, (C,)), base=(1, 7))
     effects = machine.opened(C, held, 0.0)
-    assert effects == ([] if adopted else [SendBegin(C, 7)])
+    assert effects == ([] if adopted else [SendBegin(C, 7, fill=0, copy=1)])
 
 
 def test_who_owes_an_answer_for_too_long_is_unreachable() -> None:

@@ -26,12 +26,12 @@ def test_a_backup_with_the_same_is_level_at_once() -> None:
 
 def test_a_backup_with_less_is_copied_before_anybody_hears() -> None:
     machine = _promoted()
-    assert machine.opened(_BACKUP, ReplicaState(1, 186, True), 1.0) == [SendBegin(_BACKUP, 188)]
+    assert machine.opened(_BACKUP, ReplicaState(1, 186, True), 1.0) == [SendBegin(_BACKUP, 188, fill=0, copy=1)]
     while (index := machine.next_copy(_BACKUP)) is not None:
         assert not machine.is_caught_up
         machine.copied(_BACKUP, index)
     assert not machine.is_caught_up
-    machine.filled(_BACKUP, 2.0)
+    machine.filled(_BACKUP, 1, 2.0)
     assert machine.is_caught_up
 
 
@@ -55,5 +55,5 @@ def test_while_a_backup_is_copied_again_nobody_hears_of_what_it_has_not() -> Non
     machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
     machine.closed(_BACKUP, 2.0)
     assert machine.is_caught_up
-    assert machine.opened(_BACKUP, ReplicaState(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188)]
+    assert machine.opened(_BACKUP, ReplicaState(0, 0, False), 3.0) == [SendBegin(_BACKUP, 188, fill=0, copy=1)]
     assert not machine.is_caught_up

@@ -24,7 +24,7 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
     machine.ended(NEW, 0.0)
     # The worker is answered at once: so far nobody else counts.
     assert Replicated(0, 1) in machine.update(update(1), 0.0)
-    machine.filled(NEW, 0.0)
+    machine.filled(NEW, 1, 0.0)
     assert machine.peers[NEW].filled and not machine.peers[NEW].complete
     # From now on answers wait for it, and it is complete as soon as it has what was answered before.
     assert Replicated(0, 2) not in machine.update(update(2), 0.0)
@@ -38,7 +38,7 @@ def test_one_that_is_copied_again_is_not_reported() -> None:
     machine.follow(Shard(OLD, filling=(NEW,)), 0.0)
     machine.opened(NEW, None, 0.0)
     machine.copied(NEW, 0)
-    machine.filled(NEW, 0.0)
+    machine.filled(NEW, 1, 0.0)
     assert machine.peers[NEW].complete
     machine.closed(NEW, 1.0)
     machine.opened(NEW, ReplicaState(0, 0, False), 1.0)
@@ -53,7 +53,7 @@ def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_c
     machine.opened(NEW, ReplicaState(1, 5, True), 0.0)
     machine.follow(Shard(OLD, 2, filling=(NEW,)), 1.0)
     assert not machine.peers[NEW].is_open
-    assert machine.opened(NEW, None, 1.0) == [SendBegin(NEW, 5)]
+    assert machine.opened(NEW, None, 1.0) == [SendBegin(NEW, 5, fill=0, copy=1)]
     assert not machine.peers[NEW].required
 
 
@@ -69,7 +69,7 @@ def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None
     machine.state(0, SliceRecord(3))
     successor: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
     successor.follow(Shard(NEW, 3, (OLD,)), 0.0)
-    assert successor.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6)]
+    assert successor.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6, fill=0, copy=1)]
 
 
 def test_a_copy_of_which_the_beginning_was_not_heard_is_not_complete() -> None:
