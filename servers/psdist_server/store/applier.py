@@ -210,10 +210,8 @@ class Applier:
         if job.is_shipped:
             self._send(job, outcome)
             return
-        if (lsn := self._replicator.next_lsn(effect.index)) is not None:  # Those being filled count it all the same.
+        if (lsn := self._replicator.take_lsn(effect.index)) is not None:  # Those being filled count it all the same.
             self._replicator.update(_replica_update(job, lsn))
-        else:
-            self._replicator.advance(effect.index)
         self._written(effect, job.target)
         self._end(effect, outcome)
 
@@ -221,12 +219,11 @@ class Applier:
         """Sends an update to the replicas before the slice counts as quiescent: it goes ahead of any copy of it."""
         effect, index = job.effect, job.effect.index
         assert isinstance(effect, Apply)
-        lsn = self._replicator.next_lsn(index)
+        lsn = self._replicator.take_lsn(index)
         shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome)
         if lsn is not None:
             self._replicator.update(_replica_update(job, lsn))
         else:  # The last replica went meanwhile.
-            self._replicator.advance(index)
             self._replicator.memory.cancel([index])
             shipment.is_replicated = True
         self._written(effect, job.target)

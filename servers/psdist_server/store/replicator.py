@@ -166,15 +166,14 @@ class Replicator:
         machine = self._machine(index)
         return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
 
-    def next_lsn(self, index: int) -> int | None:
-        """Number of the next update of the slice's shard; None where it has no replicas at all."""
+    def take_lsn(self, index: int) -> int | None:
+        """Number an update of the slice that is in the arrays. Returns None if its shard has no replica to send it to;
+        otherwise ``update`` comes next."""
         machine = self._machine(index)
-        return machine.lsn + 1 if machine is not None and machine.peers else None
-
-    def advance(self, index: int) -> None:
-        """Number an update of a slice whose shard has no replicas."""
-        if (machine := self._machine(index)) is not None:
-            machine.advance()
+        if machine is None or machine.peers:
+            return None if machine is None else machine.lsn + 1
+        machine.advance()
+        return None
 
     def has_room(self) -> bool:
         """Whether another update may be kept until it is acknowledged."""
@@ -182,7 +181,7 @@ class Replicator:
         return kept + self.memory.reserved_bytes < KEPT_BYTES_MAX
 
     def update(self, update: ReplicaUpdate[Gradient]) -> None:
-        """Numbers an update, which must have ``next_lsn``, and sends it to the replicas."""
+        """Send an update, which has the number of ``take_lsn``, to the replicas."""
         machine = self._machine(update.index)
         assert machine is not None
         self.memory.cancel([update.index])
