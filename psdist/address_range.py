@@ -22,8 +22,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: One call of the kernel touches at most this many bytes, which takes it about 10 ms.
-CHUNK_BYTES: Final = 32 << 20
+#: One call of the kernel touches at most this many bytes, which takes it some milliseconds on an idle processor.
+CHUNK_BYTES: Final = 8 << 20
 
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23

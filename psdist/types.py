@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal, NamedTuple
 
-from psdist.consistency import Consistency
+from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededError, check_integer
 from psdist.optim import Optimizer
 
@@ -215,6 +215,18 @@ class ParametersSpec:
                 f"slice_elements={self.slice_elements} is out of range: use 1 to {SLICE_ELEMENTS_MAX}, or 0 to let "
                 "psdist choose"
             )
+
+    @property
+    def is_trained(self) -> bool:
+        """True if pushes change the weights. With a learning rate of 0 workers only share values."""
+        optimizer = self.optimizer
+        return any(optimizer.group_values(group)["lr"] for group in range(len(optimizer.overrides) + 1))
+
+    @property
+    def is_ordered(self) -> bool:
+        """True if all workers train this set step by step, so that its place in the order of a script matters."""
+        consistency = self.consistency
+        return isinstance(consistency, BSP) and not consistency.backup_workers and self.is_trained
 
     def difference(self, other: ParametersSpec) -> str:
         """A sentence on the first setting in which ``other`` differs; empty if there is none."""

@@ -38,6 +38,8 @@ _STATUS_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.02
 _LOOPBACK: Final = "127.0.0.1"
 _SETTINGS_FILE: Final = "workload.json"
+#: The prefix of a command line in a namespace that shares no memory with others, as no host does.
+_OWN_MEMORY: Final = ("sh", "-c", 'mount -t tmpfs psdist /dev/shm && exec "$@"', "sh")
 
 
 class Reach(Enum):
@@ -71,6 +73,11 @@ class ChaosClusterSettings:
         """``transport``, unless it would go around what stands before the servers."""
         passes = self.reach is Reach.DIRECT or (self.reach is Reach.NAMESPACE and self.transport == "tcp")
         return self.transport if passes else "grpc"
+
+    @property
+    def worker_transport(self) -> TransportName:
+        """What workers are told. "tcp" would be insisted on, and they are to fall back to gRPC."""
+        return "auto" if self.reach is Reach.NAMESPACE and self.transport == "tcp" else self.used_transport
 
 
 @dataclass(slots=True)
@@ -133,7 +140,7 @@ class ChaosCluster:
         self._add_scheduler()
         workload.save(self.directory / _SETTINGS_FILE)
         for rank in range(self.settings.workers):
-            inside = self.network.inside(self.host_of_worker(rank)) if self.network is not None else ()
+            inside = () if self.network is None else (*self.network.inside(self.host_of_worker(rank)), *_OWN_MEMORY)
             script = (sys.executable, "-m", "psdist.chaos.workload", str(self.directory / _SETTINGS_FILE), str(rank))
             command = (*inside, *script)
             self.processes[f"worker-{rank}"] = Process(f"worker-{rank}", command, self._environment())

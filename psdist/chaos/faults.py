@@ -125,12 +125,15 @@ class WorkerNetwork:
                 "DROP",
             )  # fmt: skip
 
-    def cut(self, host: int, other: int, direction: Direction = "both") -> None:
-        """Drops all packets between two namespaces from now on, or those of one direction, as ``host`` sees it."""
-        for chain in _CHAINS[direction]:
-            end = "-s" if chain == "INPUT" else "-d"
+    def cut(self, host: int, other: int, direction: Direction = "both", but_port: int = 0) -> None:
+        """Drops all packets between two namespaces from now on, or those of one direction, as ``host`` sees it.
+        but_port: a port of ``other`` that stays reachable; 0 for none."""
+        ways = {"in": ((host, other, "--sport"),), "out": ((other, host, "--dport"),)}
+        # On arrival: a packet that is dropped where it is sent is an error to the sender's kernel.
+        for at, source, port in (*ways["in"], *ways["out"]) if direction == "both" else ways[direction]:
+            but = ("-p", "tcp", "!", port, str(but_port)) if but_port else ()
             run_command(
-                *self.inside(host), "iptables", "-w", "-A", chain, end, self.address(other), "-j", "DROP"
+                *self.inside(at), "iptables", "-w", "-A", "INPUT", "-s", self.address(source), *but, "-j", "DROP"
             )  # fmt: skip
 
     def heal(self, host: int) -> None:

@@ -11,13 +11,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from psdist.chaos import faults
 from psdist.chaos.cluster import Reach
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
+from psdist.settings.config import parse_address
 from psdist.settings.exit_codes import INFRASTRUCTURE
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _END_SECONDS: Final = 30.0
 #: A path that is cut must be named within so long.
 _NAMED_SECONDS: Final = 10.0
+#: Training goes on over gRPC within so long.
+_FALL_BACK_SECONDS: Final = 20.0
 #: The longest time that the end of a killed process may take.
 _REAP_SECONDS: Final = 10.0
 
@@ -179,35 +182,62 @@ async def _path_cut(run: ChaosRun) -> None:
         await run.resumed(time.monotonic(), _others(run, rank))
     finally:
         network.heal(run.cluster.host_of_worker(rank))
+        network.heal(int(name.rpartition("-")[2]))
     await run.recovered(since=time.monotonic())
+
+
+async def _tcp_cut(run: ChaosRun) -> None:
+    """Drops the packets between one worker and one server but for gRPC's. Training must go on over gRPC."""
+    status = await run.cluster.fetch()
+    addresses = {member.member_id: member.address for member in status.members} if status is not None else {}
+    used = {one.transport for member in status.members for one in member.connections} if status is not None else set()
+    if "tcp" not in used:
+        run.report.problems.append(f"workers use {', '.join(sorted(used)) or 'nothing'}: run this with --transport tcp")
+    rank, name, moment = _cut_some_path(run, addresses)
+    network = run.cluster.network
+    assert network is not None
+    try:
+        await run.resumed(time.monotonic() + _FALL_BACK_SECONDS, range(run.settings.workers))
+        if any(f"worker-{rank} to reach" in text for text in (await _waits(run))):
+            run.report.problems.append(f"worker-{rank} is said not to reach {name}, which it reaches by gRPC")
+    finally:
+        network.heal(run.cluster.host_of_worker(rank))
+        network.heal(int(name.rpartition("-")[2]))
+    await run.recovered(since=moment)
 
 
 async def _path_cut_briefly(run: ChaosRun) -> None:
     """The same for so short a time that nobody is expelled."""
-    rank, _, _ = _cut_some_path(run)
+    rank, name, _ = _cut_some_path(run)
     network = run.cluster.network
     assert network is not None
     try:
         await asyncio.sleep(0.5 + run.rng.random() * run.settings.down_seconds)
     finally:
         network.heal(run.cluster.host_of_worker(rank))
+        network.heal(int(name.rpartition("-")[2]))
     await run.recovered(since=time.monotonic())
 
 
-def _cut_some_path(run: ChaosRun) -> tuple[int, str, float]:
+def _cut_some_path(run: ChaosRun, addresses: Mapping[str, str] | None = None) -> tuple[int, str, float]:
+    """addresses: of servers, if gRPC's port stays reachable."""
     rank, name, network = _some_worker(run), _some_server(run), run.cluster.network
     assert network is not None
     directions: tuple[faults.Direction, ...] = ("both", "both", "in", "out")
     direction, moment = run.rng.choice(directions), time.monotonic()
-    network.cut(run.cluster.host_of_worker(rank), int(name.rpartition("-")[2]), direction)
+    port = parse_address(addresses[name])[1] if addresses is not None else 0
+    network.cut(run.cluster.host_of_worker(rank), int(name.rpartition("-")[2]), direction, port)
     run.injected(f"path-cut-{direction}", f"worker-{rank}", moment)
     return rank, name, moment
 
 
 async def _is_named(run: ChaosRun, rank: int, server: str) -> bool:
+    return any(f"worker-{rank} to reach {server}" in text for text in await _waits(run))
+
+
+async def _waits(run: ChaosRun) -> list[str]:
     status = await run.cluster.fetch()
-    told = list(status.waiting_for) if status is not None else []
-    return any(f"worker-{rank} to reach {server}" in text for text in told)
+    return list(status.waiting_for) if status is not None else []
 
 
 async def _scheduler_cut(run: ChaosRun) -> None:
@@ -282,6 +312,9 @@ FAULTS: Final[dict[str, Injection]] = {
     "partition-out": _disconnect("a server reaches nobody, and is still reached", "out"),
     "path-cut": Injection(
         "a worker cannot reach a server, until it is expelled", _path_cut, Reach.NAMESPACE, expels=True
+    ),
+    "tcp-cut": Injection(
+        "a worker reaches a server by gRPC, and not by the port for TCP connections", _tcp_cut, Reach.NAMESPACE
     ),
     "path-cut-brief": Injection("a worker cannot reach a server for seconds", _path_cut_briefly, Reach.NAMESPACE),
     "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, Reach.PROXY),

@@ -134,7 +134,7 @@ class ChaosRun:
             dense=200_000 if self.settings.compares else 0,
             pace_seconds=self.settings.pace_seconds,
             busy_seconds=self.settings.down_seconds,
-            transport=cluster.settings.used_transport,
+            transport=cluster.settings.worker_transport,
         )
 
     # --- the course of the run ---

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from psdist.chaos import faults
+from psdist.chaos.cluster import Reach
+from psdist.chaos.injections import FAULTS
 from psdist.chaos.report import ChaosReport
 from psdist.chaos.run import ChaosSettings
 
@@ -34,7 +36,8 @@ class Case:
 
     def missing(self) -> str:
         """What this machine lacks for the run; empty if nothing."""
-        return faults.namespaces_missing() if dict(self.changes)["fault"].startswith("partition") else ""
+        needed = FAULTS[dict(self.changes)["fault"]].reach is Reach.NAMESPACE
+        return faults.namespaces_missing() if needed else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,18 @@ CASES: Final[tuple[Case, ...]] = (
     ),
     _case("server partitioned", "0 lost, 0 repeated", _good, 5, fault="partition", mode="bsp"),
     _case("server partitioned, one way", "0 lost, 0 repeated", _good, 5, fault="partition-out", mode="asp"),
+    _case(
+        "a worker cannot reach a server", "named in status within 10 s; the others train on, 0 lost, 0 repeated", _good,
+        2, fault="path-cut", mode="bsp", pace_seconds=0.01,
+    ),
+    _case(
+        "a worker cannot reach a server, for seconds", "0 lost, 0 repeated; byte-identical", _good, 5,
+        fault="path-cut-brief", mode="bsp",
+    ),
+    _case(
+        "a worker reaches a server by gRPC alone", "0 lost, 0 repeated; byte-identical", _good, 2,
+        fault="tcp-cut", mode="bsp", transport="tcp",
+    ),
     _case("server without its scheduler", "0 lost, 0 repeated", _good, 5, fault="proxy-scheduler", mode="bsp"),
     _case("connections reset", "0 lost, 0 repeated", _good, 20, fault="proxy-reset", mode="asp"),
     _case("server silent", "0 lost, 0 repeated", _good, 5, fault="proxy-blackhole", mode="bsp"),

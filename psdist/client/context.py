@@ -11,7 +11,7 @@ import inspect
 import os
 import sys
 import threading
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
@@ -78,6 +78,17 @@ class Context:
         24; InvalidNameError for names that are not possible or are psdist's own; ClosedError. Nothing is reported then.
         """
         self._reporter.report(loss, accuracy, samples, step, numbers)
+
+    def iteration(self) -> AbstractContextManager[None]:
+        """Declare one iteration of a script that trains several BSP parameter sets, by ``with context.iteration():``.
+
+        Snapshots, joins and the end of the run then fall between iterations, for all sets at the same one. A script
+        that repeats one order of steps (D, G, D, G; or five steps of D to one of G) need not declare iterations,
+        because psdist infers them. Declare them if the order depends on data, or if an iteration has more than 2,048
+        steps over all sets. All workers make the same steps in the same order, and make no steps outside. Once a script
+        has declared an iteration, only declared ones count.
+        """
+        return self.client.iteration()
 
     def add_tracker(self, tracker: Tracker) -> None:
         """Hands what this worker reports from now on to ``tracker`` too, about once a second, and calls its ``start``.

@@ -56,6 +56,8 @@ class Participation:
         sequence = PushSequence(self.entry.slicing.count, consistency, created.first_step, before)
         if self.is_member:
             self._session.snapshots.marks.enter(self.name, sequence)
+        if self.is_member and self.entry.spec.is_ordered:
+            self._session.iterations.enter(self.name, sequence)
         return sequence
 
     @property
@@ -116,10 +118,16 @@ class Participation:
 
     async def start_push(self) -> int:
         """Returns the snapshot mark of the next push, when it may be begun."""
-        if not self.sequence.unfinished:
+        begins = not self.sequence.unfinished
+        if begins:
             await self._session.stopping.until_allowed()
+            await self._session.iterations.until_allowed(self.name)
+            begins = not self.sequence.unfinished  # Else another bucket of the same push was sent meanwhile.
         self._session.snapshots.states.push_started(self.name)
-        return self.sequence.send(self._session.snapshots.marks.mark)
+        mark = self.sequence.send(self._session.snapshots.marks.mark)
+        if begins:
+            self._session.iterations.push_began(self.name)
+        return mark
 
     def begin_push(self) -> PendingRequest:
         """The next push, with all slices unanswered."""

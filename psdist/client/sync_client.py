@@ -6,7 +6,8 @@ call. Several threads may call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -195,6 +196,17 @@ class Client(ProcessBound):
         settings = (optimizer, consistency, compression, pull_dtype, non_finite, slice_elements, on_drop)
         handle = loop.shared().call(self._client.parameters(name, init, *settings, reset_optimizer, pull_compression))
         return self._handles.setdefault(id(handle), Parameters(handle))
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Declare one iteration of the script: see ``Context.iteration``."""
+        loop.shared().call(self._mark_iteration())
+        yield  # After an error the iteration is not over.
+        loop.shared().call(self._mark_iteration())
+
+    async def _mark_iteration(self) -> None:
+        assert self._client.session is not None  # As in ``phases``.
+        self._client.session.iterations.mark_boundary()
 
     def dataset(
         self,

@@ -252,7 +252,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation", "takes_differences")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +308,7 @@ class SessionRequest(_message.Message):
     STOP_FIELD_NUMBER: _ClassVar[int]
     VALUES_ANSWER_FIELD_NUMBER: _ClassVar[int]
     SERVER_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    ALIGN_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -317,7 +318,8 @@ class SessionRequest(_message.Message):
     stop: StopReport
     values_answer: SessionRequest.ValuesAnswer
     server_checked: ServerChecked
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ...) -> None: ...
+    align: AlignReport
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ...) -> None: ...
 
 class UnreachableServer(_message.Message):
     __slots__ = ("server", "seconds", "reason")
@@ -427,6 +429,41 @@ class StopCommand(_message.Message):
     leave: StopCommand.Leave
     def __init__(self, number: _Optional[int] = ..., ask: _Optional[bool] = ..., hold: _Optional[bool] = ..., leave: _Optional[_Union[StopCommand.Leave, _Mapping]] = ...) -> None: ...
 
+class AlignReport(_message.Message):
+    __slots__ = ("number", "position", "start", "period", "declared", "next")
+    class NextEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    PERIOD_FIELD_NUMBER: _ClassVar[int]
+    DECLARED_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    position: int
+    start: int
+    period: int
+    declared: bool
+    next: _containers.ScalarMap[str, int]
+    def __init__(self, number: _Optional[int] = ..., position: _Optional[int] = ..., start: _Optional[int] = ..., period: _Optional[int] = ..., declared: _Optional[bool] = ..., next: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class AlignCommand(_message.Message):
+    __slots__ = ("number", "hold", "release", "until")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    hold: bool
+    release: bool
+    until: int
+    def __init__(self, number: _Optional[int] = ..., hold: _Optional[bool] = ..., release: _Optional[bool] = ..., until: _Optional[int] = ...) -> None: ...
+
 class ReplicaFilled(_message.Message):
     __slots__ = ("parameters", "shard", "term", "replica", "fill")
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
@@ -458,7 +495,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -539,6 +576,7 @@ class SessionResponse(_message.Message):
     RUN_ENDED_FIELD_NUMBER: _ClassVar[int]
     MAP_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     CHECK_SERVER_FIELD_NUMBER: _ClassVar[int]
+    ALIGN_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -552,7 +590,8 @@ class SessionResponse(_message.Message):
     run_ended: SessionResponse.RunEnded
     map_difference: _common_pb2.ClusterMapDifference
     check_server: _common_pb2.Replica
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ...) -> None: ...
+    align: AlignCommand
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final, Protocol, cast
 
-from psdist.errors import InternalError, LimitExceededError, PsdistError
+from psdist.errors import ClosedError, InternalError, LimitExceededError, PsdistError
 from psdist.wire import limits
 
 PREFIX: Final = struct.Struct("<II")
@@ -37,6 +37,13 @@ _NOTHING: Final = memoryview(b"")
 #: Seconds of silence after which a connection is probed, between probes, and probes: a router in between may have
 #: forgotten it.
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
+
+
+#: Of the kernel's struct tcp_info: transmissions of the oldest bytes in vain, probes of a window in vain, and
+#: milliseconds since the last acknowledgement.
+_TCP_INFO: Final = struct.Struct("=2xBB52xI")
+#: So many come in 3 s or more: the pause doubles from 0.2 s on.
+_RETRANSMITS: Final = 4
 
 
 class FrameReceiver(Protocol):
@@ -194,6 +201,20 @@ class FrameConnection(asyncio.BufferedProtocol):
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     @property
+    def is_cut_off(self) -> bool:
+        """True if the other side's kernel acknowledges nothing of what was sent, though it was sent again and again. A
+        process that is merely slow has a kernel that acknowledges."""
+        if self._transport is None:
+            return False
+        connected = self._transport.get_extra_info("socket")
+        if connected.family == socket.AF_UNIX:
+            return False
+        info = connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        retransmits, probes, since_acknowledged_ms = _TCP_INFO.unpack(info)
+        in_vain = max(retransmits, probes) >= _RETRANSMITS
+        return bool(in_vain and since_acknowledged_ms > 1e3 * limits.KEEPALIVE_SECONDS)
+
+    @property
     def is_within_frame(self) -> bool:
         """Whether a frame has come in part."""
         return self._reader.is_within_frame
@@ -306,6 +327,29 @@ class StallTimer:
     def _stop(self, reason: str) -> None:
         self.cancel()
         self._stalled(LimitExceededError(reason))
+
+    def cancel(self) -> None:
+        """The connection has ended."""
+        self._timer.cancel()
+
+
+class PathTimer:
+    """Watchdog for a connection whose packets get lost while its gRPC stream stands: a firewall may drop one port.
+    Calls ``cut_off`` with an error, once."""
+
+    def __init__(self, connection: FrameConnection, cut_off: Callable[[PsdistError], None]) -> None:
+        self._connection = connection
+        self._cut_off = cut_off
+        self._schedule()
+
+    def _schedule(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(limits.KEEPALIVE_SECONDS, self._look)
+
+    def _look(self) -> None:
+        if self._connection.is_cut_off:
+            self._cut_off(ClosedError("no packet of the TCP connection arrives: a new one, or gRPC, is used instead"))
+        else:
+            self._schedule()
 
     def cancel(self) -> None:
         """The connection has ended."""

@@ -105,6 +105,10 @@ BARRIERS_PASSED_MAX: Final = 1 << 62
 REPLICAS_MAX: Final = 2
 
 PARAMETERS_MAX: Final = 1024
+#: Pushes that a worker remembers to infer the iterations of its script. The longest that it infers is half of them.
+ORDER_PUSHES_MAX: Final = 4096
+#: Pushes of one iteration of a script, over all of its parameter sets.
+PERIOD_MAX: Final = 1 << 20
 #: Tensors of one layout, each of which has a name in the scheduler's memory.
 TENSORS_MAX: Final = 1 << 18
 DIMENSIONS_MAX: Final = 32

@@ -163,6 +163,8 @@ class Cluster:
                 return machines.stops.on_report(event)
             case we.ServerChecked():
                 return machines.changes.on_checked(event, now)
+            case we.AlignReported():
+                return machines.creation.joins.alignment.on_report(event)
             case ev.Scale():
                 return machines.scaling.scale(event)
             case ev.WatchScale():
@@ -270,16 +272,18 @@ class Cluster:
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
         machines, epoch = self.machines, self.epoch + 1
+        alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
         effects += self._end_calls_of_the_gone()
         effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(epoch, now)
-        effects += machines.creation.progress(epoch, now)
+        effects += alignment.progress() + machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
         effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
+        effects += alignment.progress()
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
             machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)

@@ -211,6 +211,8 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
             return make_event(we.StopReported, call, request.stop, next=numbers)
         case "server_checked":
             return make_event(we.ServerChecked, call, request.server_checked)
+        case "align":
+            return make_event(we.AlignReported, call, request.align, next=_next_pushes(request.align.next))
         case "snapshot":
             return _snapshot_report(call, request.snapshot)
     raise InvalidArgumentError(f"a session's later messages are heartbeats and answers, not {kind}")
@@ -381,6 +383,9 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
         case we.CheckServer(server):
             return message(check_server=convert.replica_to_proto(server))
+        case we.AlignCommand(number, until, release):
+            hold = None if release else True
+            return message(align=pb.AlignCommand(number=number, until=until, hold=hold, release=release or None))
         case we.MutualWait(sequence, error):
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():

@@ -98,7 +98,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         me = link.registration
         host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
         logs.identify(id=me.server_id, run=me.run_id)
-        await host.follow(first_map)
+        # The map is followed in the session: memory for large shards takes longer than the scheduler waits for one.
+        # Requests wait for the map.
         listener = TcpListener()
         await listener.open(settings.host)
         service = ServerService(host, listener)

@@ -30,7 +30,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError,
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection, StallTimer
+from psdist.wire.frame_connection import FrameConnection, PathTimer, StallTimer
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.kernels.arrays import Gradient
@@ -84,7 +84,7 @@ class TcpCallStream(CallStream):
         #: Answers that were not sent, in order; None where a call has ended.
         self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
         self._sender: asyncio.Task[None] | None = None
-        self._stall_timer: StallTimer | None = None
+        self._timers: tuple[StallTimer | PathTimer, ...] = ()
 
     def connected(self, connection: FrameConnection) -> None:
         self._connection = connection
@@ -92,7 +92,10 @@ class TcpCallStream(CallStream):
         self._sender = asyncio.create_task(self._send_answers(connection))
         self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
-        self._stall_timer = StallTimer(connection, self.connection_ended)
+        self._timers = (
+            StallTimer(connection, self.connection_ended),
+            PathTimer(connection, self.connection_ended),
+        )
 
     # --- what the connection calls ------------------------------------------------------------------------------------
 
@@ -220,8 +223,8 @@ class TcpCallStream(CallStream):
             self.store.readers.remove(self)
         if self._sender is not None:
             self._sender.cancel()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
+        for timer in self._timers:
+            timer.cancel()
         super().end()
 
     # --- answers ------------------------------------------------------------------------------------------------------

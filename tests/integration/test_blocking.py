@@ -7,11 +7,25 @@ mistake cannot be missed are left to ``python -m benchmarks.blocking --bytes 429
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import blocking
+from psdist import AsyncClient, optim
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.programs import server_settings
+from psdist_server import app
+from psdist_server.kernels.memory import WeightsMemory
+from psdist_server.scheduler_session import ServerSession
+from psdist_server.server import ParameterServer
 
 #: Before memory was made in threads, servers worked for 300 ms, and workers for 800.
 LIMIT_SECONDS = 0.1
@@ -39,3 +53,45 @@ def test_no_loop_works_for_long_in_one_turn(tmp_path: Path, copies: int, transpo
             if (turns := blocking.turns_in(file))
         }
         assert not {name: turn for name, turn in working.items() if turn["cpu"] > LIMIT_SECONDS}
+
+
+async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is to hold may be known as soon as it registers, as when it takes the place of one that died. To make
+    memory for that may take longer than the scheduler waits for a session."""
+    opened = threading.Event()
+    session, make_room = ServerSession._session, WeightsMemory.make_room
+
+    async def open_session(link: ServerSession, server: ParameterServer) -> None:
+        opened.set()
+        await session(link, server)
+
+    def make_room_later(memory: WeightsMemory, indices: Iterable[int]) -> None:
+        assert opened.wait(60)
+        make_room(memory, indices)
+
+    cluster = EmbeddedCluster(servers=2, replicas=2, failure_timeout=600)
+    try:
+        async with AsyncClient(cluster.address, cluster.token) as client:
+            init = {"w": np.ones(1 << 20, np.float32)}
+            weights = await client.parameters("model", init=init, optimizer=optim.SGD())
+            cluster.processes[1].kill()
+            while not (gone := [m for m in (await client.status()).members if m.state == "lost"]):
+                pass
+            monkeypatch.setattr(ServerSession, "_session", open_session)
+            monkeypatch.setattr(WeightsMemory, "make_room", make_room_later)
+            words = ["--scheduler", cluster.address, "--server-id", gone[0].member_id, "--host", "127.0.0.1"]
+            settings = server_settings(words, {"PSDIST_TOKEN": cluster.token})
+            serving = asyncio.create_task(app._serve(settings, cluster.address, None))
+            while any(shard.filling or not shard.backups for shard in (await shards_of(client))):
+                assert not serving.done(), serving.result()
+            assert opened.is_set()
+            await weights.push_pull({"w": np.zeros(1 << 20, np.float32)})
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await serving == 0
+    finally:
+        cluster.close()
+
+
+async def shards_of(client: AsyncClient) -> Sequence[Any]:
+    """The shards of the only parameter set."""
+    return (await client.status()).parameters[0].entry.shards

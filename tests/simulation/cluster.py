@@ -153,9 +153,8 @@ class World:
         address = f"10.0.1.{number}:{7000 + self.counts['server lives']}"
         link = ServerSession(SCHEDULER, "", address, f"server-{number}" if self.options.replicas == 1 else "", RUN)
         try:
-            first_map = await link.register(60.0)
+            await link.register(60.0)
             host = self.make_host(link)
-            await host.follow(first_map)
             self.hosts[number] = host
             rpc.serve(self.network, address, node, ServerService(host).handler())
             self.counts["server started"] += 1

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.reporting.throughput import Throughput
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.reachability import Reachability
-from psdist.client.session.throughput import Throughput
 from psdist.errors import PsdistError
 from psdist.v1 import scheduler_pb2 as pb
 

@@ -28,6 +28,7 @@ import grpc.aio
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.session.activity import Activities
 from psdist.client.session.followed_map import FollowedMap
+from psdist.client.session.iterations import Iterations
 from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registrar, SchedulerTarget
 from psdist.client.session.scheduler_calls import SchedulerCalls
@@ -79,7 +80,8 @@ class WorkerSession:
         self.membership = WorkerMembership(f"the scheduler at {target.address}", self.waits, rejoins=rejoins)
         self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
-        self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard)
+        iterations = Iterations(self._report_progress, lambda: self.is_heard)
+        self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
         self.activities = Activities(self.snapshots.marks, self.membership.view)
         self._registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
@@ -91,6 +93,11 @@ class WorkerSession:
         self._leaving = False
         #: Time of the last heartbeat, and the longest silence between two of this incarnation, in seconds.
         self._beaten = self._silence = 0.0
+
+    @property
+    def iterations(self) -> Iterations:
+        """The order of the script's pushes, and pushes that are held back."""
+        return self.stopping.iterations
 
     # --- registration -------------------------------------------------------------------------------------------------
 
@@ -116,6 +123,7 @@ class WorkerSession:
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
         self.snapshots.marks.start_incarnation()
+        self.iterations.start_incarnation()
         self.membership.start_incarnation(response)
 
     async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
@@ -164,6 +172,7 @@ class WorkerSession:
         requests = self._requests = SessionRequests()
         self.snapshots.session_began()
         self.stopping.session_began()
+        self.iterations.session_began()
         heartbeat = self._heartbeats()
         sent = requests.stream(
             mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds, takes_differences=True
@@ -236,6 +245,8 @@ class WorkerSession:
                 self.stopping.on_command(response.stop)
             case "check_server":
                 self._check_server(convert.replica_from_proto(response.check_server))
+            case "align":
+                self.iterations.on_command(response.align)
             case "mutual_wait":
                 error = status.from_detail(response.mutual_wait.error)
                 self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
@@ -257,6 +268,9 @@ class WorkerSession:
 
     def _report_stop(self, report: scheduler_pb2.StopReport) -> None:
         self._send(scheduler_pb2.SessionRequest(stop=report))
+
+    def _report_progress(self, report: scheduler_pb2.AlignReport) -> None:
+        self._send(scheduler_pb2.SessionRequest(align=report))
 
     # --- the end ------------------------------------------------------------------------------------------------------
 

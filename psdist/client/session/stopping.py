@@ -16,6 +16,7 @@ from typing import Final
 
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.session.iterations import Iterations
 from psdist.v1 import scheduler_pb2 as pb
 
 #: A scheduler that is not heard for so long is not waited for: this worker leaves without it.
@@ -31,8 +32,14 @@ class Stopping:
     """
 
     def __init__(
-        self, pushes: SnapshotMarks, send: Callable[[pb.StopReport], None], is_heard: Callable[[], bool]
+        self,
+        pushes: SnapshotMarks,
+        send: Callable[[pb.StopReport], None],
+        is_heard: Callable[[], bool],
+        iterations: Iterations,
     ) -> None:
+        #: The order of the script's pushes. A script with several parameter sets leaves between two iterations.
+        self.iterations = iterations
         self._pushes = pushes
         self._send = send
         self._is_heard = is_heard
@@ -96,14 +103,16 @@ class Stopping:
                     await self._told.wait()
             except TimeoutError:
                 heard = loop.time() if self._is_heard() else heard
-        self.holding = True
         try:
             async with asyncio.timeout(FINISH_SECONDS):
+                if not self._ends:
+                    await self.iterations.until_start()
+                self.holding = True
                 while any(self._is_awaited(name, session) for name, session in self._pushes.sessions.items()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
-            return
+            self.holding = True
 
     def _is_awaited(self, name: str, session: PushSequence) -> bool:
         """Whether a push is under way that is to be finished, and that was given as a whole."""

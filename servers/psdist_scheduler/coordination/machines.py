@@ -25,6 +25,7 @@ from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
+from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.creation import Creation
 from psdist_scheduler.placement.join_proposals import Joins
@@ -80,7 +81,8 @@ class Machines:
         members = Membership(settings, stored.members, now, resume.incarnations)
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
-        joins = Joins(registry, members, (epoch + 1) << _COMMANDS_BITS)
+        alignment = Alignment(members, registry, (epoch + 1) << _COMMANDS_BITS)
+        joins = Joins(registry, members, alignment, (epoch + 1) << _COMMANDS_BITS)
         creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
         replica_manager = ReplicaManager(settings, registry, members)
         vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
@@ -90,7 +92,7 @@ class Machines:
         snapshots = Snapshots(settings, registry, members, datasets, history, now)
         rollback = Rollback(registry, joins, members, datasets, snapshots)
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
-        stops = Stops(members, registry, snapshots, epoch << _COMMANDS_BITS)
+        stops = Stops(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
         unreachable = UnreachableServers(settings, members, registry)
         silent = SilentMembers(settings, members, deferred)
@@ -123,6 +125,7 @@ class Machines:
         yield from self.snapshots.waits()
         yield from self.stops.waits()
         yield from self.changes.unreachable.waits()
+        yield from self.creation.joins.alignment.waits()
         yield from self.changes.silent.waits()
 
     @property
@@ -155,6 +158,7 @@ class Machines:
         self.members.validate()
         self.registry.validate(self.members)
         self.creation.joins.validate()
+        self.creation.joins.alignment.validate()
         self.creation.commits.validate()
         self.rendezvous.validate()
         self.datasets.validate()

@@ -69,6 +69,7 @@ class MembershipChanges:
             effects += self._joins.on_session(member.member_id)
         else:
             self._stops.on_session(member)
+            self._joins.alignment.on_session(member)
         return effects + self._snapshots.runner.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:

@@ -5,6 +5,9 @@ how far they are. The last snapshot is cut at the step of the worker that is lea
 only by pushes that cannot be applied without this worker. When the servers have agreed to the cut, the workers leave.
 Without a storage they leave at once. If only some workers were asked, they leave one by one, each after its push.
 
+If the script trains several BSP parameter sets in turn, the workers are held at the start of an iteration instead
+(``alignment``), and the last snapshot is cut there.
+
 Phases: collecting (some have reported that they are to end), asking (the others are asked whether they are too; one
 that answers late is busy), holding (all are, and they begin no more pushes), saving, leaving.
 
@@ -23,6 +26,7 @@ from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wai
 from psdist_scheduler.events.records import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
@@ -30,6 +34,9 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 COLLECT_SECONDS: Final = 1.0
 #: Servers that do not answer about the last snapshot keep no worker for longer.
 SAVE_SECONDS: Final = 10.0
+
+#: Name by which workers are held.
+_NAME: Final = "stop"
 
 Phase = Literal["idle", "collecting", "asking", "holding", "saving", "leaving"]
 
@@ -51,6 +58,7 @@ class Stops:
     members: Membership
     registry: Registry
     snapshots: Snapshots
+    alignment: Alignment
     #: Commands are numbered from here on: a restarted scheduler's are higher.
     number: int
     phase: Phase = "idle"
@@ -60,6 +68,8 @@ class Stops:
     _steps: tuple[tuple[str, int], ...] = ()
     #: Workers that were told to leave, and have not.
     _leaving: set[Identity] = field(default_factory=set)
+    #: Step of each set where workers that train several ordered sets are held.
+    _agreed: dict[str, int] = field(default_factory=dict)
     #: The command that each worker was sent last.
     _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
@@ -119,6 +129,15 @@ class Stops:
                 self.snapshots.end_snapshot.forget()
                 self._go(now, "idle")
                 return self._let_leave({})
+            case "holding" if self._is_aligning:
+                self.alignment.want(_NAME)
+                if (vector := self.alignment.vector) is not None:
+                    self._go(now, "saving")
+                    self._agreed = vector
+                    return self.snapshots.save_for_the_end(self._agreed)
+            case "saving" if self._agreed and (self.snapshots.may_leave or now - self._since >= SAVE_SECONDS):
+                self._go(now, "leaving")
+                return self._let_leave(self._agreed)
             case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
                 self._go(now, "saving")
                 return self.snapshots.save_for_the_end(self._ends())
@@ -131,7 +150,17 @@ class Stops:
 
     def _go(self, now: float, phase: Phase) -> None:
         self.phase, self._since = phase, now
+        if phase not in ("saving", "leaving"):
+            self._agreed = {}
+        if phase == "idle":
+            self.alignment.release(_NAME)
         self.number += phase in ("asking", "holding")
+
+    @property
+    def _is_aligning(self) -> bool:
+        """True if workers are to be held at the start of an iteration. If none is known, sets are saved where they
+        are."""
+        return self.alignment.applies and not self.alignment.is_unknown
 
     @property
     def _stopping(self) -> list[Member]:
@@ -179,6 +208,8 @@ class Stops:
 
     def _command(self, worker: Member) -> StopKind | None:
         said = self._get(worker)
+        if self.phase == "holding" and self._is_aligning:
+            return None
         if self.phase == "holding" and said.stopping and said.next is None:
             return "hold"  # Who was told to leave before, and has not yet, too.
         if worker.identity in self._leaving:

@@ -245,17 +245,9 @@ class Tick:
     """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
 
 
-SessionEvent = (
-    SessionOpened
-    | SessionClosed
-    | Probed
-    | Heartbeat
-    | JoinAnswered
-    | ValuesAnswered
-    | we.StopReported
-    | we.ServerChecked
-)
-MemberEvent = Register | Leave | we.Heard | SessionEvent
+WorkerReport = we.StopReported | we.AlignReported | we.ServerChecked | we.Heard
+SessionEvent = SessionOpened | SessionClosed | Probed | Heartbeat | JoinAnswered | ValuesAnswered
+MemberEvent = Register | Leave | WorkerReport | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
 CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale

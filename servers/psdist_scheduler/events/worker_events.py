@@ -117,7 +117,29 @@ class StopCommand:
     next: Numbers = ()
 
 
-WorkerCommand = MutualWait | StopCommand | CheckServer
+@dataclass(frozen=True, slots=True)
+class AlignReported:
+    """Progress of a held worker, on its session ``call``: see AlignReport of scheduler.proto."""
+
+    call: int
+    number: int
+    position: int
+    start: int | None = None
+    period: int = 0
+    declared: bool = False
+    next: Numbers = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AlignCommand:
+    """To a worker, on its session: see AlignCommand of scheduler.proto."""
+
+    number: int
+    until: int | None = None
+    release: bool = False
+
+
+WorkerCommand = MutualWait | StopCommand | AlignCommand | CheckServer
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

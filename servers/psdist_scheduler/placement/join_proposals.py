@@ -15,12 +15,17 @@ primaries. Once all have accepted, the map shows the member no later than the ne
 can miss it. A member that ends at once may be in no map that a server sees, because servers follow the newest one. So
 servers are told of the end of each worker that joined by a proposal; else they would wait for its pushes for ever.
 
+If the script trains several BSP parameter sets in turn, all of them are joined together. The workers are first held at
+the start of an iteration (``alignment``), and the steps there are proposed for all sets. The worker becomes a member of
+all sets in one epoch, or of none. Otherwise two sets could be joined in different iterations, and the joiner would wait
+in one set for workers that wait for it in the other.
+
 Not here: who asks to take part (``creation``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from psdist.consistency import ASP, BSP
@@ -37,6 +42,7 @@ from psdist_scheduler.events.cluster_events import (
 from psdist_scheduler.events.records import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.registry import ParameterSet, Registry
 
 #: Primary and term of each shard.
@@ -44,6 +50,8 @@ Route = tuple[tuple[Replica, int], ...]
 #: Steps between the highest version known and the first proposal: room for what happens while it travels.
 FIRST_DISTANCE = 2
 DISTANCE_MAX = 1024
+#: Of the name by which a joiner has workers held.
+_PREFIX = "join "
 
 
 @dataclass(slots=True)
@@ -58,9 +66,15 @@ class Join:
     resume: ResumePush | None = None
     #: Only the step of ``resume`` will do, else nothing is gone on with (BSP).
     exact: bool = False
+    #: Part of a join of several sets, which are joined together or not at all.
+    together: bool = False
     proposal_id: int = 0
     attempt: int = 0
     accepted: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.parameters, self.worker.member_id
 
     @property
     def proposed_step(self) -> int:
@@ -101,6 +115,7 @@ class Joins:
 
     _registry: Registry
     _members: Membership
+    alignment: Alignment
     _next_id: int
     _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
     #: Those that all servers have accepted, while their workers are members.
@@ -109,11 +124,13 @@ class Joins:
     def validate(self) -> None:
         for join in self._by_worker.values():
             assert self._members.is_live(*join.worker.identity), "a dead worker joins"
-            assert self._get(join).entry.ready and join.missing, "a join that is over"
+            assert self._get(join).entry.ready and (join.missing or join.together), "a join that is over"
 
     def waits(self) -> Iterator[Wait]:
         for join in self._by_worker.values():
             calls = [call for call, worker in self._get(join).creators.items() if worker == join.worker]
+            if not join.missing:
+                continue
             reason = f"for {name_some(join.missing)} to agree on step {join.proposed_step} of {join.parameters!r}"
             yield f"join {join.parameters} {join.worker.member_id}", calls, reason
 
@@ -130,6 +147,9 @@ class Joins:
         resume = _resumable(p, worker, p.resumes.get(call))
         if isinstance(consistency, ASP) or not p.entry.shards:
             return [_admit(p, _member(worker, 0, resume), worker)]
+        if self.alignment.applies and p.name in self.alignment.names:
+            self.alignment.want(_PREFIX + worker.member_id)
+            return []
         # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
         start = _common_start(p, p.version)
         first_step = 0
@@ -158,11 +178,12 @@ class Joins:
         if not event.accepted:
             return self._on_refused(join, event.version_max)
         join.accepted[server] = None
-        if join.missing:
+        joins = self._together(join.worker.member_id) if join.together else [join]
+        if any(join.missing for join in joins):
             return []
-        key = join.parameters, join.worker.member_id
-        self._admitted[key] = self._by_worker.pop(key)
-        return [_admit(self._get(join), join.member, join.worker)]
+        for one in joins:
+            self._admitted[one.key] = self._by_worker.pop(one.key)
+        return [_admit(self._get(one), one.member, one.worker) for one in joins]
 
     def check(self) -> list[Effect]:
         """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
@@ -172,7 +193,8 @@ class Joins:
             if not self._members.is_live(*join.worker.identity):
                 del self._admitted[key]
                 effects += join.withdraw(self._members)
-        for join in list(self._by_worker.values()):
+        effects += self._check_together()
+        for join in [join for join in self._by_worker.values() if not join.together]:
             p = self._get(join)
             if not self._members.is_live(*join.worker.identity) or join.worker not in p.creators.values():
                 del self._by_worker[join.parameters, join.worker.member_id]
@@ -181,7 +203,50 @@ class Joins:
                 effects += self._reroute(join, route, p.version)
         return effects
 
+    def _check_together(self) -> list[Effect]:
+        """Propose the position where all workers are held to the servers of all ordered sets, for each joiner."""
+        effects: list[Effect] = []
+        for worker_id in [who.removeprefix(_PREFIX) for who in self.alignment.wants(_PREFIX)]:
+            joins, worker = self._together(worker_id), self._members.get(worker_id)
+            missing = [p for p in self._ordered() if worker is not None and p.member(worker) is None]
+            is_asked = any(creator == worker for p in missing for creator in p.creators.values())
+            if worker is None or not self._members.is_live(*worker.identity) or not is_asked:
+                self.alignment.release(_PREFIX + worker_id)
+                effects += self._drop(joins)
+            elif any(join.worker != worker or join.route != _route(self._get(join).entry) for join in joins):
+                effects += self._drop(joins)
+            if (vector := self.alignment.vector) is None or self._together(worker_id):
+                continue
+            if worker is not None and _PREFIX + worker_id in self.alignment.wants(_PREFIX):
+                effects += self._propose_together(missing, worker, vector)
+        return effects
+
+    def _propose_together(
+        self, missing: Sequence[ParameterSet], worker: Member, vector: Mapping[str, int]
+    ) -> list[Effect]:
+        effects: list[Effect] = []
+        for p in missing:
+            join = Join(p.name, worker, _route(p.entry), vector[p.name], together=True)
+            self._by_worker[join.key] = join
+            effects += self._propose(join)
+        return effects
+
+    def _ordered(self) -> list[ParameterSet]:
+        names = self.alignment.names
+        return [p for p in self._registry.all if p.name in names]
+
+    def _together(self, worker_id: str) -> list[Join]:
+        return [join for join in self._by_worker.values() if join.together and join.worker.member_id == worker_id]
+
+    def _drop(self, joins: Sequence[Join]) -> list[Effect]:
+        for join in joins:
+            del self._by_worker[join.key]
+        return [effect for join in joins for effect in join.withdraw(self._members)]
+
     def _on_refused(self, join: Join, version_max: int) -> list[Effect]:
+        if join.together:
+            self.alignment.restart()
+            return self._drop(self._together(join.worker.member_id))
         withdrawn = join.withdraw(self._members)
         if join.exact:  # A slice has gone on without the push, so that it is dropped.
             join.exact, join.resume = False, None

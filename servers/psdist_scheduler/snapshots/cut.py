@@ -171,8 +171,7 @@ def is_stepped(p: ParameterSet) -> bool:
 def is_trained(p: ParameterSet) -> bool:
     """Whether pushes change the weights of a parameter set. With a learning rate of 0 they never do: workers only share
     its values, and need not push at all."""
-    optimizer = p.entry.spec.optimizer
-    return any(optimizer.group_values(group)["lr"] for group in range(len(optimizer.overrides) + 1))
+    return p.entry.spec.is_trained
 
 
 def floor(cut: AgreedCut | None, ready: Iterable[ParameterSet], worker: Identity) -> dict[str, int]:

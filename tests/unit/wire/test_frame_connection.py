@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +216,40 @@ CASES: list[Callable[[], Awaitable[None]]] = [
 def test_connection(case: Callable[[], Awaitable[None]], new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(case())  # type: ignore[arg-type] - cases are coroutines
+
+
+# --- a path that is cut -----------------------------------------------------------------------------------------------
+
+
+class KernelsWord:
+    """A transport whose socket tells what a kernel knows of its connection."""
+
+    def __init__(self, retransmits: int, probes: int, since_ms: int, family: int = socket.AF_INET) -> None:
+        self.family = family
+        self._info = struct.pack("=2xBB52xI", retransmits, probes, since_ms)
+
+    def get_extra_info(self, name: str) -> Any:
+        return self
+
+    def getsockopt(self, level: int, option: int, size: int) -> bytes:
+        return self._info[:size]
+
+
+@pytest.mark.parametrize(
+    ("retransmits", "probes", "since_ms", "is_cut_off"),
+    [
+        (0, 0, 3_600_000, False),  # Idle for an hour.
+        (2, 0, 1_500, False),  # Some packets were lost.
+        (5, 0, 6_000, True),  # Nothing is acknowledged.
+        (0, 5, 6_000, True),  # Nobody answers probes of a window.
+        (9, 0, 300, False),  # The other side's kernel lives.
+    ],
+)
+def test_what_the_kernel_says_tells_slow_from_cut_off(
+    retransmits: int, probes: int, since_ms: int, is_cut_off: bool
+) -> None:
+    connection = FrameConnection(Any)
+    connection._transport = KernelsWord(retransmits, probes, since_ms)
+    assert connection.is_cut_off is is_cut_off
+    connection._transport = KernelsWord(retransmits, probes, since_ms, socket.AF_UNIX)
+    assert not connection.is_cut_off

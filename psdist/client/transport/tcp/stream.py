@@ -31,7 +31,7 @@ from psdist.errors import InternalError, PsdistError, ServerUnreachableError, Tc
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.frame_connection import FrameConnection, PathTimer
 
 #: A firewall that drops packets says nothing.
 CONNECT_SECONDS: Final = 3.0
@@ -95,6 +95,7 @@ class TcpStream(CallConnection[TcpCall]):
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
         super().__init__(call, route, slicing, loss)
         self.connection = FrameConnection(self)
+        self._path_timer = PathTimer(self.connection, self._cut_off)
         self._writes = WriteQueue()
         self._let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: The message in the frame that is being received, the call that it is for, and where its payload goes.
@@ -205,5 +206,9 @@ class TcpStream(CallConnection[TcpCall]):
     def send(self, request: server_pb2.ShareRequest) -> None:
         self.connection.send_soon(request.SerializeToString())  # A push goes with its first slice.
 
+    def _cut_off(self, error: PsdistError) -> None:
+        self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
+
     def disconnect(self) -> None:
+        self._path_timer.cancel()
         self.connection.abort()

@@ -16,6 +16,7 @@ import psdist
 from psdist.client.core.push_sequence import PushSequence
 from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session import stopping
+from psdist.client.session.iterations import Iterations
 from psdist.client.session.stopping import Stopping
 from psdist.v1 import scheduler_pb2 as pb
 
@@ -42,7 +43,9 @@ class Worker:
         self.marks = SnapshotMarks()
         for name, session in self.sessions.items():
             self.marks.enter(name, session)
-        self.stopping = Stopping(self.marks, self.told.append, self._is_heard)
+        self.stopping = Stopping(
+            self.marks, self.told.append, self._is_heard, Iterations(lambda report: None, self._is_heard)
+        )
 
     def _is_heard(self) -> bool:
         self.asked += 1

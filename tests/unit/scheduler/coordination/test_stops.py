@@ -15,7 +15,7 @@ from psdist_scheduler.coordination.stops import COLLECT_SECONDS, SAVE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
-from psdist_scheduler.events.worker_events import StopCommand, StopReported
+from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, StopCommand, StopReported
 
 
 class Run(SnapshotDriver):
@@ -48,6 +48,17 @@ class Run(SnapshotDriver):
 
     def answers(self, worker: Member, *, stopping: bool) -> None:
         self.on(StopReported(self.session(worker), self.last(worker).number, stopping))
+
+    def held(self, worker: Member) -> AlignCommand:
+        """The last command by which a worker was held."""
+        return [value for value in self.told[self.session(worker)] if isinstance(value, AlignCommand)][-1]
+
+    def stands(self, worker: Member, start: int | None, **next_pushes: int) -> None:
+        """A held worker whose iterations have two pushes reports where it is."""
+        position, period = sum(next_pushes.values()), 0 if start is None else 2
+        numbers = tuple(next_pushes.items())
+        session = self.session(worker)
+        self.on(AlignReported(session, self.held(worker).number, position, start, period, next=numbers))
 
     def leaves(self, worker: Member) -> None:
         self.on(ev.Leave(self.number(), caller(worker), "stopped"))
@@ -101,17 +112,42 @@ def test_all_that_was_begun_by_all_is_in_it() -> None:
     assert run.steps == [{"mlp": 8}]
 
 
-def test_several_parameters_are_cut_where_the_same_worker_stands() -> None:
+def test_several_sets_are_cut_where_an_iteration_starts() -> None:
     run = Run()
     for worker in run.workers:
         run.create(worker, name="b")
     run.ask(ev.CommitParameters, run.workers[0], "b")
     run.train(5)
     run.train(5, "b")
+    zero, one = run.workers
+    run.asked(zero, one)
+    held = run.held(zero)
+    assert held.until is None and run.told_to(zero) == [], "they are held at the start of an iteration"
+    # Both are between the steps of the two sets.
+    run.stands(zero, start=10, mlp=6, b=5)
+    run.stands(one, start=10, mlp=6, b=5)
+    assert run.held(zero).until == run.held(one).until == 12
+    assert run.cluster.snapshots.runner.attempt is None, "the iteration is finished first"
+    run.stands(zero, start=12, mlp=6, b=6)
+    assert run.cluster.snapshots.runner.attempt is None, "by all of them"
+    run.stands(one, start=12, mlp=6, b=6)
+    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 6, "b": 6}
+    run.train(6)
+    run.train(6, "b")
+    assert dict(run.last(zero).next) == {"mlp": 6, "b": 6} and run.steps == [{"mlp": 6, "b": 6}]
+    assert any("'b' at step 6, 'mlp' at step 6" in note for note in run.notes)
+
+
+def test_sets_without_iterations_are_saved_with_a_warning() -> None:
+    run = Run()
+    for worker in run.workers:
+        run.create(worker, name="b")
+    run.ask(ev.CommitParameters, run.workers[0], "b")
     run.asked(*run.workers)
-    run.holds(run.workers[0], mlp=7, b=6)
-    run.holds(run.workers[1], mlp=6, b=5)
-    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 6, "b": 5}
+    for worker in run.workers:
+        run.stands(worker, start=None, mlp=6, b=5)
+    assert any("with context.iteration()" in note for note in run.notes)
+    assert run.told_to(run.workers[0]) == ["hold"], "they end as scripts with one set do"
 
 
 def test_a_worker_of_which_nothing_is_known_has_begun_nothing() -> None:

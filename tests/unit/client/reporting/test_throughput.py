@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from psdist.client.core.snapshot_marks import SnapshotMarks
+from psdist.client.reporting.throughput import Throughput
 from psdist.client.session.activity import Activities
 from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.throughput import Throughput
 
 
 class Clock:

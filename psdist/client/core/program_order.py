@@ -1,0 +1,163 @@
+"""The order in which a script trains its parameter sets, and where its iterations start. Pure.
+
+A script that trains several BSP parameter sets pushes them in one order, and all workers push them in the same order.
+One pass of that order is an iteration. Shutdowns, joins and snapshot cuts must fall where an iteration starts for all
+sets, or a resumed script would repeat or skip the step of a set.
+
+A script may declare its iterations. Otherwise they are inferred: an iteration is the shortest sequence of sets that
+explains all pushes so far, once it has been seen twice. Until then, and for an order that does not repeat, the start of
+an iteration is unknown.
+
+Not here: holding pushes back (``session.iterations``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from psdist.client.core.push_sequence import PushSequence
+from psdist.wire.limits import ORDER_PUSHES_MAX
+
+#: Pushes for which an open set that was never pushed may still belong to the iteration.
+PATIENCE: Final = 64
+
+
+class PeriodFinder:
+    """Finds the period of a sequence of names.
+
+    awaited: names that are expected in the sequence. Without them no period is accepted before ``PATIENCE`` names.
+    """
+
+    def __init__(self, awaited: frozenset[str] = frozenset()) -> None:
+        self._awaited = awaited
+        #: Names since the start of the sequence.
+        self.count = 0
+        #: The names of one period; empty while it is unknown.
+        self.pattern: tuple[str, ...] = ()
+        #: The sequence is longer than ``ORDER_PUSHES_MAX`` and repeats nothing.
+        self.is_irregular = False
+        self._names: list[str] = []
+        #: By position, the length of the longest proper prefix that ends there (Knuth, Morris and Pratt).
+        self._borders: list[int] = []
+
+    def add(self, name: str) -> None:
+        """Take the next name of the sequence."""
+        if self.is_irregular:
+            return
+        if self.pattern and name != self.pattern[self.count % len(self.pattern)]:
+            self._restart()
+        self.count += 1
+        if self.pattern or self.is_irregular:
+            return
+        self._append(name)
+        self._accept()
+
+    def _restart(self) -> None:
+        """Search again through everything so far, because the pattern was wrong."""
+        pattern, self.pattern = self.pattern, ()
+        self.is_irregular = self.count >= ORDER_PUSHES_MAX
+        for index in range(0 if self.is_irregular else self.count):
+            self._append(pattern[index % len(pattern)])
+
+    def _append(self, name: str) -> None:
+        names, borders = self._names, self._borders
+        length = borders[-1] if borders else 0
+        while length and names[length] != name:
+            length = borders[length - 1]
+        borders.append(length + 1 if names and names[length] == name else 0)
+        names.append(name)
+
+    def _accept(self) -> None:
+        period = self.count - self._borders[-1]
+        is_complete = self._awaited <= set(self._names[:period]) or self.count >= PATIENCE
+        if self.count >= 2 * period and is_complete:
+            self.pattern = tuple(self._names[:period])
+        self.is_irregular = not self.pattern and self.count >= ORDER_PUSHES_MAX
+        if self.pattern or self.is_irregular:
+            self._names, self._borders = [], []
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Progress of a worker's script.
+
+    position: pushes begun over all sets, as the sum of their next steps. next: the next step of each set.
+    start: position of the newest known start of an iteration; None while it is unknown.
+    period: pushes of one iteration; 0 if it is unknown or declared.
+    is_declared: the script declares its iterations.
+    """
+
+    position: int
+    next: dict[str, int]
+    start: int | None
+    period: int = 0
+    is_declared: bool = False
+
+
+class ProgramOrder:
+    """The order of one worker's pushes over all of its ordered parameter sets, which are those of BSP that train."""
+
+    def __init__(self) -> None:
+        self.sequences: dict[str, PushSequence] = {}
+        self._names: frozenset[str] = frozenset()
+        self._finder = PeriodFinder()
+        #: The script has declared an iteration.
+        self._is_declared = False
+        #: Position of the newest boundary that was declared.
+        self._boundary = 0
+
+    @property
+    def is_shared(self) -> bool:
+        """True if the script trains several parameter sets, so that their order matters."""
+        return len(self._names) > 1
+
+    def start_incarnation(self) -> None:
+        """Forget the sequences of the previous incarnation. The script continues where it was."""
+        self.sequences.clear()
+
+    def enter(self, name: str, sequence: PushSequence) -> None:
+        """Add a parameter set, or its sequence in a new incarnation."""
+        self.sequences[name] = sequence
+        if name not in self._names:
+            self._names |= {name}
+            self._finder = PeriodFinder(self._names)
+
+    def begin_push(self, name: str) -> None:
+        """Record that a push of ``name`` begins now."""
+        if self.is_shared and name in self._names:
+            self._finder.add(name)
+
+    def mark_boundary(self) -> None:
+        """Record that the script declares: an iteration starts or ends here."""
+        self._is_declared, self._boundary = True, self.position
+
+    @property
+    def position(self) -> int:
+        """Pushes begun, over all sets and from the first step of the run."""
+        return sum(sequence.next for sequence in self.sequences.values())
+
+    @property
+    def is_at_start(self) -> bool:
+        """True if an iteration is known to start with the next push."""
+        standing = self.standing
+        return standing.start == standing.position
+
+    @property
+    def is_inside(self) -> bool:
+        """True if the next push is known to be inside an iteration."""
+        standing = self.standing
+        return standing.start is not None and standing.start != standing.position
+
+    @property
+    def standing(self) -> Standing:
+        """The progress to report."""
+        position = self.position
+        next_steps = {name: sequence.next for name, sequence in self.sequences.items()}
+        if self._is_declared:
+            return Standing(position, next_steps, self._boundary, is_declared=True)
+        finder = self._finder
+        if finder.pattern:
+            period = len(finder.pattern)
+            return Standing(position, next_steps, position - finder.count % period, period)
+        return Standing(position, next_steps, position if finder.count == 0 else None)

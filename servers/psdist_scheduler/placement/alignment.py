@@ -1,0 +1,196 @@
+"""Stops all workers of a run at one position of their common program order. Pure.
+
+Scripts that train several BSP parameter sets push them in one order, which all workers share. Joins, snapshot cuts and
+shutdowns must fall where an iteration of that order starts for all sets. So workers are asked to begin no iteration
+(*gathering*), and report where they are. Then one position is chosen: the first start of an iteration that no worker
+has left behind. Workers before it run up to it (*aligning*). There all wait (*aligned*) until nobody wants them held.
+
+A worker may be past the chosen position by pushes that have begun. They cannot be applied without the worker that was
+least far, so nothing of the next iteration is in the weights of any set.
+
+A position is the sum of the next steps of all ordered sets. It is comparable between workers, and over restarts.
+
+If the members change, all of it starts again, because a push may then be applied without the worker that left.
+
+Runs with one such set, and those whose workers do not wait for each other, are never held.
+
+Not here: what happens while workers are held (``join_proposals``, ``coordination.stops``, ``snapshots``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+from psdist.types import ParametersMember
+from psdist.wire.limits import PERIOD_MAX
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
+from psdist_scheduler.events.records import Identity, Member, name_some
+from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
+from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.registry import Registry
+
+#: Remedy for a script whose iterations cannot be inferred.
+REMEDY: Final = "declare each iteration of the script by `with context.iteration():`"
+
+
+@dataclass(slots=True)
+class Alignment:
+    """Holds all workers of one run at one start of an iteration, for as long as anybody wants that.
+
+    number: of the last command. A restarted scheduler continues with higher numbers.
+    """
+
+    members: Membership
+    registry: Registry
+    number: int
+    #: Who wants workers to be held, such as "stop" or "join worker-2".
+    _wanted: dict[str, None] = field(default_factory=dict)
+    _participants: dict[Identity, None] = field(default_factory=dict)
+    _reports: dict[Identity, AlignReported] = field(default_factory=dict)
+    _until: int | None = None
+    #: Last command to each session.
+    _sent: dict[int, AlignCommand] = field(default_factory=dict)
+    _is_warned: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The ordered parameter sets that workers train."""
+        return tuple(
+            entry.spec.name
+            for entry in self.registry.entries
+            if entry.ready and entry.shards and entry.members and entry.spec.is_ordered
+        )
+
+    @property
+    def applies(self) -> bool:
+        """True if the run trains several ordered parameter sets."""
+        return len(self.names) > 1
+
+    @property
+    def vector(self) -> dict[str, int] | None:
+        """Step of each set at the position where all workers are held; None until they are."""
+        if self._until is None or any(report.position < self._until for report in self._reports.values()):
+            return None
+        return next((dict(r.next) for r in self._reports.values() if r.position == self._until), None)
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if all workers have reported, and none can tell where an iteration starts."""
+        return self._is_gathered and self._until is None and not any(r.declared for r in self._reports.values())
+
+    def want(self, who: str) -> None:
+        """Hold workers at the next start of an iteration, on behalf of ``who``."""
+        self._wanted[who] = None
+
+    def release(self, who: str) -> None:
+        """``who`` no longer wants workers to be held."""
+        self._wanted.pop(who, None)
+
+    def wants(self, prefix: str) -> list[str]:
+        """Everybody whose name begins with ``prefix`` and wants workers to be held."""
+        return [who for who in self._wanted if who.startswith(prefix)]
+
+    def restart(self) -> None:
+        """Choose another position, because the chosen one is of no use."""
+        self._participants = {}
+
+    def on_report(self, event: AlignReported) -> list[Effect]:
+        """Record a worker's progress. A worker that is held by an outdated command is released."""
+        member = self.members.by_session(event.call)
+        if member is None or member.role != "worker":
+            return []
+        if event.number != self.number or not self._wanted:
+            self._sent.pop(event.call, None)
+            return [] if self._wanted else [Answer(event.call, AlignCommand(event.number, release=True))]
+        if member.identity in self._participants:
+            self._reports[member.identity] = event
+        return []
+
+    def on_session(self, member: Member) -> None:
+        """Forget what was sent on the worker's previous session: it may have been lost."""
+        live = {self.members.sessions.of(worker.member_id) for worker in self.members.workers}
+        self._sent = {session: sent for session, sent in self._sent.items() if session in live}
+        self._reports.pop(member.identity, None)
+
+    def progress(self) -> list[Effect]:
+        """Advance as far as the reports allow. Returns commands to workers."""
+        if not self._wanted:
+            return self._release_all() if self._sent else []
+        participants = self._current_participants()
+        if participants.keys() != self._participants.keys() or not participants:
+            self._participants, self._until, self._is_warned = participants, None, False
+            self._reports.clear()
+            self.number += 1
+        effects: list[Effect] = []
+        if self._until is None and self._is_gathered:
+            self._until = self._choose()
+            if self.is_unknown and not self._is_warned:
+                self._is_warned = True
+                names = ", ".join(map(repr, self.names))
+                text = f"{names} are trained in an order that does not repeat, so the start of an iteration is unknown"
+                effects.append(LogEvent(f"{text}: {REMEDY}", "warning"))
+        return effects + self._command_all()
+
+    def waits(self) -> Iterator[Wait]:
+        """What workers are held for."""
+        if not self._wanted or not self._participants:
+            return
+        if not self._is_gathered:
+            busy = [worker for worker in self._workers() if worker.identity not in self._reports]
+            yield "align", [], f"for {name_some(busy)} to report the start of an iteration"
+        elif self.vector is None and self._until is not None:
+            behind = [w for w in self._workers() if self._reports[w.identity].position < self._until]
+            if behind:
+                yield "align", [], f"for {name_some(behind)} to finish an iteration"
+
+    def validate(self) -> None:
+        assert self._reports.keys() <= self._participants.keys(), "a report of a worker that is not held"
+
+    def _workers(self) -> list[Member]:
+        return [worker for worker in self.members.workers if worker.identity in self._participants]
+
+    def _current_participants(self) -> dict[Identity, None]:
+        names = self.names
+        members: list[ParametersMember] = [m for e in self.registry.entries if e.spec.name in names for m in e.members]
+        return {(m.worker_id, m.incarnation): None for m in members}
+
+    @property
+    def _is_gathered(self) -> bool:
+        """True if all workers have reported their next step of every set."""
+        names = set(self.names)
+        reports = [self._reports.get(worker) for worker in self._participants]
+        return bool(reports) and all(r is not None and names <= dict(r.next).keys() for r in reports)
+
+    def _choose(self) -> int | None:
+        """The first known start of an iteration that the worker that is least far has not left."""
+        reports = list(self._reports.values())
+        least = min(report.position for report in reports)
+        starts = [_first_start(report, least) for report in reports]
+        return min((start for start in starts if start is not None), default=None)
+
+    def _command_all(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for worker in self._workers():
+            session, command = self.members.sessions.of(worker.member_id), AlignCommand(self.number, self._until)
+            if session and self._sent.get(session) != command:
+                self._sent[session] = command
+                effects.append(Answer(session, command))
+        return effects
+
+    def _release_all(self) -> list[Effect]:
+        sent, self._sent = self._sent, {}
+        self._participants, self._until = {}, None
+        self._reports.clear()
+        live = {self.members.sessions.of(worker.member_id) for worker in self.members.workers}
+        return [Answer(session, AlignCommand(self.number, release=True)) for session in sent if session in live]
+
+
+def _first_start(report: AlignReported, least: int) -> int | None:
+    """The first start of an iteration at or after position ``least``, as far as ``report`` tells."""
+    if report.start is None or not 0 <= report.position - report.start <= PERIOD_MAX:
+        return None
+    if report.period:
+        return report.start + -(-(least - report.start) // report.period) * report.period
+    return report.start if report.start >= least else None

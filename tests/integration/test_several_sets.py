@@ -1,0 +1,111 @@
+"""Scripts that train several parameter sets in turn, with real processes: however they are interrupted, they resume at
+the start of an iteration for all sets, and workers join all sets there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from launched import Run
+
+import psdist
+
+_SCRIPT = (Path(__file__).with_name("in_turn.py")).read_text()
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.stop()
+
+
+def start(path: Path, runs: list[Run], steps: int, d_steps: int, *flags: str) -> Run:
+    """A run in ``path``, which resumes from its newest snapshot."""
+    path.mkdir(exist_ok=True)
+    storage = ("--storage-path", str(path / "runs"), "--run-id", path.name)
+    run = Run(path, _SCRIPT, str(steps), "0.01", str(path), str(d_steps), flags=(*storage, *flags))
+    runs.append(run)
+    return run
+
+
+def end(run: Run, status: int = 0) -> str:
+    """The output of a run that ends with ``status``."""
+    code, text = run.end()
+    everything = "".join(run.seen) + text
+    assert code == status, everything
+    return everything
+
+
+def undisturbed(path: Path, runs: list[Run], steps: int, d_steps: int) -> bytes:
+    """The last weights of a run that nobody disturbs."""
+    end(start(path, runs, steps, d_steps))
+    return final(path)
+
+
+def final(path: Path) -> bytes:
+    """The last weights of both sets."""
+    with np.load(path / "weights.npz") as weights:
+        return weights["D"].tobytes() + weights["G"].tobytes()
+
+
+@pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
+def test_interrupted_runs_resume_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
+    steps = 60
+    expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)
+    path = tmp_path / "interrupted"
+    for interrupt in range(5):
+        run = start(path, runs, steps, d_steps)
+        run.until(r"rank 0 is at", 2 * (d_steps + 1))
+        for _ in range(1 + interrupt % (d_steps + 1)):  # before, within and after an iteration
+            run.until(r"rank 0 is at")
+        run.process.send_signal(signal.SIGTERM)
+        text = end(run, 128 + signal.SIGTERM)
+        saved = psdist.load_snapshot(str(path / "runs")).steps
+        assert saved["D"] == d_steps * saved["G"], text
+    text = end(start(path, runs, steps, d_steps))
+    assert f"rank 0 ends {steps * d_steps} {steps}" in text, text
+    assert final(path) == expected, text
+
+
+def worker_of(run: Run, rank: int) -> psutil.Process:
+    """The process of a rank's script."""
+    scripts = [child for child in run.family.children(recursive=True) if "train.py" in child.cmdline()]
+    return next(script for script in scripts if script.environ().get("RANK") == str(rank))
+
+
+def test_a_worker_that_was_killed_joins_all_sets_in_one_iteration(tmp_path: Path, runs: list[Run]) -> None:
+    run = start(tmp_path / "killed", runs, 400, 1, "--max-restarts", "5")
+    for _ in range(2):
+        run.until(r"rank 1 is at", 20)
+        worker_of(run, 1).kill()
+        run.until(r"rank 1 begins at")
+    text = end(run)
+    assert "wait for each other" not in text, text
+    assert "rank 0 ends 400 400" in text and "rank 1 ends 400 400" in text, text
+
+
+def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: list[Run]) -> None:
+    run = start(tmp_path / "scaled", runs, 600, 1)
+    for workers in (3, 2, 4):
+        run.until(r"rank 0 is at", 20)
+        scale = [sys.executable, "-m", "psdist.cli.main", "scale", "workers", str(workers)]
+        done = subprocess.run(
+            scale, cwd=tmp_path / "scaled", env=os.environ | {"XDG_RUNTIME_DIR": str(tmp_path / "scaled")},
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        if workers > 2:
+            rank = run.until(r"rank (\d+) begins at [1-9]")[1]
+            run.until(rf"rank {rank} is at", 5)
+    text = end(run)
+    assert "wait for each other" not in text, text
+    assert "rank 0 ends 600 600" in text, text

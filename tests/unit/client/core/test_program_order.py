@@ -1,0 +1,126 @@
+"""The order of a script's pushes: where its iterations start, inferred or declared."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psdist.client.core.program_order import PATIENCE, PeriodFinder, ProgramOrder
+from psdist.client.core.push_sequence import PushSequence
+from psdist.consistency import BSP
+from psdist.wire.limits import ORDER_PUSHES_MAX
+
+
+class Script:
+    """A script that trains these sets, each of one slice."""
+
+    def __init__(self, names: str = "DG") -> None:
+        self.order = ProgramOrder()
+        self.sequences = {name: PushSequence(1, BSP()) for name in names}
+        for name, sequence in self.sequences.items():
+            self.order.enter(name, sequence)
+
+    def push(self, names: str) -> None:
+        """Make pushes of these sets, in this order."""
+        for name in names:
+            self.begin(name)
+            push = self.sequences[name].begin_push()
+            push.answer(0, push.number + 1)
+            self.sequences[name].end_push(push, seen=True)
+
+    def begin(self, name: str) -> None:
+        """Begin a push that is not answered yet."""
+        self.order.begin_push(name)
+        self.sequences[name].send(0)
+
+
+@pytest.mark.parametrize("iteration", ["DG", "DDDDDG", "DGG", "DDGG", "DGE", "DDGDGE"])
+def test_an_iteration_is_inferred_once_it_was_seen_twice(iteration: str) -> None:
+    script = Script("".join(sorted(set(iteration))))
+    assert script.order.is_at_start, "nothing was pushed"
+    script.push(iteration)
+    assert script.order.standing.start is None, "it may be longer"
+    script.push(iteration)
+    for number in range(3 * len(iteration)):
+        standing = script.order.standing
+        assert (standing.period, standing.position) == (len(iteration), 2 * len(iteration) + number)
+        assert standing.start == standing.position - number % len(iteration)
+        assert script.order.is_at_start == (number % len(iteration) == 0) != script.order.is_inside
+        script.push(iteration[number % len(iteration)])
+
+
+def test_a_push_that_has_begun_is_inside_the_iteration() -> None:
+    script = Script()
+    script.push("DGDGDG")
+    script.begin("D")
+    standing = script.order.standing
+    assert (standing.position, standing.start, standing.next) == (7, 6, {"D": 4, "G": 3})
+
+
+def test_a_set_that_was_never_pushed_is_waited_for() -> None:
+    script = Script()
+    script.push("D" * (PATIENCE - 1))
+    assert script.order.standing.start is None, "five steps of D to one of G begin like this"
+    script.push("D")
+    assert script.order.is_at_start, "G is for something else"
+    script.push("DDDDDG" * 20)
+    assert script.order.standing.start is None, "it was not"
+
+
+def test_a_longer_pattern_replaces_a_shorter_one() -> None:
+    script = Script()
+    script.push("DGDG")
+    assert script.order.standing.period == 2
+    script.push("DDG")
+    assert script.order.standing.start is None
+    script.push("DGDGDDG")
+    assert (script.order.standing.period, script.order.is_at_start) == (7, True)
+
+
+def test_an_order_that_does_not_repeat_has_no_iterations() -> None:
+    finder = PeriodFinder(frozenset("DG"))
+    length = 1
+    while finder.count < ORDER_PUSHES_MAX and not finder.is_irregular:
+        for name in "D" * length + "G":
+            finder.add(name)
+        length += 1
+    assert finder.is_irregular and not finder.pattern
+
+
+def test_declared_iterations_count_whatever_the_order() -> None:
+    script = Script()
+    script.order.mark_boundary()
+    for iteration in ("DG", "DDDG", "G"):
+        assert script.order.is_at_start
+        script.push(iteration)
+        assert script.order.is_inside and script.order.standing.is_declared
+        script.order.mark_boundary()
+    assert script.order.standing.start == 7
+
+
+def test_a_set_that_is_opened_later_begins_another_order() -> None:
+    script = Script()
+    script.push("DGDGD")
+    script.sequences["E"] = PushSequence(1, BSP())
+    script.order.enter("E", script.sequences["E"])
+    assert script.order.is_at_start
+    script.push("DGEDGE")
+    assert (script.order.standing.period, script.order.standing.start) == (3, 11)
+
+
+def test_one_set_alone_is_not_watched() -> None:
+    script = Script("D")
+    script.push("DDDD")
+    assert not script.order.is_shared and script.order.is_at_start
+
+
+@given(st.text("ab", min_size=1, max_size=8), st.integers(2, 5), st.integers(0, 7))
+def test_the_period_is_the_shortest_that_explains_all(pattern: str, times: int, more: int) -> None:
+    names = (pattern * (times + 1))[: len(pattern) * times + more % len(pattern)]
+    finder = PeriodFinder(frozenset(pattern))
+    for name in names:
+        finder.add(name)
+    found = "".join(finder.pattern)
+    assert found and len(found) <= len(pattern)
+    assert (found * len(names))[: len(names)] == names

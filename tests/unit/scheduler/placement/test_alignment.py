@@ -1,0 +1,211 @@
+"""Workers of several sets are held at one start of an iteration, and join all sets there or none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from scheduler_driver import Driver, caller
+
+from psdist.consistency import ASP, BSP
+from psdist.optim import SGD
+from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
+
+
+@dataclass(frozen=True)
+class At:
+    """A worker's progress. The script makes a step of D and one of G in each iteration."""
+
+    d: int
+    g: int
+    period: int = 2
+    declared: bool = False
+
+    @property
+    def start(self) -> int | None:
+        position = self.d + self.g
+        return position - position % 2 if self.period or self.declared else None
+
+
+class Run(Driver):
+    """A run of two servers and ``workers`` workers that train D and G."""
+
+    def __init__(self, workers: int = 2, **settings: Any) -> None:
+        super().__init__(workers_min=workers)
+        self.servers = [self.join("server") for _ in range(2)]
+        self.workers = [self.join()[0] for _ in range(workers)]
+        for name in ("D", "G"):
+            for worker in self.workers:
+                self.create(worker, name=name, **settings)
+            self.ask(ev.CommitParameters, self.workers[0], name)
+
+    def session(self, worker: Member) -> int:
+        return self.cluster.members.sessions.of(worker.member_id)
+
+    def commands(self, worker: Member) -> list[AlignCommand]:
+        return [value for value in self.told[self.session(worker)] if isinstance(value, AlignCommand)]
+
+    def stands(self, worker: Member, at: At) -> None:
+        """A worker reports where it is."""
+        number = self.commands(worker)[-1].number
+        report = AlignReported(
+            self.session(worker), number, at.d + at.g, at.start, at.period, at.declared, (("D", at.d), ("G", at.g))
+        )
+        self.on(report)
+
+    def joins(self) -> Member:
+        """A worker registers and creates D."""
+        worker, _ = self.join()
+        self.create(worker, name="D")
+        return worker
+
+    def proposals(self, session: int) -> list[ev.JoinProposal]:
+        return [value for value in self.told[session] if isinstance(value, ev.JoinProposal)]
+
+    def answer(self, count: int = 2, *, accepted: bool = True) -> None:
+        """Servers answer their newest ``count`` proposals."""
+        for _, session in self.servers:
+            for proposal in self.proposals(session)[-count:]:
+                self.on(ev.JoinAnswered(session, proposal.proposal_id, accepted, 0 if accepted else 9))
+
+    def first_steps(self, worker: Member) -> dict[str, int]:
+        return {
+            entry.spec.name: member.first_step
+            for entry in self.map.parameters
+            for member in entry.members
+            if member.worker_id == worker.member_id
+        }
+
+
+def test_a_joiner_becomes_a_member_of_all_sets_in_one_epoch() -> None:
+    run = Run()
+    zero, one = run.workers
+    joiner = run.joins()
+    assert run.commands(zero) == run.commands(one) == [AlignCommand(run.commands(zero)[0].number)]
+    run.stands(zero, At(8, 7))
+    assert len(run.commands(zero)) == 1, "the other has not said where it is"
+    run.stands(one, At(7, 7))  # The pushes of `zero` wait for it: nothing of its iteration is applied.
+    assert run.commands(zero)[-1].until == 14
+    session = run.servers[0][1]
+    assert {(p.parameters, p.member.first_step) for p in run.proposals(session)} == {("D", 7), ("G", 7)}
+    proposal = run.proposals(session)[0]
+    for _, server in run.servers:
+        run.on(ev.JoinAnswered(server, proposal.proposal_id, True, 0))
+    assert not run.first_steps(joiner), "all or none"
+    run.answer()
+    assert run.first_steps(joiner) == {"D": 7, "G": 7}
+    assert run.commands(zero)[-1].release and run.commands(one)[-1].release
+    assert any("joins 'G' at step 7" in note for note in run.notes)
+    # The script creates G next, and is answered without another word to the others.
+    call = run.create(joiner, name="G")
+    assert run.state(call).first_step == 7 and run.commands(zero)[-1].release
+
+
+def test_workers_that_are_all_inside_an_iteration_finish_it() -> None:
+    run = Run()
+    joiner = run.joins()
+    for worker in run.workers:
+        run.stands(worker, At(8, 7))
+    assert [run.commands(worker)[-1].until for worker in run.workers] == [16, 16]
+    assert not run.proposals(run.servers[0][1])
+    for worker in run.workers:
+        run.stands(worker, At(8, 8))
+    run.answer()
+    assert run.first_steps(joiner) == {"D": 8, "G": 8}
+
+
+def test_declared_iterations_are_waited_for() -> None:
+    run = Run()
+    joiner = run.joins()
+    for worker in run.workers:
+        run.stands(worker, At(8, 7, 0, declared=True))
+    assert run.commands(run.workers[0])[-1].until is None, "nobody knows where the iteration ends"
+    run.stands(run.workers[0], At(8, 8, 0, declared=True))
+    assert run.commands(run.workers[1])[-1].until == 16
+    run.stands(run.workers[1], At(8, 8, 0, declared=True))
+    run.answer()
+    assert run.first_steps(joiner) == {"D": 8, "G": 8}
+
+
+def test_one_worker_that_knows_the_order_is_enough() -> None:
+    run = Run()
+    run.joins()
+    run.stands(run.workers[0], At(8, 7, 0))
+    run.stands(run.workers[1], At(8, 7))
+    assert [run.commands(worker)[-1].until for worker in run.workers] == [16, 16]
+
+
+def test_an_order_without_iterations_is_refused_with_its_remedy() -> None:
+    run = Run()
+    joiner = run.joins()
+    for worker in run.workers:
+        run.stands(worker, At(8, 7, 0))
+    assert any("with context.iteration()" in note for note in run.notes)
+    assert not run.first_steps(joiner) and not run.proposals(run.servers[0][1])
+
+
+def test_a_refusal_withdraws_all_sets_and_looks_for_another_start() -> None:
+    run = Run()
+    joiner = run.joins()
+    for worker in run.workers:
+        run.stands(worker, At(7, 7))
+    first = run.proposals(run.servers[0][1])[0]
+    run.on(ev.JoinAnswered(run.servers[0][1], first.proposal_id, False, 8))
+    withdrawn = [value for value in run.told[run.servers[1][1]] if isinstance(value, ev.WithdrawJoin)]
+    assert {news.parameters for news in withdrawn} == {"D", "G"}
+    for worker in run.workers:
+        run.stands(worker, At(8, 8))
+    run.answer()
+    assert run.first_steps(joiner) == {"D": 8, "G": 8}
+
+
+def test_a_worker_that_is_lost_changes_the_choice() -> None:
+    run = Run()
+    zero, one = run.workers
+    run.joins()
+    run.stands(zero, At(8, 7))
+    number = run.commands(zero)[-1].number
+    run.on(ev.Leave(run.number(), caller(one), "failed"))
+    # Without it the push that `zero` has begun is applied.
+    assert run.commands(zero)[-1].number > number and run.commands(zero)[-1].until is None
+    run.stands(zero, At(8, 7))
+    assert run.commands(zero)[-1].until == 16
+    assert not run.proposals(run.servers[0][1])
+
+
+def test_a_joiner_that_is_gone_releases_the_others() -> None:
+    run = Run()
+    joiner = run.joins()
+    run.on(ev.Leave(run.number(), caller(joiner), "failed"))
+    assert run.commands(run.workers[0])[-1].release
+
+
+def test_an_outdated_report_is_answered_by_a_release() -> None:
+    run = Run()
+    worker = run.workers[0]
+    run.on(AlignReported(run.session(worker), 7, 3, 2, 2, next=(("D", 2), ("G", 1))))
+    assert run.commands(worker) == [AlignCommand(7, release=True)]
+
+
+@pytest.mark.parametrize("position", [-1, 1 << 62])
+def test_a_report_that_makes_no_sense_knows_no_start(position: int) -> None:
+    run = Run()
+    run.joins()
+    for worker in run.workers:
+        number = run.commands(worker)[-1].number
+        next_steps = (("D", 8), ("G", 7))
+        run.on(AlignReported(run.session(worker), number, 15, 15 - position, 2, next=next_steps))
+    assert run.commands(run.workers[0])[-1].until is None
+
+
+@pytest.mark.parametrize(
+    "settings", [{"consistency": ASP()}, {"consistency": BSP(backup_workers=1)}, {"optimizer": SGD(lr=0.0)}]
+)
+def test_workers_that_do_not_wait_for_each_other_are_not_held(settings: dict[str, Any]) -> None:
+    run = Run(**settings)
+    worker, _ = run.join()
+    run.create(worker, name="D", **settings)
+    assert not run.commands(run.workers[0])
