@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 
 #: One call of the kernel touches at most this many bytes, which takes it some milliseconds on an idle processor.
 CHUNK_BYTES: Final = 8 << 20
+#: Larger ranges are unmapped by a thread.
+LARGE_BYTES: Final = 32 << 20
 
 _MADV_DONTNEED: Final = 4
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -55,7 +57,7 @@ class AddressRange:
         self.address = _checked(_libc.mmap(None, max(1, size), self._protection, _ANONYMOUS, -1, 0))
         memory = _Memory(self.address, size, writable)
         weakref.finalize(memory, _unmapper.end, self.address, max(1, size)).atexit = False
-        if size > CHUNK_BYTES:
+        if size > LARGE_BYTES:
             _unmapper.start()
         #: All of its bytes. The range lasts as long as this array, or one that was made of it.
         self.bytes: NDArray[np.uint8] = np.asarray(memory)
@@ -142,7 +144,7 @@ class _Unmapper:
 
     def end(self, address: int, size: int) -> None:
         """Unmap a range that nothing refers to any more."""
-        if size > CHUNK_BYTES and self._pid == os.getpid():
+        if size > LARGE_BYTES and self._pid == os.getpid():
             self._ended.put((address, size))
         else:
             _libc.munmap(address, size)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from psdist import address_range
-from psdist.address_range import CHUNK_BYTES, AddressRange
+from psdist.address_range import CHUNK_BYTES, LARGE_BYTES, AddressRange
 
 PAGE = 4096
 
@@ -89,15 +89,15 @@ def test_a_small_range_ends_with_its_last_array() -> None:
 def test_a_large_range_is_unmapped_by_a_thread_and_not_by_its_last_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     unmapped = Unmapped()
     monkeypatch.setattr(address_range, "_unmapper", unmapped)
-    small = AddressRange(CHUNK_BYTES)
+    small = AddressRange(LARGE_BYTES)
     assert not unmapped.is_started
-    memory = AddressRange(CHUNK_BYTES + PAGE)
+    memory = AddressRange(LARGE_BYTES + PAGE)
     address, array = memory.address, memory.view(np.dtype(np.float32), 0, 100)
     assert unmapped.is_started
     del memory
     assert not unmapped.ranges
     del array
-    assert unmapped.ranges == [(address, CHUNK_BYTES + PAGE)]
+    assert unmapped.ranges == [(address, LARGE_BYTES + PAGE)]
     address_range._libc.munmap(*unmapped.ranges[0])
     del small
     address_range._libc.munmap(*unmapped.ranges[1])
