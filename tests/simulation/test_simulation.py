@@ -17,7 +17,7 @@ import pytest
 
 from psdist.wire import convert
 from tests.simulation import runner, scenario
-from tests.simulation.options import REPLICATED, SINGLE
+from tests.simulation.options import CUT_OFF, REPLICATED, SINGLE
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = 100_000
@@ -30,7 +30,7 @@ RUNS = 16
 REGRESSIONS = (642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421)
 #: Seeds that take paths which one seed in some hundred takes. Where the order of messages changes, others do: run 4,000
 #: seeds and count.
-RARE = (155, 290, 2474, 3046)
+RARE = (155, 290, 2474, 3046, 53, 62, 96)
 #: Interesting paths, beside the faults themselves, that so many seeds must have taken.
 PATHS = (
     "keepalive",
@@ -53,6 +53,11 @@ PATHS = (
     "a first step was refused",
     "a join met a new primary",
     "workers joined together",
+    CUT_OFF,
+    "cut off for longer than a lease",
+    "trained on beside a cut",
+    "worker lost: no path",
+    "server lost: no path",
     "followed: map_difference",
     "told: FencedError",
     "told: StaleEpochError",
