@@ -277,13 +277,13 @@ class Cluster:
         effects += machines.rollback.if_lost(epoch, now)
         effects += self._end_calls_of_the_gone()
         effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(epoch, now)
-        effects += alignment.progress() + machines.creation.progress(epoch, now)
+        effects += alignment.progress(now) + machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
         effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)
         # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
         # before used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
-        effects += alignment.progress()
+        effects += alignment.progress(now)
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
             machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)

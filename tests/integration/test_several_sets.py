@@ -3,6 +3,7 @@ the start of an iteration for all sets, and workers join all sets there."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -109,3 +110,21 @@ def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: li
     text = end(run)
     assert "wait for each other" not in text, text
     assert "rank 0 ends 600 600" in text, text
+
+
+@pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
+def test_periodic_snapshots_are_cut_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
+    steps = 600 // d_steps
+    expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)
+    path = tmp_path / "saved"
+    run = start(path, runs, steps, d_steps, "--save-interval", "1s", "--keep-last", "50")
+    while len(list(path.glob("runs/commits/*"))) < 2:
+        run.until(r"rank 0 is at")
+    run.stop()  # Nothing is saved at this end.
+    # The run may have been killed while it wrote one.
+    texts = [file.read_text() for file in (path / "runs" / "commits").iterdir()]
+    commits = [json.loads(text) for text in texts if text]
+    cuts = [commit["steps"] for commit in commits]
+    assert len(cuts) > 1 and all(cut["D"] == d_steps * cut["G"] for cut in cuts), cuts
+    text = end(start(path, runs, steps, d_steps))
+    assert final(path) == expected, text

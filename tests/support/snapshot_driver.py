@@ -11,6 +11,7 @@ from psdist.types import ParametersEntry
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member, StoredState
+from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.snapshots.attempt import Attempt
 from tests.support.scheduler_driver import Driver
 
@@ -29,6 +30,8 @@ class SnapshotDriver(Driver):
         self.writing = True
         self.storing = True
         self.loading = True
+        #: Workers finish the iteration that they are in.
+        self.iterating = True
         #: By session, commands that were not answered.
         self.commands: list[tuple[int, Any]] = []
         self.works: list[ev.Effect] = []
@@ -136,7 +139,26 @@ class SnapshotDriver(Driver):
                 self.cuts[attempt] = replace(self.cuts[attempt], directory="cut")
             case sn.End(attempt):
                 self.cuts.pop(attempt, None)
+            case AlignCommand():
+                self.on(self._standing(session, command))
         return True
+
+    def _standing(self, session: int, command: AlignCommand) -> AlignReported:
+        """A held worker's word: an iteration starts where all slices are."""
+        names = self.cluster.machines.creation.joins.alignment.names
+        steps = {name: max(self.versions.get(name, 0), self._first_step(name)) for name in names}
+        low, high = min(steps.values()), max(steps.values())
+        if high - low > 1:  # Not in step: iterations are declared.
+            position = sum(steps.values())
+            return AlignReported(session, command.number, position, position, 0, True, tuple(steps.items()))
+        if command.until is not None and self.iterating:  # It runs up to there.
+            steps = dict.fromkeys(names, command.until // len(names))
+        position = sum(steps.values())
+        start = position - position % len(names)
+        return AlignReported(session, command.number, position, start, len(names), next=tuple(steps.items()))
+
+    def _first_step(self, name: str) -> int:
+        return min((member.first_step for member in self.entry(name).members), default=0)
 
     def _is_stepped(self, name: str) -> bool:
         return isinstance(self.entry(name).spec.consistency, BSP)
@@ -191,6 +213,8 @@ class SnapshotDriver(Driver):
         for effect in effects:
             match effect:
                 case ev.Answer(call, sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End() as command):
+                    self.commands.append((call, command))
+                case ev.Answer(call, AlignCommand(release=False) as command):
                     self.commands.append((call, command))
                 case sn.WriteCommit() | sn.RemoveDirectory() | sn.Prune() | sn.ReadHistory():
                     self.works.append(effect)

@@ -89,7 +89,7 @@ class Machines:
         rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
         scaling = Scaling(settings, registry, members, demand, rendezvous)
         datasets = Datasets(stored.datasets, resume)
-        snapshots = Snapshots(settings, registry, members, datasets, history, now)
+        snapshots = Snapshots(settings, registry, members, datasets, alignment, history, now)
         rollback = Rollback(registry, joins, members, datasets, snapshots)
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)

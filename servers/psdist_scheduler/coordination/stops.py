@@ -152,6 +152,8 @@ class Stops:
         self.phase, self._since = phase, now
         if phase not in ("saving", "leaving"):
             self._agreed = {}
+        if phase == "holding":
+            self.alignment.restart()
         if phase == "idle":
             self.alignment.release(_NAME)
         self.number += phase in ("asking", "holding")

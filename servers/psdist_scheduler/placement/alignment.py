@@ -12,7 +12,8 @@ A position is the sum of the next steps of all ordered sets. It is comparable be
 
 If the members change, all of it starts again, because a push may then be applied without the worker that left.
 
-Runs with one such set, and those whose workers do not wait for each other, are never held.
+Runs with one such set, and those whose workers do not wait for each other, are never held. Nor are workers that train
+different sets, and so have no common order: each set is joined and cut by itself.
 
 Not here: what happens while workers are held (``join_proposals``, ``coordination.stops``, ``snapshots``).
 """
@@ -31,8 +32,10 @@ from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
+#: Seconds for which workers train before they are asked again, if their iterations are not known yet.
+RETRY_SECONDS: Final = 1.0
 #: Remedy for a script whose iterations cannot be inferred.
-REMEDY: Final = "declare each iteration of the script by `with context.iteration():`"
+REMEDY: Final = "If the script repeats no order of steps, declare each iteration by `with context.iteration():`"
 
 
 @dataclass(slots=True)
@@ -52,16 +55,18 @@ class Alignment:
     _until: int | None = None
     #: Last command to each session.
     _sent: dict[int, AlignCommand] = field(default_factory=dict)
-    _is_warned: bool = False
+    #: True if no worker could tell where an iteration starts. Workers are then released, and asked again later.
+    is_unknown: bool = False
+    _retry_at: float = 0.0
+    #: True if each iteration makes one step of every set, and all sets are at the same one; None while it is unknown.
+    is_even: bool | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ordered parameter sets that workers train."""
-        return tuple(
-            entry.spec.name
-            for entry in self.registry.entries
-            if entry.ready and entry.shards and entry.members and entry.spec.is_ordered
-        )
+        """The ordered parameter sets that workers train; empty if some workers train others than the rest."""
+        entries = [e for e in self.registry.entries if e.ready and e.shards and e.members and e.spec.is_ordered]
+        who = [{(member.worker_id, member.incarnation) for member in entry.members} for entry in entries]
+        return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
 
     @property
     def applies(self) -> bool:
@@ -74,11 +79,6 @@ class Alignment:
         if self._until is None or any(report.position < self._until for report in self._reports.values()):
             return None
         return next((dict(r.next) for r in self._reports.values() if r.position == self._until), None)
-
-    @property
-    def is_unknown(self) -> bool:
-        """True if all workers have reported, and none can tell where an iteration starts."""
-        return self._is_gathered and self._until is None and not any(r.declared for r in self._reports.values())
 
     def want(self, who: str) -> None:
         """Hold workers at the next start of an iteration, on behalf of ``who``."""
@@ -93,8 +93,9 @@ class Alignment:
         return [who for who in self._wanted if who.startswith(prefix)]
 
     def restart(self) -> None:
-        """Choose another position, because the chosen one is of no use."""
+        """Choose another position, because the chosen one is of no use, and ask at once."""
         self._participants = {}
+        self.is_unknown, self._retry_at = False, 0.0
 
     def on_report(self, event: AlignReported) -> list[Effect]:
         """Record a worker's progress. A worker that is held by an outdated command is released."""
@@ -114,24 +115,41 @@ class Alignment:
         self._sent = {session: sent for session, sent in self._sent.items() if session in live}
         self._reports.pop(member.identity, None)
 
-    def progress(self) -> list[Effect]:
+    def progress(self, now: float) -> list[Effect]:
         """Advance as far as the reports allow. Returns commands to workers."""
         if not self._wanted:
             return self._release_all() if self._sent else []
+        if now < self._retry_at:
+            return []
         participants = self._current_participants()
         if participants.keys() != self._participants.keys() or not participants:
-            self._participants, self._until, self._is_warned = participants, None, False
+            self._participants, self._until = participants, None
             self._reports.clear()
             self.number += 1
-        effects: list[Effect] = []
         if self._until is None and self._is_gathered:
             self._until = self._choose()
-            if self.is_unknown and not self._is_warned:
-                self._is_warned = True
-                names = ", ".join(map(repr, self.names))
-                text = f"{names} are trained in an order that does not repeat, so the start of an iteration is unknown"
-                effects.append(LogEvent(f"{text}: {REMEDY}", "warning"))
-        return effects + self._command_all()
+            if self._until is None and not any(report.declared for report in self._reports.values()):
+                return self._give_up(now)
+            self._learn()
+        return self._command_all()
+
+    def _give_up(self, now: float) -> list[Effect]:
+        """Release all workers for a while, because none can tell where an iteration starts."""
+        was_unknown, self.is_unknown = self.is_unknown, True
+        self._retry_at = now + RETRY_SECONDS
+        names = ", ".join(map(repr, self.names))
+        steps = ", ".join(f"step {step} of {name!r}" for name, step in next(iter(self._reports.values())).next)
+        text = f"{names} have been trained in an order that does not repeat yet ({steps}), so nobody knows where an "
+        warning = LogEvent(f"{text}iteration starts, for {', '.join(self._wanted)}. {REMEDY}", "warning")
+        return [*([] if was_unknown else [warning]), *self._release_all()]
+
+    def _learn(self) -> None:
+        if self._until is None:
+            return
+        self.is_unknown = False
+        known = next((r for r in self._reports.values() if r.start is not None and r.period), None)
+        sets = len(self.names)
+        self.is_even = known is not None and known.period == sets and (known.start or 0) % sets == 0
 
     def waits(self) -> Iterator[Wait]:
         """What workers are held for."""

@@ -195,9 +195,11 @@ class SnapshotSchedule:
         end: EndSnapshot,
         saved: Mapping[str, int],
         now: float,
+        *,
+        is_even: bool = True,
     ) -> DueSnapshot | None:
         """What is due by now; None for nothing. saved: steps of the newest snapshot, by parameter set; empty where
-        there is none."""
+        there is none. is_even: False if an iteration of the script makes more steps of one set than of another."""
         soonest = self.tries.soonest(ready, [waiter.next for waiter in waiters.workers])
         if end.state is EndState.WANTED:
             steps = {name: max(step, self.tries.known.get(name, 0)) for name, step in end.steps.items()}
@@ -205,7 +207,7 @@ class SnapshotSchedule:
         if waiters:
             return DueSnapshot(soonest, next(iter(waiters)).reason)
         if self._policy.steps:
-            return self._due_by_steps(ready, soonest)
+            return self._due_by_steps(ready, soonest, is_even=is_even)
         if self._policy.seconds and now - self._ended_at >= self._policy.seconds and self.has_trained(ready, saved):
             return DueSnapshot(soonest, self._policy.every)
         return None
@@ -227,12 +229,14 @@ class SnapshotSchedule:
         """The run went back: what was known of steps is not so any more."""
         self.tries, self._ended_version = Tries(), 0
 
-    def _due_by_steps(self, ready: Sequence[ParameterSet], soonest: dict[str, int]) -> DueSnapshot | None:
+    def _due_by_steps(
+        self, ready: Sequence[ParameterSet], soonest: dict[str, int], *, is_even: bool
+    ) -> DueSnapshot | None:
         versions = {p.name: self.tries.version(p) for p in ready if is_trained(p)}
         if not versions:
             return None
         high, interval = max(versions.values()), self._policy.steps
-        if all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
+        if is_even and all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
             step = _next_multiple(max(high, self._ended_version), interval)
             return DueSnapshot(soonest | dict.fromkeys(versions, step), self._policy.every, ahead=True)
         if high < _next_multiple(self._ended_version, interval):

@@ -23,16 +23,20 @@ from psdist_scheduler.events.cluster_events import Effect, LogEvent, Wait
 from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
+from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.registry import ParameterSet, Registry
 from psdist_scheduler.snapshots import waiters
+from psdist_scheduler.snapshots.attempt import AttemptPhase
 from psdist_scheduler.snapshots.attempt_runner import AttemptRunner
 from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.cut import floor, is_stepped
-from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState, SnapshotSchedule
+from psdist_scheduler.snapshots.schedule import DueSnapshot, EndSnapshot, EndState, SnapshotSchedule
 from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
 _REASON_CHARACTERS: Final = 200
+#: Name by which workers are held.
+_NAME: Final = "snapshot"
 
 
 class Snapshots:
@@ -44,6 +48,7 @@ class Snapshots:
         registry: Registry,
         members: Membership,
         datasets: Datasets,
+        alignment: Alignment,
         history: sn.History | None,
         now: float,
     ) -> None:
@@ -51,6 +56,7 @@ class Snapshots:
         self._registry = registry
         self._members = members
         self._datasets = datasets
+        self._alignment = alignment
         self.catalog = Catalog(registry.resume, history)
         self.schedule = SnapshotSchedule(settings.policy, now)
         self.waiters = SnapshotWaiters()
@@ -202,6 +208,8 @@ class Snapshots:
         cut = attempt.cut if attempt is not None else None
         self._datasets.cut.settle(lambda worker: floor(cut, ready, worker), self._members.is_live)
         effects += self.runner.progress(ready, epoch, now)
+        if (under_way := self.runner.attempt) is not None and under_way.phase >= AttemptPhase.CUTTING:
+            self._alignment.release(_NAME)
         if self.runner.attempt is None and self.catalog.known:
             effects += self._start_due(ready, epoch, now)
         attempt = self.runner.attempt
@@ -214,12 +222,33 @@ class Snapshots:
         end = self.end_snapshot
         if self._obstacle or self.catalog.replaced or end.state is EndState.TAKEN:
             return effects
-        due = self.schedule.due(ready, self.waiters, end, self.catalog.saved_steps, now)
+        is_even = self._alignment.is_even is not False or not self._alignment.applies
+        due = self.schedule.due(ready, self.waiters, end, self.catalog.saved_steps, now, is_even=is_even)
+        if due is None:
+            self._alignment.release(_NAME)
+        elif end.state is not EndState.WANTED:
+            due = self._aligned(due)
         if due is not None:
             effects += self.runner.begin(due, ready, epoch, now)
         if end.state is EndState.WANTED and self.runner.attempt is not None:
             end.try_by(self.runner.attempt.number)
         return effects
+
+    def _aligned(self, due: DueSnapshot) -> DueSnapshot | None:
+        """What is due, cut where an iteration starts for all sets; None until the workers are held there. A script that
+        asks for a snapshot itself says by its call where the cut is."""
+        alignment = self._alignment
+        asked = any(waiter.worker is not None for waiter in self.waiters)
+        if not alignment.applies or asked or (due.ahead and alignment.is_even):
+            alignment.release(_NAME)
+            return due
+        alignment.want(_NAME)
+        if (vector := alignment.vector) is None or (due.ahead and alignment.is_even is not False):
+            return None
+        if any(self.schedule.tries.known.get(name, 0) > step for name, step in vector.items()):
+            alignment.restart()  # A server has passed it.
+            return None
+        return None if due.ahead else DueSnapshot(due.steps | vector, due.reason)
 
     def _serve_waiters(self, ready: list[ParameterSet]) -> list[Effect]:
         """Answers those whom the newest snapshot serves, and refuses those whom none can."""

@@ -202,21 +202,37 @@ def test_who_waits_does_not_stop_what_others_train() -> None:
     assert steps["mlp"] == 5 and steps["other"] > 8
 
 
-def test_a_step_that_does_not_come_is_not_waited_for() -> None:
-    """Training has ended: one of them will never be where the other is."""
+def test_an_iteration_that_is_not_finished_is_saved_when_its_worker_has_left() -> None:
+    """A script that stops within an iteration may be computing for long, and nobody can tell."""
     d = two_parameters()
+    d.iterating = False
     d.versions = {"mlp": 6, "other": 5}
     d.beat_versions()
     call = d.save()
     sessions = [
         d.cluster.members.sessions.of(m.member_id) for m in (*d.cluster.members.servers, *d.cluster.members.workers)
     ]
-    for _ in range(12):
+    for _ in range(60):
         d.beat(*sessions)
         d.beat_versions()
         d.tick()
         d.go_on()
+    assert isinstance(d.state(call), sn.Saving) and not d.steps
+    assert any("worker-0 (rank 0) to finish an iteration" in wait for wait in d.cluster.waits)
+    d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
+    d.go_on()
     assert d.saved(call).steps == {"mlp": 6, "other": 5}
+
+
+def test_sets_with_different_numbers_of_steps_are_cut_where_an_iteration_starts() -> None:
+    """Every ten steps, at the first start of an iteration after them."""
+    d = two_parameters(policy=SavePolicy(steps=10, keep_last=10))
+    for step in range(1, 5):
+        d.versions = {"mlp": 5 * step, "other": step}
+        d.beat_versions()
+        d.tick(0.5)
+        d.go_on()
+    assert d.steps == [{"mlp": 10, "other": 2}, {"mlp": 20, "other": 4}]
 
 
 @pytest.mark.parametrize("version", [1, 6])
