@@ -56,7 +56,7 @@ class Handles:
 
     def __init__(self, session: WorkerSession, rng: Random) -> None:
         self._session = session
-        self._grpc = GrpcTransport(session.calls.metadata)
+        self._grpc = GrpcTransport(session.calls.metadata, lambda: session.calls.silence_seconds)
         session.activities.reachability.call = self._grpc.call_server
         self._rng = rng
         self._by_name: dict[str, AsyncParameters] = {}

@@ -43,7 +43,7 @@ class RegisterRequest(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., psdist_version: _Optional[str] = ..., run_id: _Optional[str] = ..., role: _Optional[_Union[Role, str]] = ..., member_id: _Optional[str] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., address: _Optional[str] = ..., host: _Optional[str] = ..., pid: _Optional[int] = ...) -> None: ...
 
 class RegisterResponse(_message.Message):
-    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds")
+    __slots__ = ("run_id", "member_id", "incarnation", "rank", "world_size", "lease_seconds", "map", "psdist_version", "storage", "heartbeat_seconds", "silence_seconds")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class RegisterResponse(_message.Message):
     PSDIST_VERSION_FIELD_NUMBER: _ClassVar[int]
     STORAGE_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SILENCE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     member_id: str
     incarnation: int
@@ -64,7 +65,8 @@ class RegisterResponse(_message.Message):
     psdist_version: str
     storage: str
     heartbeat_seconds: float
-    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ...) -> None: ...
+    silence_seconds: float
+    def __init__(self, run_id: _Optional[str] = ..., member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ..., world_size: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., psdist_version: _Optional[str] = ..., storage: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., silence_seconds: _Optional[float] = ...) -> None: ...
 
 class SnapshotCommand(_message.Message):
     __slots__ = ("attempt", "prepare", "mark", "cut", "end")

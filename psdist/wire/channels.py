@@ -25,14 +25,15 @@ from psdist.wire.auth import TokenInterceptor
 _LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "::1", "[::1]")
 
 
-def _shared_options(message_bytes: int, window_bytes: int) -> list[tuple[str, int]]:
+def _shared_options(message_bytes: int, window_bytes: int, silence_seconds: float) -> list[tuple[str, int]]:
+    keepalive_ms = round(1e3 * max(silence_seconds, limits.KEEPALIVE_MIN_SECONDS))
     return [
         ("grpc.max_send_message_length", message_bytes),
         ("grpc.max_receive_message_length", message_bytes),
         ("grpc.max_metadata_size", limits.METADATA_BYTES),
-        ("grpc.keepalive_time_ms", round(1e3 * limits.KEEPALIVE_SECONDS)),
-        ("grpc.keepalive_timeout_ms", round(1e3 * limits.KEEPALIVE_SECONDS)),
-        ("grpc.http2.ping_timeout_ms", round(1e3 * limits.KEEPALIVE_SECONDS)),
+        ("grpc.keepalive_time_ms", keepalive_ms),
+        ("grpc.keepalive_timeout_ms", keepalive_ms),
+        ("grpc.http2.ping_timeout_ms", keepalive_ms),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.bdp_probe", 0),
         ("grpc.http2.lookahead_bytes", window_bytes),
@@ -40,10 +41,15 @@ def _shared_options(message_bytes: int, window_bytes: int) -> list[tuple[str, in
     ]
 
 
-def open_channel(address: str, message_bytes: int = limits.DATA_MESSAGE_BYTES) -> grpc.aio.Channel:
-    """A plaintext channel to ``address`` (host:port). Connects on first use."""
+def open_channel(
+    address: str,
+    message_bytes: int = limits.DATA_MESSAGE_BYTES,
+    silence_seconds: float = limits.KEEPALIVE_SECONDS,
+) -> grpc.aio.Channel:
+    """A plaintext channel to ``address`` (host:port). Connects on first use. silence_seconds: a peer that is silent for
+    so long is pinged, and hung up on after as long again without an answer."""
     options = [
-        *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES),
+        *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES, silence_seconds),
         ("grpc.enable_retries", 0),
         ("grpc.enable_http_proxy", 0),
         ("grpc.use_local_subchannel_pool", 1),
@@ -56,11 +62,15 @@ def open_channel(address: str, message_bytes: int = limits.DATA_MESSAGE_BYTES) -
 
 
 def make_server(
-    token: str, message_bytes: int = limits.DATA_MESSAGE_BYTES, interceptors: Sequence[Any] = ()
+    token: str,
+    message_bytes: int = limits.DATA_MESSAGE_BYTES,
+    interceptors: Sequence[Any] = (),
+    silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Server:
-    """A server that lets calls with ``token`` in, and no more of anything than ``psdist.wire.limits`` says."""
+    """A server that lets calls with ``token`` in, and no more of anything than ``psdist.wire.limits`` says.
+    silence_seconds: see ``open_channel``."""
     options = [
-        *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES),
+        *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES, silence_seconds),
         ("grpc.so_reuseport", 0),
         ("grpc.max_concurrent_streams", limits.CONCURRENT_CALLS_MAX),
         ("grpc.max_allowed_incoming_connections", _connections_max()),

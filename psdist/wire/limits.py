@@ -21,8 +21,11 @@ CONTROL_MESSAGE_BYTES: Final = 64 << 20
 METADATA_BYTES: Final = 16 << 10
 #: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
 SHARED_MESSAGE_BYTES: Final = 4 << 20
-#: Who does not answer for so long, though its peer asks, is hung up on.
+#: Who does not answer for so long, though its peer asks, is hung up on, where the run's lease is not known: before a
+#: process has registered, and at the data servers' side. Members use ``--failure-timeout``. To hang up expels nobody.
 KEEPALIVE_SECONDS: Final = 2.0
+#: Pings come at most so often: gRPC hangs up on a peer that sends more.
+KEEPALIVE_MIN_SECONDS: Final = 1.0
 #: Largest HTTP/2 frame that is asked for. It fits the window.
 FRAME_BYTES: Final = 1 << 20
 

@@ -36,7 +36,7 @@ FIND_SCHEDULER: Final = (
     "PSDIST_SCHEDULER=HOST:PORT"
 )
 _LEAVE_SECONDS: Final = 1.0
-#: One attempt to register waits no longer for an answer.
+#: The first attempt to register waits so long for an answer, and each further one as long again: a machine may be slow.
 _REGISTER_SECONDS: Final = 5.0
 
 
@@ -52,7 +52,12 @@ class MemberConnection:
         self.metadata = auth.metadata(token)
         self.peer = f"the scheduler at {address}"
         self._source = source
-        self._channel = channels.open_channel(address, limits.CONTROL_MESSAGE_BYTES)
+        #: A peer that is silent for so long is pinged: the run's lease, once it is known.
+        self.silence_seconds = limits.KEEPALIVE_SECONDS
+        self._open()
+
+    def _open(self) -> None:
+        self._channel = channels.open_channel(self.address, limits.CONTROL_MESSAGE_BYTES, self.silence_seconds)
         self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
 
     def error(self, failure: grpc.aio.AioRpcError) -> PsdistError:
@@ -87,7 +92,7 @@ class MemberConnection:
                 while True:
                     attempts += 1
                     try:
-                        return await self.register_once(request)
+                        return await self.register_once(request, attempts * _REGISTER_SECONDS)
                     except retried as error:
                         last = error
                         on_failure(error)
@@ -97,14 +102,16 @@ class MemberConnection:
                 raise last from None
             raise self.unreachable(timeout, attempts, last.message if last is not None else "no answer") from None
 
-    async def register_once(self, request: pb.RegisterRequest) -> pb.RegisterResponse:
-        """One attempt. Raises ServerUnreachableError, and SchedulerUnreachableError for what is no scheduler."""
+    async def register_once(
+        self, request: pb.RegisterRequest, timeout: float = _REGISTER_SECONDS
+    ) -> pb.RegisterResponse:
+        """One attempt. Raises ServerUnreachableError, and SchedulerUnreachableError for what is no scheduler.
+
+        Afterwards there is a new channel, which gives connections up by the run's lease.
+        """
         request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
         try:
-            response: pb.RegisterResponse = await self.stub.Register(
-                request, metadata=self.metadata, timeout=_REGISTER_SECONDS
-            )
-            return response
+            response: pb.RegisterResponse = await self.stub.Register(request, metadata=self.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as failure:
             if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise SchedulerUnreachableError(
@@ -117,6 +124,11 @@ class MemberConnection:
             # closed, because too many came at once. (The end of this client is no error of a call.)
             passing = isinstance(error, WaitTimeoutError | ClosedError)
             raise ServerUnreachableError(error.message) if passing else error from None
+        if response.silence_seconds and response.silence_seconds != self.silence_seconds:
+            before, self.silence_seconds = self._channel, response.silence_seconds
+            self._open()
+            await before.close()
+        return response
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""

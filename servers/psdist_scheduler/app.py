@@ -74,7 +74,9 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     scheduler = Scheduler(cluster, store, opened.storage)
     for text in opened.history.skipped if opened.history is not None else ():
         log.warning("passed over: %s", text)
-    server = channels.make_server(settings.token, limits.CONTROL_MESSAGE_BYTES)
+    server = channels.make_server(
+        settings.token, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
+    )
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
     await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
     try:

@@ -76,6 +76,7 @@ class Service:
             world_size=value.world_size,
             lease_seconds=value.lease_seconds,
             heartbeat_seconds=value.heartbeat_seconds,
+            silence_seconds=settings.lease_seconds,
             map=self._scheduler.calls.map,
             psdist_version=psdist.__version__,
             storage=settings.storage if value.member.role == "server" else "",

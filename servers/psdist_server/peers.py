@@ -74,7 +74,7 @@ class PeerServers:
     def _channel(self, replica: Replica) -> grpc.aio.Channel:
         address = self._address(replica)
         if address not in self._channels:
-            self._channels[address] = channels.open_channel(address)
+            self._channels[address] = channels.open_channel(address, silence_seconds=self.lease_seconds)
         return self._channels[address]
 
     def fetch_norms(self, replica: Replica, request: server_pb2.FetchNormsRequest) -> Any:

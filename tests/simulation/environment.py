@@ -195,7 +195,7 @@ class InlineExecutor:
         """Nothing is left."""
 
 
-def _open_channel(address: str, message_bytes: int = 0) -> SimChannel:
+def _open_channel(address: str, message_bytes: int = 0, silence_seconds: float = 0.0) -> SimChannel:
     return SimChannel(running().network, address)
 
 

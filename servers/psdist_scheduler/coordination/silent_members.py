@@ -120,8 +120,11 @@ class SilentMembers:
         return [Answer(sessions.of(worker.member_id), question) for worker in others[:_ASKED_AT_A_TIME]]
 
     def _if_lost(self, member_id: str, now: float) -> Losses:
-        why = self._members.sessions.liveness[member_id].silence(now)
-        return [(member_id, why)] if is_lost(self._evidence(member_id, now)) else []
+        evidence = self._evidence(member_id, now)
+        if not is_lost(evidence):
+            return []
+        port = ", and its port refuses connections" if evidence.probe == "refused" else ""
+        return [(member_id, f"{self._members.sessions.liveness[member_id].silence(now)}{port}")]
 
     def _excuse(self, member_id: str, now: float) -> list[Effect]:
         evidence, member = self._evidence(member_id, now), self._members.get(member_id)

@@ -12,7 +12,6 @@ from typing import Final, Literal, TypeVar
 
 from psdist.snapshots.policy import SavePolicy
 from psdist.types import DatasetSpec, Layout, ParametersEntry, Replica, Restore
-from psdist.wire.limits import KEEPALIVE_SECONDS
 
 T = TypeVar("T")
 Role = Literal["server", "worker"]
@@ -24,7 +23,7 @@ Identity = tuple[str, int]
 ProbeResult = Literal["", "refused", "accepted", "silent"]
 HEARTBEATS_PER_LEASE: Final = 4
 TICKS_PER_LEASE: Final = 8
-TICKS_PER_KEEPALIVE: Final = 8
+LONGEST_TICK_SECONDS: Final = 0.25
 #: Of all workers together.
 WORKER_HEARTBEATS_PER_SECOND: Final = 250
 
@@ -70,9 +69,8 @@ class ClusterSettings:
 
     @property
     def tick_seconds(self) -> float:
-        """The period of the machine's ticks: short beside the time after which members hang up on a scheduler that
-        stands still, which the ticks show."""
-        return min(self.lease_seconds / TICKS_PER_LEASE, KEEPALIVE_SECONDS / TICKS_PER_KEEPALIVE)
+        """The period of the machine's ticks: short beside a lease, which is how a standstill of this process shows."""
+        return min(self.lease_seconds / TICKS_PER_LEASE, LONGEST_TICK_SECONDS)
 
     def lease_of(self, role: Role) -> float:
         """For how long, in seconds, a member of this role may be silent."""

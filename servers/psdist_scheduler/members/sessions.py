@@ -54,11 +54,8 @@ class Liveness:
     def silence(self, now: float) -> str:
         """Why the member is taken for lost once its lease is over."""
         if self.ended is not None:
-            return (
-                "its session broke"
-                if self.ended_by_member
-                else f"its session broke, and it is not back in {now - self.ended:.1f} s"
-            )
+            gone = f" {now - self.ended:.1f} s ago, and it is not back"
+            return f"its session broke{'' if self.ended_by_member else gone}"
         if not self.session:
             return f"opened no session within {now - self.seen:.1f} s"
         option = "--worker-timeout" if self.role == "worker" else "--failure-timeout"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -35,12 +36,13 @@ _SERVICE: Final = "/psdist.v1.ServerService/"
 
 
 class GrpcTransport(Transport):
-    """Channels to servers. metadata: of every call."""
+    """Channels to servers. metadata: of every call. silence_seconds: see ``channels.open_channel``."""
 
     name = "grpc"
 
-    def __init__(self, metadata: Any) -> None:
+    def __init__(self, metadata: Any, silence_seconds: Callable[[], float] = lambda: limits.KEEPALIVE_SECONDS) -> None:
         self._metadata = metadata
+        self._silence_seconds = silence_seconds
         self._methods: dict[tuple[str, str], Any] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._write_queues: defaultdict[str, WriteQueue] = defaultdict(WriteQueue)
@@ -55,14 +57,14 @@ class GrpcTransport(Transport):
     def _channel(self, address: str) -> grpc.aio.Channel:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = channels.open_channel(address)
+            channel = self._channels[address] = channels.open_channel(address, silence_seconds=self._silence_seconds())
         return channel
 
     async def call_server(self, address: str) -> None:
         """One short call, to see whether the server answers, whatever it answers. Raises ServerUnreachableError."""
         call = self._channel(address).unary_unary(_SERVICE + "GetStatistics")
         try:
-            await call(b"", metadata=self._metadata, timeout=limits.KEEPALIVE_SECONDS)
+            await call(b"", metadata=self._metadata, timeout=self._silence_seconds())
         except grpc.aio.AioRpcError as failure:
             if failure.code() in _NO_ANSWER:
                 error = status.from_call(failure, f"the server at {address}")

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from psdist.errors import DuplicateMemberError, SnapshotFailedError
-from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
@@ -321,7 +320,7 @@ def test_a_worker_that_holds_data_and_has_no_session_begins_a_new_life_too() -> 
     (worker,) = rejoin(d)
     d.on(we.OpenDataset(d.number(), caller(worker), DATA))
     lease(d, worker, 7)
-    d.now += KEEPALIVE_SECONDS  # The scheduler stood still, and nobody is lost for hanging up.
+    d.now += d.settings.lease_seconds  # The scheduler stood still, and nobody is lost for hanging up.
     lose(d, "worker-0")
     assert d.cluster.members.workers
     answer(d)

@@ -9,7 +9,6 @@ import pytest
 
 from psdist.errors import FencedError
 from psdist.snapshots.policy import SavePolicy
-from psdist.wire.limits import KEEPALIVE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
 from tests.support.scheduler_driver import caller
@@ -19,7 +18,7 @@ from tests.unit.scheduler.placement.test_restore_point import lose, rejoin, save
 
 def test_a_worker_whose_session_is_broken_when_the_run_goes_back_begins_a_new_life_too() -> None:
     d = saved_run(7, workers=2, servers_min=2)
-    d.now += KEEPALIVE_SECONDS  # The scheduler stood still, and nobody is lost for hanging up.
+    d.now += d.settings.lease_seconds  # The scheduler stood still, and nobody is lost for hanging up.
     lose(d, "worker-1")
     worker, server = d.cluster.members.get("worker-1"), d.cluster.members.get("server-1")
     assert worker is not None and worker.live and server is not None
