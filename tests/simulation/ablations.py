@@ -19,6 +19,7 @@ from psdist.client.transport import creation, data_path
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest
 from psdist.optim import SGD
+from psdist.types import Shard
 from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import scheduler
 from psdist_scheduler.coordination import unreachable_servers
@@ -453,3 +454,23 @@ def _path_stays_lost(put: Put) -> None:
         unreachable.reason = unreachable.reason or "it was not reached once"
 
     put(reachability.Reachability, "_watch", for_ever)
+
+
+# --- fillings ---------------------------------------------------------------------------------------------------------
+
+_DOUBT: dict[str, Any] = {
+    **_COPIES, "servers": 2, "consistency": BSP(), "faults": ("kill server", *3 * ("a filling is in doubt",)),
+    "fault_count": 24, "fault_seconds": 12.0, "lease_seconds": 1.0, "think_seconds": 0.4, "steps": 40, "slices": 1,
+    "slow": 0.0, "cut": 0.0,
+}  # fmt: skip
+
+
+@_ablation("a report on an earlier filling does not count", **_DOUBT)
+def _any_filling(put: Put) -> None:
+    put(Shard, "fill_of", lambda *_: 0)
+
+
+@_ablation("a copy is resumed only from the state that it holds", **_DOUBT)
+def _standing_lsn(put: Put) -> None:
+    put(Shard, "fill_of", lambda *_: 0)
+    put(replication.PrimaryReplication, "advance", lambda self: None)

@@ -89,6 +89,9 @@ class Node:
         self.dead = False
         self.paused = False
         self.paused_since = 0.0
+        #: Virtual seconds for which it gets no processor after each handle; and whether it has none now.
+        self.starved_seconds = 0.0
+        self.resting = False
         self.ready: deque[Handle] = deque()
         self.tasks: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.context = copy_context()
@@ -172,7 +175,19 @@ class SimLoop(asyncio.AbstractEventLoop):
     def resume(self, node: Node) -> None:
         """``node`` goes on, and finds all that came meanwhile."""
         node.paused = False
-        if node.ready and not node.dead:
+        if node.ready and not node.dead and not node.resting:
+            self._runnable.append(node)
+
+    def _rest(self, node: Node) -> None:
+        """A starved node waits for the processor before its next handle."""
+        node.resting = True
+        if node in self._runnable:
+            self._runnable.remove(node)
+        self.call_at(self._now + node.starved_seconds, self._wake, node, context=self.world.context)
+
+    def _wake(self, node: Node) -> None:
+        node.resting = False
+        if node.ready and not node.dead and not node.paused:
             self._runnable.append(node)
 
     # --- time and trace -----------------------------------------------------------------------------------------------
@@ -267,6 +282,8 @@ class SimLoop(asyncio.AbstractEventLoop):
             handle.context.run(handle.callback, *handle.args)
         except Exception as error:
             self.call_exception_handler({"message": f"{handle.callback!r:.200}", "exception": error})
+        if node.starved_seconds:
+            self._rest(node)
 
     def _jump(self) -> None:
         """Nothing is ready: the next timer is due."""
@@ -281,7 +298,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         node = handle.node
         if node.dead or handle.cancelled_:
             return
-        if not node.ready and not node.paused:
+        if not node.ready and not node.paused and not node.resting:
             self._runnable.append(node)
         node.ready.append(handle)
 

@@ -61,8 +61,9 @@ class Nemesis:
         self._network.heal()
         self._network.faults.cut = self._network.faults.slow = 0.0
         for node in (world.scheduler_node, *world.server_nodes.values(), *world.worker_nodes.values()):
-            if node is not None and node.paused:
-                self._loop.resume(node)
+            if node is not None:
+                node.starved_seconds = 0.0
+                self._resume(node)
         if world.scheduler_node is not None and world.scheduler_node.dead:
             world.start_scheduler()
         for server, node in list(world.server_nodes.items()):
@@ -171,6 +172,22 @@ class Nemesis:
             return False
         return self._pause(self._world.server_nodes[server], seconds)
 
+    def _starve(self, node: Node | None, seconds: float) -> bool:
+        """A node runs 10 to 100 times slower for a while: others have the processor after each of its handles."""
+        if node is None or node.dead or node.starved_seconds:
+            return False
+        node.starved_seconds = self._rng.uniform(0.0003, 0.005)
+        self._later(seconds, setattr, node, "starved_seconds", 0.0)
+        return True
+
+    def _starve_worker(self) -> bool:
+        worker = self._worker()
+        seconds = self._rng.uniform(0.5, 3.0) * self._lease
+        return worker is not None and self._starve(self._world.worker_nodes[worker], seconds)
+
+    def _starve_scheduler(self) -> bool:
+        return self._starve(self._world.scheduler_node, self._rng.uniform(0.5, 3.0) * self._lease)
+
     def _join_worker(self) -> bool:
         world = self._world
         if not world.can_start_worker:
@@ -213,6 +230,71 @@ class Nemesis:
             return False
         self._strike(server, seconds)
         return self._pause(self._world.server_nodes[server], seconds)
+
+    def _starve_server(self) -> bool:
+        server, seconds = self._spare_server(), self._rng.uniform(0.5, 4.0) * self._lease
+        if server is None:
+            return False
+        self._strike(server, seconds)
+        return self._starve(self._world.server_nodes[server], seconds)
+
+    def _starve_all(self) -> bool:
+        """The machine has far too much to do: all processes are slow together."""
+        world, seconds = self._world, self._rng.uniform(0.5, 3.0) * self._lease
+        nodes = (world.scheduler_node, *world.server_nodes.values(), *world.worker_nodes.values())
+        return sum(self._starve(node, seconds) for node in nodes) > 0
+
+    def _delay_news(self, server: int | None, *, maps: float, reports: float) -> bool:
+        """What the scheduler sends a server, and what the server sends it, comes late by up to so many leases."""
+        if server is None:
+            return False
+        name, seconds = f"server-{server}", self._rng.uniform(1.0, 4.0) * self._lease
+        self._strike(server, seconds + maps * self._lease)
+        for path, leases in ((("scheduler", name), maps), ((name, "scheduler"), reports)):
+            self._network.delay_path(*path, self._rng.uniform(0.2, 1.0) * leases * self._lease)
+            self._later(seconds, self._network.delay_path, *path, 0.0)
+        return True
+
+    def _doubt_filling(self) -> bool:
+        """A primary and the server that it fills lose each other, and the primary hears late that the filling was
+        given up and begun again. It dies soon after."""
+        world = self._world
+        if world.scheduler is None:
+            return False
+        shards = [shard for entry in world.scheduler.cluster.map.parameters for shard in entry.shards]
+        names = {host.me: number for number, host in world.hosts.items()}
+        pairs = [(names.get(s.primary), names.get(filled)) for s in shards for filled in s.filling]
+        pairs = [pair for pair in pairs if None not in pair and not self._struck.intersection(pair)]
+        if not pairs:
+            return False
+        primary, filled = self._rng.choice(pairs)
+        ours = [f"server-{primary}", f"server-{filled}"]
+        late = self._rng.uniform(3.5, 4.5) * self._lease
+        for server in (primary, filled):
+            self._strike(server, 2.0 * self._lease)
+        self._network.delay_path("scheduler", ours[0], late)
+        self._part(ours[:1], ours[1:], self._rng.uniform(2.4, 3.2) * self._lease, one_way=False)
+        self._later(late + self._rng.uniform(1.0, 2.4) * self._lease, self._kill_if_spare, primary, filled)
+        return True
+
+    def _kill_if_spare(self, server: int, other: int) -> None:
+        """Kill a server whose shards have copies elsewhere, as far as the scheduler knows."""
+        self._network.delay_path("scheduler", f"server-{server}", 0.0)
+        if self._world.can_lose(server, self._struck - {other}) and not self._world.server_nodes[server].dead:
+            self._world.counts["killed after a filling in doubt"] += 1
+            self._world.kill(self._world.server_nodes[server], silent=False)
+            self._later(self._rng.uniform(0.1, 2.0), self._restart_server, server)
+
+    def _skip_maps(self) -> bool:
+        """What a server was sent of maps is lost with its session, and the next session begins with the newest one."""
+        server, seconds = self._spare_server(), self._rng.uniform(0.3, 1.5) * self._lease
+        if server is None:
+            return False
+        names = (f"server-{server}", "scheduler")
+        self._strike(server, seconds)
+        self._part([names[1]], [names[0]], seconds, one_way=False)
+        self._later(0.99 * seconds, self._network.break_some, names, 1.0)
+        return True
 
     def _partition_server(self, others: tuple[str, ...] = ()) -> bool:
         """Cuts a server off from ``others``, or from everybody."""
@@ -380,6 +462,8 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "isolate scheduler briefly": Nemesis._isolate_scheduler,
     "slow node": Nemesis._slow_node,
     "join worker": Nemesis._join_worker,
+    "starve worker": Nemesis._starve_worker,
+    "starve scheduler": Nemesis._starve_scheduler,
     "break session of worker": Nemesis._break_session_of_worker,
     "kill server": Nemesis._kill_server,
     "kill server host": lambda nemesis: nemesis._kill_server(silent=True),
@@ -391,6 +475,12 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "partition servers": Nemesis._partition_servers,
     "cut server from scheduler": lambda nemesis: nemesis._partition_server(("scheduler",)),
     "break session of server": Nemesis._break_session_of_server,
+    "starve server": Nemesis._starve_server,
+    "starve all": Nemesis._starve_all,
+    "maps come late": lambda nemesis: nemesis._delay_news(nemesis._spare_server(), maps=3.0, reports=0.0),
+    "reports come late": lambda nemesis: nemesis._delay_news(nemesis._spare_server(), maps=3.0, reports=0.8),
+    "server skips maps": Nemesis._skip_maps,
+    "a filling is in doubt": Nemesis._doubt_filling,
     "join server": Nemesis._join_server,
     "drain server": Nemesis._drain_server,
 }

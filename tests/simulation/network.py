@@ -107,6 +107,8 @@ class Network:
         #: Nodes whose host died with them.
         self._silent: set[Node] = set()
         self._slow: dict[str, float] = {}
+        #: Seconds by which messages from one node to another come later.
+        self._late: dict[tuple[str, str], float] = {}
         #: Whether a stream of this method, between nodes of these names, may be cut.
         self.may_cut: Callable[[str, str, str], bool] = lambda client, server, method: True
 
@@ -186,6 +188,7 @@ class Network:
         """All paths are free and fast again; what waited for them arrives."""
         self._blocked.clear()
         self._slow.clear()
+        self._late.clear()
         self._release()
 
     def unblock(self, source: str, target: str) -> None:
@@ -211,6 +214,10 @@ class Network:
     def slow_down(self, name: str, seconds: float) -> None:
         """All that ``name`` sends or gets takes so much longer."""
         self._slow[name] = seconds
+
+    def delay_path(self, source: str, target: str, seconds: float) -> None:
+        """Messages from ``source`` to ``target`` take so much longer, in their order. 0: no longer."""
+        self._late[source, target] = seconds
 
     def watch_silence(self, one: str, other: str) -> None:
         """Connections between these two (``*``: anybody) that are still silent after the keepalive time break."""
@@ -262,6 +269,8 @@ class Network:
             delay += self.faults.slow_seconds * self._rng.random()
         if self._slow:
             delay += self._slow.get(source, 0.0) + self._slow.get(target, 0.0)
+        if self._late:
+            delay += self._late.get((source, target), 0.0)
         return delay
 
     def _soon(self, source: Node, target: Node) -> float:

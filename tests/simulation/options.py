@@ -27,6 +27,8 @@ SINGLE = (
     "isolate scheduler briefly",
     "slow node",
     "join worker",
+    "starve worker",
+    "starve scheduler",
     "break session of worker",
 )
 #: A worker loses its path to a server, for longer than its lease in some runs, while both reach everybody else. Drawn
@@ -48,6 +50,12 @@ REPLICATED = (
     "break connections and kill server",
     "cut server from scheduler",
     "break session of server",
+    "starve server",
+    "starve all",
+    "maps come late",
+    "reports come late",
+    "server skips maps",
+    "a filling is in doubt",
     "join server",
     "drain server",
 )
