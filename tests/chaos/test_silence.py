@@ -28,8 +28,10 @@ WORKERS, SERVERS, PACE = 2, 3, 0.02
 #: A run goes on for so long before a fault, and after it.
 BEFORE_SECONDS, AFTER_SECONDS = 2.0, 8.0
 END_SECONDS = 300.0
-NAMESPACE, LINK, PEER = "b-scheduler", "b-veth0", "b-veth1"
-HERE, THERE = "10.213.77.1", "10.213.77.2"
+#: Of this process alone: several may run side by side.
+MINE = os.getpid()
+NAMESPACE, LINK, PEER = f"b-scheduler-{MINE}", f"b{MINE}h", f"b{MINE}s"
+HERE, THERE = (f"10.{213 + MINE // 256 % 32}.{MINE % 256}.{last}" for last in (1, 2))
 
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("iptables"),
@@ -48,7 +50,6 @@ def inside(*command: str) -> None:
 @pytest.fixture
 def namespace() -> Iterator[None]:
     """A namespace with one link to this one."""
-    subprocess.run(["ip", "netns", "del", NAMESPACE], check=False, capture_output=True)
     ip("netns", "add", NAMESPACE)
     try:
         ip("link", "add", LINK, "type", "veth", "peer", "name", PEER)
