@@ -9,7 +9,7 @@ retries (``data_path``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 
@@ -81,6 +81,8 @@ class Exchange:
         self.path = DataPath(self._transports, view, waits, session.activities.reachability, session.calls.rng)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
+        #: All handles of this client that take part. They rejoin together: others may wait for any of them.
+        self.siblings: Callable[[], Iterable[Exchange]] = tuple
 
     async def rejoin(self, fenced: FencedError, incarnation: int) -> bool:
         """After ``fenced`` ended a call of ``incarnation``: takes part as the next one of this client.
@@ -94,13 +96,24 @@ class Exchange:
             async with asyncio.timeout(limit), self._rejoining:
                 if self.participation.incarnation == incarnation:  # Else another call has done it.
                     await self._membership.wait_until_rejoined(fenced, incarnation)
-                    await self._membership.retry_across_incarnations(self._start_incarnation)
+                    others = [one for one in self.siblings() if one is not self]
+                    mine = self._membership.retry_across_incarnations(self._start_incarnation)
+                    await asyncio.gather(mine, *(one.follow_rejoin() for one in others))
         except TimeoutError:
             raise WaitTimeoutError(
                 f"taking part in {self.participation.name!r} again took longer than request_timeout={limit:g} s: "
                 "calling again goes on with it"
             ) from None
         return self.participation.goes_on
+
+    async def follow_rejoin(self) -> None:
+        """Take part in the incarnation in which another handle of this client rejoins."""
+        participation = self.participation
+        if self._rejoining.locked() or participation.incarnation == self._membership.registration.incarnation:
+            return
+        async with self._rejoining:
+            await self._membership.retry_across_incarnations(self._start_incarnation)
+            participation.is_outdated = not participation.goes_on and not participation.has_begun
 
     async def _start_incarnation(self, mine: Registration) -> None:
         await self.participation.start_incarnation(mine)

@@ -128,6 +128,7 @@ class Handles:
 
     def _open(self, exchange: Exchange, created: CreatedParameters, choice: OwnChoice) -> AsyncParameters:
         handle = AsyncParameters(exchange, created.layout, choice.on_drop)
+        exchange.siblings = lambda: [one.exchange for one in self.members()]
         self._by_name[handle.name], self._choices[handle.name] = handle, choice
         self._opened.append(handle)
         return handle

@@ -35,6 +35,10 @@ class Participation:
         self.resumed = 0
         #: Whether this incarnation goes on with the pushes of the one before.
         self.goes_on = False
+        #: The incarnation changed between two pushes, so that the next gradient is of weights that are outdated.
+        self.is_outdated = False
+        #: The push under way is recorded in the order of the script.
+        self._is_recorded = False
         self._session = session
         self._creator = creator
         self._layout = created.layout
@@ -126,6 +130,7 @@ class Participation:
         self._session.snapshots.states.push_started(self.name)
         mark = self.sequence.send(self._session.snapshots.marks.mark)
         if begins:
+            self._is_recorded = True
             self._session.iterations.push_began(self.name)
         return mark
 
@@ -136,6 +141,7 @@ class Participation:
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
         """All of a push is answered. seen: the answers carried the weights."""
         self.sequence.end_push(progress, seen=seen)
+        self._is_recorded = False
         self._session.activities.throughput.push_ended(self.name)
         self._session.snapshots.states.push_finished(self.name)
         self._session.stopping.push_ended()
@@ -143,7 +149,21 @@ class Participation:
     def on_dropped(self) -> None:
         """A push of this worker was dropped."""
         self._session.snapshots.marks.dropped += 1
+        self._session.iterations.order.drop_push(self.name, has_begun=self._is_recorded)
+        self.is_outdated = self._is_recorded = False
         self._session.stopping.push_ended()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a push is under way that is neither answered nor dropped."""
+        return self._is_recorded
+
+    @property
+    def is_skipping(self) -> bool:
+        """True if the script's next push is to be dropped: its iteration has lost a push of another set, or its
+        gradient is of weights that are outdated."""
+        order = self._session.iterations.order
+        return order.is_shared and self.entry.spec.is_ordered and (order.is_skipping or self.is_outdated)
 
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
         """For a ``with`` block in which the user waits for the answer to the next push, or to a pull.

@@ -145,6 +145,8 @@ class Steps:
                     await self._drop_step()
                 if self.encoding is not None:
                     await self._retry(self.encoding.keep_state)
+                if self._participation.is_outdated:
+                    self._results.discard()
                 yield
 
     # --- calls --------------------------------------------------------------------------------------------------------
@@ -159,6 +161,7 @@ class Steps:
             await self._begin()
             target = self._results.target(wanted)
             await self._pull_into(target)
+            self._participation.is_outdated = False
             return target
 
         return await self._result(await self._retry(pull_once), wanted)
@@ -177,6 +180,9 @@ class Steps:
         """
         _check_member(self._participation)
         weight = check_weight(weight, self._spec.consistency)
+        if self._participation.is_skipping:
+            await self._drop_step(skips=True)
+            return None
         gathered: tuple[Flat | DeviceVector | None, float] | None = None
         while True:
             incarnation = self._participation.incarnation
@@ -216,6 +222,9 @@ class Steps:
         """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
         _check_member(self._participation)
         weight = check_weight(weight, self._spec.consistency)
+        if self._participation.is_skipping and (self._bucket_step is None or not self._bucket_step.open):
+            await self._drop_step(skips=True)
+            raise FencedError(f"a step of {self._participation.name!r} was dropped: {self._exchange.expulsion.reason}")
         if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
@@ -422,8 +431,15 @@ class Steps:
             self._bucket_step.end()
             self._bucket_step = None
 
-    async def _drop_step(self) -> None:
-        """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that."""
+    async def _drop_step(self, *, skips: bool = False) -> None:
+        """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that.
+
+        skips: drop the push that the script makes next, because its iteration has lost a push before it.
+        """
+        if skips:
+            await self._retry(self._begin)
+            self._results.discard()
+            self._drop(self.sequence.step)
         step, self._bucket_step = self._bucket_step, None
         if step is not None:
             await step.drop()

@@ -96,16 +96,21 @@ class Standing:
 
 
 class ProgramOrder:
-    """The order of one worker's pushes over all of its ordered parameter sets, which are those of BSP that train."""
+    """The order of one worker's pushes over all of its ordered parameter sets, which are those of BSP that train.
+
+    If a push is dropped, the script is within an iteration that its sets have left, or have not started. The rest of
+    that iteration is skipped, so that script and sets agree on the start of the next one.
+    """
 
     def __init__(self) -> None:
         self.sequences: dict[str, PushSequence] = {}
+        #: The rest of the script's iteration is dropped.
+        self.is_skipping = False
         self._names: frozenset[str] = frozenset()
         self._finder = PeriodFinder()
-        #: The script has declared an iteration.
-        self._is_declared = False
-        #: Position of the newest boundary that was declared.
-        self._boundary = 0
+        #: Pushes of the script, dropped ones too; and their number at the newest boundary that was declared.
+        self._made = 0
+        self._boundary: int | None = None
 
     @property
     def is_shared(self) -> bool:
@@ -126,11 +131,22 @@ class ProgramOrder:
     def begin_push(self, name: str) -> None:
         """Record that a push of ``name`` begins now."""
         if self.is_shared and name in self._names:
+            self._made += 1
             self._finder.add(name)
+
+    def drop_push(self, name: str, *, has_begun: bool) -> None:
+        """Record that a push of ``name`` was dropped. has_begun: it was recorded before."""
+        if not has_begun:
+            self.begin_push(name)
+        self.is_skipping = self.is_shared and bool(self._offset)
+
+    def skip_push(self, name: str) -> None:
+        """Record that a push of ``name`` was skipped, because one before it in the same iteration was dropped."""
+        self.drop_push(name, has_begun=False)
 
     def mark_boundary(self) -> None:
         """Record that the script declares: an iteration starts or ends here."""
-        self._is_declared, self._boundary = True, self.position
+        self._boundary, self.is_skipping = self._made, False
 
     @property
     def position(self) -> int:
@@ -139,7 +155,7 @@ class ProgramOrder:
 
     @property
     def is_at_start(self) -> bool:
-        """True if an iteration is known to start with the next push."""
+        """True if an iteration is known to start with the next push that counts."""
         standing = self.standing
         return standing.start == standing.position
 
@@ -150,14 +166,20 @@ class ProgramOrder:
         return standing.start is not None and standing.start != standing.position
 
     @property
+    def _offset(self) -> int | None:
+        """Pushes of the script since its iteration started; None while that is unknown."""
+        if self._boundary is not None:
+            return self._made - self._boundary
+        if self._finder.pattern:
+            return self._finder.count % len(self._finder.pattern)
+        return None if self._finder.count else 0
+
+    @property
     def standing(self) -> Standing:
         """The progress to report."""
-        position = self.position
+        position, offset = self.position, self._offset
         next_steps = {name: sequence.next for name, sequence in self.sequences.items()}
-        if self._is_declared:
-            return Standing(position, next_steps, self._boundary, is_declared=True)
-        finder = self._finder
-        if finder.pattern:
-            period = len(finder.pattern)
-            return Standing(position, next_steps, position - finder.count % period, period)
-        return Standing(position, next_steps, position if finder.count == 0 else None)
+        start = None if offset is None else position - (0 if self.is_skipping else offset)
+        is_declared = self._boundary is not None
+        period = 0 if is_declared else len(self._finder.pattern)
+        return Standing(position, next_steps, start, period, is_declared)

@@ -1,0 +1,98 @@
+"""Two sets in turn, disturbed at arbitrary moments: the last weights are those of the undisturbed run.
+
+INTERRUPTS and KILLS say how often runs are interrupted, and how many servers are killed; SEED chooses other moments.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from launched import Run
+
+INTERRUPTS = int(os.environ.get("INTERRUPTS", "3"))
+KILLS = int(os.environ.get("KILLS", "3"))
+SEED = int(os.environ.get("SEED", "0"))
+SCRIPT = (Path(__file__).parent.parent / "integration" / "in_turn.py").read_text()
+STEPS = 120
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.stop()
+
+
+def start(path: Path, runs: list[Run], d_steps: int, *flags: str, steps: int = STEPS) -> Run:
+    """A run in ``path``, from its newest snapshot."""
+    path.mkdir(exist_ok=True)
+    storage = ("--storage-path", str(path / "runs"), "--run-id", path.name)
+    run = Run(path, SCRIPT, str(steps), "0.003", str(path), str(d_steps), flags=(*storage, *flags))
+    runs.append(run)
+    return run
+
+
+def end(run: Run, path: Path) -> bytes:
+    """The last weights of both sets."""
+    status, text = run.end()
+    assert status == 0, "".join(run.seen) + text
+    with np.load(path / "weights.npz") as weights:
+        return weights["D"].tobytes() + weights["G"].tobytes()
+
+
+def undisturbed(path: Path, runs: list[Run], d_steps: int, steps: int = STEPS) -> bytes:
+    """The last weights of a run that nobody disturbs."""
+    return end(start(path, runs, d_steps, steps=steps), path)
+
+
+@pytest.mark.long  # Each interrupt is another run.
+@pytest.mark.timeout(300 + 60 * INTERRUPTS)
+@pytest.mark.parametrize("d_steps", [1, 5])
+def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
+    rng = random.Random(f"interrupts {d_steps} {SEED}")
+    expected = undisturbed(tmp_path / "undisturbed", runs, d_steps)
+    left, chain = INTERRUPTS, 0
+    while left:
+        path, chain = tmp_path / f"chain-{chain}", chain + 1
+        ended = False
+        while left and not ended:
+            run = start(path, runs, d_steps)
+            run.until(r"rank 0 (is at|begins)", rng.randrange(1, STEPS))
+            run.process.send_signal(rng.choice((signal.SIGTERM, signal.SIGINT)))
+            status, text = run.end()
+            ended = status == 0
+            assert status in (0, 128 + signal.SIGTERM, 128 + signal.SIGINT), "".join(run.seen) + text
+            left -= 1
+        assert ended or end(start(path, runs, d_steps), path) == expected, f"seed {SEED}, chain {chain}"
+
+
+@pytest.mark.long  # Each kill goes back to a snapshot.
+@pytest.mark.timeout(300 + 60 * KILLS)
+@pytest.mark.parametrize("d_steps", [1, 5])
+def test_killed_servers_take_all_sets_back_to_one_iteration(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
+    rng, steps = random.Random(f"servers {d_steps} {SEED}"), 400 * (1 + KILLS) // d_steps
+    expected = undisturbed(tmp_path / "undisturbed", runs, d_steps, steps)
+    path = tmp_path / "killed"
+    run = start(path, runs, d_steps, "--save-interval", "1s", "--keep-last", "10000", steps=steps)
+    for kill in range(KILLS):
+        while len(list(path.glob("runs/commits/*"))) < kill + 1:
+            run.until(r"rank 0 is at")
+        run.until(r"rank 0 is at", rng.randrange(1, 20))
+        servers = [one for one in run.family.children(recursive=True) if is_server(one)]
+        rng.choice(servers).kill()
+        run.until(r"goes back to snapshot|run goes back")
+        run.until(r"rank 0 is at")
+    assert end(run, path) == expected, f"seed {SEED}"
+
+
+def is_server(process: psutil.Process) -> bool:
+    """True for a server of the run."""
+    return any("psdist_server" in word for word in process.cmdline())
