@@ -8,7 +8,7 @@ taken count once, and the same push, made again, brings the rest.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Final
 
 #: Error classes by their code.
 BY_CODE: dict[str, type[PsdistError]] = {}
@@ -196,6 +196,10 @@ class ServerLostError(PsdistError, code="server_lost", status="DATA_LOSS"):
     """A server that held the only copy of some shards is gone."""
 
 
+class RunLostError(PsdistError, code="run_lost", status="DATA_LOSS"):
+    """The scheduler's record of the run is gone, or older than what members of the run know. They cannot continue."""
+
+
 class StorageError(PsdistError, code="storage", status="UNAVAILABLE"):
     """The storage of a run's snapshots cannot be read or written; the message says what failed, and why."""
 
@@ -246,6 +250,10 @@ class ClosedError(PsdistError, code="closed", status="CANCELLED"):
 
 class InternalError(PsdistError, code="internal"):
     """A defect of psdist, or an unexpected answer."""
+
+
+#: Errors after which a run ends everywhere, with exit status 70. SnapshotCorruptError: no snapshot to resume from.
+RUN_ENDING: Final = (ServerLostError, RunLostError, SnapshotCorruptError)
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -403,6 +403,8 @@ class ClusterMap:
     parameters: tuple[ParametersEntry, ...] = field(default=())
     #: Why no worker may begin a step now: an elastic run has fewer workers than its minimum. Empty while they may.
     paused: str = ""
+    #: Name of the scheduler process that published this map.
+    scheduler_id: str = ""
 
     def entry(self, parameters: str) -> ParametersEntry | None:
         """The parameter set of this name, if it exists."""

@@ -14,7 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-from psdist.errors import InvalidArgumentError, PsdistError, SchedulerUnreachableError, UnauthenticatedError
+from psdist.errors import (
+    RUN_ENDING,
+    InvalidArgumentError,
+    PsdistError,
+    SchedulerUnreachableError,
+    UnauthenticatedError,
+)
 from psdist.settings import exit_codes
 from psdist.settings.flags import CommandLine, fail
 
@@ -79,6 +85,8 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)
+    except RUN_ENDING as error:
+        fail(line.program, str(error), exit_codes.INFRASTRUCTURE)
     except PsdistError as error:
         fail(line.program, str(error), exit_codes.FAILURE)
     return status

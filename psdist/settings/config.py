@@ -14,6 +14,7 @@ import math
 import os
 import re
 import secrets
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
+from urllib.parse import quote
 
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
@@ -119,6 +121,21 @@ def check_run_id(value: str) -> str:
     if not RUN_ID.fullmatch(value) or value.startswith("."):
         raise ConfigurationError(f"{value!r:.100} is not a run id: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return value
+
+
+def store_file(value: str) -> Path | None:
+    """The value of ``--store`` as a path; None for ``memory`` and for nothing."""
+    return None if value in ("", "memory") else Path(value)
+
+
+def default_store(environ: Mapping[str, str], run_id: str, port: int) -> Path | None:
+    """The store of a scheduler that can be started again as the same one: its run and its port are given. Two that run
+    at the same time differ in one of them, or in their hosts, which may share a home directory."""
+    if not run_id or not port:
+        return None
+    base = environ.get("XDG_STATE_HOME", "")
+    directory = Path(base) if os.path.isabs(base) else Path("~/.local/state").expanduser()
+    return directory / "psdist" / "schedulers" / f"{socket.gethostname()}-{port}-{quote(run_id, safe='')}.sqlite"
 
 
 def storage_text(value: str) -> str:

@@ -19,7 +19,8 @@ NEVER_CONNECTED: Final = 65
 LATE: Final = 66
 #: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read or written.
 UNAVAILABLE: Final = 69
-#: What a dead server held is lost, or servers or the scheduler die again and again. A fenced server ends with it too.
+#: What a dead server held is lost, no snapshot can be loaded, the scheduler's record of the run is gone, or servers or
+#: the scheduler die again and again. A fenced server ends with it too.
 INFRASTRUCTURE: Final = 70
 #: The CUDA device of a server failed while it was used. What it held is lost; the run goes on from its copies.
 DEVICE_LOST: Final = 71

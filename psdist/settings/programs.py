@@ -24,11 +24,13 @@ from psdist.settings.config import (
     await_address,
     check_run_id,
     create_token_file,
+    default_store,
     device_text,
     find_scheduler,
     find_token,
     is_loopback,
     storage_text,
+    store_file,
 )
 from psdist.settings.flags import CommandLine, Flag, fail, grouped, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
@@ -66,6 +68,7 @@ class SchedulerSettings(ProgramSettings):
     worker_timeout_seconds: float
     join_grace_seconds: float
     idle_timeout_seconds: float
+    #: File of the store; None keeps it in memory.
     store_path: Path | None
     address_file: Path | None
     #: Where snapshots lie: an absolute path or a URL; empty for none.
@@ -75,6 +78,8 @@ class SchedulerSettings(ProgramSettings):
     fresh: bool = False
     #: Where the storage cannot be written, start all the same and save nothing.
     storage_optional: bool = False
+    #: Nobody asked for this store: a directory for it that cannot be made is only warned of.
+    store_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +130,8 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         worker_timeout_seconds=given.worker_timeout,
         join_grace_seconds=given.join_grace,
         idle_timeout_seconds=given.idle_timeout,
-        store_path=given.store,
+        store_path=default_store(environ, given.run_id, given.port) if given.store is None else store_file(given.store),
+        store_optional=given.store is None,
         token=_program_token(line.program, given, environ),
         storage=given.storage_path or "",
         policy=policy,
@@ -293,7 +299,9 @@ def scheduler_line() -> CommandLine:
                      "some were; what was trained is saved first. Longer than a worker's restart; 0 never ends",
                      seconds(), 0.0, "SECONDS"),
             ),
-            Flag("--store", "SQLite file that keeps the map over a restart", Path, None, "FILE"),
+            Flag("--store", "SQLite file by which a restarted scheduler continues the run, or memory for none "
+                 "(default: a file below $XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It "
+                 "is deleted when the run has ended in order", str, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
             *storage_flags("none"),
             Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),

@@ -265,20 +265,22 @@ class WorkerEntry(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class ClusterMap(_message.Message):
-    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused")
+    __slots__ = ("run_id", "epoch", "servers", "parameters", "workers", "paused", "scheduler_id")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SERVERS_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     PAUSED_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     epoch: int
     servers: _containers.RepeatedCompositeFieldContainer[ServerEntry]
     parameters: _containers.RepeatedCompositeFieldContainer[ParametersEntry]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerEntry]
     paused: str
-    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ...) -> None: ...
+    scheduler_id: str
+    def __init__(self, run_id: _Optional[str] = ..., epoch: _Optional[int] = ..., servers: _Optional[_Iterable[_Union[ServerEntry, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParametersEntry, _Mapping]]] = ..., workers: _Optional[_Iterable[_Union[WorkerEntry, _Mapping]]] = ..., paused: _Optional[str] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
 
 class ClusterMapDifference(_message.Message):
     __slots__ = ("base", "epoch", "servers_gone", "servers", "workers_gone", "workers", "parameters_gone", "parameters", "paused")

@@ -256,14 +256,18 @@ class SnapshotProgress(_message.Message):
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align")
     class Hello(_message.Message):
-        __slots__ = ("member_id", "incarnation", "takes_differences")
+        __slots__ = ("member_id", "incarnation", "takes_differences", "epoch", "scheduler_id")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
         INCARNATION_FIELD_NUMBER: _ClassVar[int]
         TAKES_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+        EPOCH_FIELD_NUMBER: _ClassVar[int]
+        SCHEDULER_ID_FIELD_NUMBER: _ClassVar[int]
         member_id: str
         incarnation: int
         takes_differences: bool
-        def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes_differences: _Optional[bool] = ...) -> None: ...
+        epoch: int
+        scheduler_id: str
+        def __init__(self, member_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., takes_differences: _Optional[bool] = ..., epoch: _Optional[int] = ..., scheduler_id: _Optional[str] = ...) -> None: ...
     class Heartbeat(_message.Message):
         __slots__ = ("epoch", "statistics", "waiting_for", "connections", "snapshot", "heard", "activity", "rates", "unreachable")
         EPOCH_FIELD_NUMBER: _ClassVar[int]

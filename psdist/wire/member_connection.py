@@ -184,11 +184,17 @@ class SessionRequests:
         heartbeat_seconds: float,
         *,
         takes_differences: bool = False,
+        epoch: int = 0,
+        scheduler_id: str = "",
     ) -> AsyncIterator[pb.SessionRequest]:
         """The requests, until ``close``. heartbeat: makes the next one, every ``heartbeat_seconds``. takes_differences:
-        whether maps after the first may come as differences."""
+        whether maps after the first may come as differences. epoch, scheduler_id: of the newest map that it holds."""
         hello = pb.SessionRequest.Hello(
-            member_id=member_id, incarnation=incarnation, takes_differences=takes_differences
+            member_id=member_id,
+            incarnation=incarnation,
+            takes_differences=takes_differences,
+            epoch=epoch,
+            scheduler_id=scheduler_id,
         )
         yield pb.SessionRequest(hello=hello)
         clock = asyncio.get_running_loop().time

@@ -43,14 +43,22 @@ log = logging.getLogger("psdist.scheduler")
 _WILDCARDS = ("0.0.0.0", "::", "[::]")
 #: Answers in progress may be finished for so long after the end was asked for.
 _STOP_SECONDS = 0.25
+#: A run that cannot continue is answered for this long: members whose sessions broke try again at least every second.
+_FAREWELL_SECONDS = 5.0
 
 
 def main(settings: SchedulerSettings) -> int:
     """Runs the scheduler to its end. Returns the exit status."""
     channels.raise_open_files_limit()
+    logs.configure("scheduler", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
-        store, run_id = open_store(settings.store_path, settings.run_id, partial(_new_run_id, settings.storage))
-        logs.configure("scheduler", run_id=run_id, log_format=settings.log_format, level=settings.log_level)
+        store, run_id = open_store(
+            settings.store_path,
+            settings.run_id,
+            partial(_new_run_id, settings.storage),
+            optional=settings.store_optional,
+        )
+        logs.identify(run=run_id)
         status: int = uvloop.run(_serve(settings, store, run_id))
         return status
     except (ConfigurationError, StorageError) as error:
@@ -100,11 +108,12 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         loop.add_reader(settings.lifeline_fd, _watch_lifeline, settings.lifeline_fd, ended)
     waiting = asyncio.create_task(ended.wait())
     over = asyncio.create_task(_end_when_idle(scheduler))
+    failed = asyncio.create_task(_end_when_failed(scheduler))
     working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
     log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
-    await asyncio.wait([waiting, over, *working], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([waiting, over, failed, *working], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done() and not over.done():
         over.cancel()
         ended.clear()
@@ -117,13 +126,14 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         settings.address_file.unlink(missing_ok=True)
     done = [task for task in (over, *working) if task.done() and not task.cancelled()]
     failures = [error for task in done if (error := task.exception())]
-    scheduler.has_ended = not failures and (over in done or scheduler.all_have_left)
-    for task in (waiting, over, *working):
+    lost = scheduler.cluster.failed
+    scheduler.has_ended = not failures and lost is None and (over in done or scheduler.all_have_left)
+    for task in (waiting, over, failed, *working):
         task.cancel()
-    await asyncio.gather(waiting, over, *working, return_exceptions=True)
+    await asyncio.gather(waiting, over, failed, *working, return_exceptions=True)
     for failure in failures:
         log.error("the scheduler ends, because it cannot go on safely: %s", failure, exc_info=failure)
-    return exit_codes.INFRASTRUCTURE if failures else exit_codes.OK
+    return exit_codes.INFRASTRUCTURE if failures or lost is not None else exit_codes.OK
 
 
 async def _end_when_idle(scheduler: Scheduler) -> None:
@@ -137,6 +147,14 @@ async def _end_when_idle(scheduler: Scheduler) -> None:
         except PsdistError as error:
             log.warning("the run does not end: %s", error)
             scheduler.is_over.clear()
+
+
+async def _end_when_failed(scheduler: Scheduler) -> None:
+    """Returns when the run cannot continue, and members have had the time to hear of it."""
+    while True:
+        await asyncio.sleep(scheduler.cluster.settings.tick_seconds)
+        if scheduler.cluster.failed is not None:
+            return await asyncio.sleep(_FAREWELL_SECONDS)
 
 
 async def _save_at_end(scheduler: Scheduler, servers: bool = False) -> None:
@@ -230,7 +248,8 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         unwritable=opened.unwritable,
         policy=policy,
         idle_timeout_seconds=settings.idle_timeout_seconds,
-        salt=secrets.token_hex(3),
+        salt=secrets.token_hex(6),
+        store=str(settings.store_path) if settings.store_optional and settings.store_path is not None else "",
     )
 
 

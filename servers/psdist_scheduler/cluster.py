@@ -14,9 +14,12 @@ Not here: the decisions themselves (``members``, ``placement``, ``datasets``, ``
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Final
 
-from psdist.errors import FencedError, PsdistError
+from psdist.errors import FencedError, PsdistError, RunLostError, again
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
+from psdist_scheduler.coordination.lineage import Lineage, lost
 from psdist_scheduler.coordination.machines import Machines
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
@@ -25,6 +28,11 @@ from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
 from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
+
+_NO_RECORD: Final = (
+    "No snapshot has what was trained either. Begin anew under another --run-id; a scheduler with --store, and "
+    "--storage-path for snapshots, survives this"
+)
 
 
 class Cluster:
@@ -46,7 +54,15 @@ class Cluster:
         self.machines = machines = Machines.build(settings, stored, history, self.epoch, now)
         self.members, self.demand = machines.members, machines.demand
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
+        self.lineage = Lineage(settings.salt, stored)
         self._calls = WaitingCalls()
+        #: Members and callers were told that the run cannot continue.
+        self._has_ended = False
+
+    @property
+    def failed(self) -> PsdistError | None:
+        """Why the run cannot continue; None while it can."""
+        return self.registry.resume.failed
 
     @property
     def map(self) -> ClusterMap:
@@ -57,6 +73,7 @@ class Cluster:
             workers=tuple(WorkerEntry(m.member_id, m.incarnation, m.rank) for m in self.members.workers),
             parameters=self.registry.entries,
             paused=self.paused,
+            scheduler_id=self.lineage.scheduler_id,
         )
 
     @property
@@ -117,7 +134,24 @@ class Cluster:
                 continue
             # Heartbeats come by the thousand, and no waiting call depends on them.
             accepted = accepted or not isinstance(event, ev.Heartbeat | Heard | we.ServerChecked)
+        if self.failed is not None:
+            return self._end_run(self.failed, now) + effects
         return self._commit(effects, now) if accepted else effects
+
+    def _end_run(self, error: PsdistError, now: float) -> list[Effect]:
+        """The run cannot continue: all members and callers are told why, and nothing else follows from anything."""
+        effects = self.machines.scaling.progress(now)
+        if self._has_ended:
+            return effects
+        self._has_ended = True
+        sessions, calls = [*self.members.sessions], self._calls.all
+        for call in calls:
+            self._end(call)
+        # Only an operator knows whether a lost record comes back; snapshots are looked at again by the next scheduler.
+        lost = error.message if isinstance(error, RunLostError) else ""
+        changes = replace(self._take_changes(), run_lost=lost)
+        log = ev.LogEvent(f"the run ends: {error}", "warning")
+        return [changes, log, *effects, *(Refuse(call, again(error)) for call in (*calls, *sessions))]
 
     def validate(self) -> None:
         self.machines.validate()
@@ -128,6 +162,8 @@ class Cluster:
 
     def _handle(self, event: Event, now: float) -> list[Effect]:
         machines = self.machines
+        if self.failed is not None and not isinstance(event, ev.CallEnded | ev.WatchScale):
+            raise again(self.failed)
         match event:
             case ev.Heartbeat():
                 return self._heartbeat(event, now)
@@ -142,6 +178,7 @@ class Cluster:
             case ev.Register():
                 return machines.changes.register(event, now)
             case ev.SessionOpened():
+                self._check_lineage(event)
                 return machines.changes.open_session(event, self.epoch, now) + machines.shutdown.on_session(event.call)
             case ev.SessionClosed():
                 return machines.changes.close_session(event, now)
@@ -180,6 +217,26 @@ class Cluster:
                 return self._wait(event, now)
             case _:
                 return self._snapshot(event, now)
+
+    def _check_lineage(self, event: ev.SessionOpened) -> None:
+        """Raises RunLostError where a member comes from a part of the run that is not in this scheduler's record. The
+        run ends with it, unless it resumed from a snapshot, or trains: then a member of its past has come too late."""
+        lineage, resume = self.lineage, self.registry.resume
+        why = lineage.missing(event, self.epoch)
+        if not why:
+            return
+        is_older = lineage.knows(event.scheduler_id)
+        if not is_older and resume.base.restore is not None and not resume.base.generation:
+            directory = resume.base.restore.directory
+            remedy = f"The run resumes from snapshot {directory}, and what was trained after it is lost: start again"
+            raise lost(why, remedy, snapshot=directory)
+        # Members that this scheduler knows are back, or it began with an empty store: it is the stranger that is late.
+        is_known = lineage.is_first or bool(self.members.sessions)
+        if not is_older and is_known and any(entry.ready for entry in self.registry.entries):
+            raise lost(why, "The run was started again without it")
+        error = lost(why, "Give the scheduler the newest store of this run (--store)" if is_older else _NO_RECORD)
+        resume.fail(error)
+        raise again(error)
 
     def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
         snapshots, rollback = self.snapshots, self.machines.rollback
@@ -293,12 +350,15 @@ class Cluster:
         changed = changed or machines.has_changed
         self.epoch += changed
         machines.replica_manager.published(self.epoch)
-        first = [machines.take_changes(self.epoch)] if changed or machines.has_changed_aside else []
+        first = [self._take_changes()] if changed or machines.has_changed_aside else []
         news = [effect for effect in effects if isinstance(effect, Broadcast)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
         published = [Publish(self.map)] if changed else []
         self._calls.settle(rest)
         return [*first, *news, *published, *rest, *self._calls.report(machines.waits(now), now)]
+
+    def _take_changes(self) -> ev.Persist:
+        return replace(self.machines.take_changes(self.epoch), schedulers=self.lineage.take_change())
 
     def _end_calls_of_the_gone(self) -> list[Effect]:
         effects: list[Effect] = []

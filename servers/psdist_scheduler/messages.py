@@ -13,7 +13,7 @@ from dataclasses import MISSING, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from psdist.errors import InvalidArgumentError, LimitExceededError
+from psdist.errors import InvalidArgumentError, LimitExceededError, StorageError
 from psdist.settings.config import parse_address
 from psdist.snapshots.format import CommitRecord, ShardFile
 from psdist.types import check_name
@@ -262,8 +262,8 @@ def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
         case "loaded":
             return make_event(sn.Loaded, call, said)
         case _:
-            text, corrupt = said.error.message, said.error.code in ("snapshot_corrupt", "unknown_snapshot")
-            return make_event(sn.LoadFailed, call, said, text=text[:TEXT_CHARACTERS_MAX], corrupt=corrupt)
+            text, unreachable = said.error.message[:TEXT_CHARACTERS_MAX], said.error.code == StorageError.code
+            return make_event(sn.LoadFailed, call, said, text=text, unreachable=unreachable)
 
 
 def _file(written: pb.SnapshotReport.Written) -> ShardFile:

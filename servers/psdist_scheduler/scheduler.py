@@ -204,6 +204,8 @@ def merge(changes: list[Persist]) -> Persist:
         forgotten=newest("forgotten", lambda name: name),
         base=next((c.base for c in reversed(changes) if c.base is not None), None),
         barriers=newest("barriers", lambda record: (record.worker_id, record.name)),
+        schedulers=next((c.schedulers for c in reversed(changes) if c.schedulers), ()),
+        run_lost=next((c.run_lost for c in reversed(changes) if c.run_lost), ""),
     )
 
 

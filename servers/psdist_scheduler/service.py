@@ -87,7 +87,9 @@ class Service:
         """Heartbeats up, maps and commands down, until either side ends."""
         with self._scheduler.calls.session() as (number, outbox):
             hello = await _first_message(context)
-            self._scheduler.post(ev.SessionOpened(number, hello.member_id, hello.incarnation))
+            self._scheduler.post(
+                ev.SessionOpened(number, hello.member_id, hello.incarnation, hello.epoch, hello.scheduler_id)
+            )
             async with (
                 background(self._read_session(number, hello.member_id, context)) as reader,
                 background(_write_all(outbox, context, hello.takes_differences)) as writer,

@@ -11,6 +11,8 @@ parse is refused, not repaired.
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sqlite3
 from collections.abc import Callable
 from dataclasses import astuple, fields, replace
@@ -33,17 +35,22 @@ from psdist_scheduler.events.records import (
     Node,
     ParametersRecord,
     RestorePoint,
+    SchedulerProcess,
     StoredState,
 )
 
+log = logging.getLogger("psdist.scheduler")
+
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 _SCHEMA = """
 CREATE TABLE run (
   id INTEGER PRIMARY KEY CHECK (id = 1), run_id TEXT NOT NULL, epoch INTEGER NOT NULL,
   servers_wanted INTEGER NOT NULL, base_directory TEXT NOT NULL, base_digest BLOB NOT NULL,
-  generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL, began INTEGER NOT NULL);
+  generation INTEGER NOT NULL, term INTEGER NOT NULL, base_epoch INTEGER NOT NULL, began INTEGER NOT NULL,
+  run_lost TEXT NOT NULL);
+CREATE TABLE schedulers (scheduler_id TEXT PRIMARY KEY, last_epoch INTEGER NOT NULL);
 CREATE TABLE members (
   member_id TEXT PRIMARY KEY, role TEXT NOT NULL, incarnation INTEGER NOT NULL, rank INTEGER NOT NULL,
   world_size INTEGER NOT NULL, address TEXT NOT NULL, host TEXT NOT NULL, pid INTEGER NOT NULL, state TEXT NOT NULL,
@@ -112,10 +119,11 @@ class SqliteStore(Store):
 
     def load(self) -> StoredState | None:
         """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
-        epoch, servers_wanted, *base = self._db.execute(f"SELECT epoch, servers_wanted, {_BASE} FROM run").fetchone()
-        if epoch == 0:
-            return None
         try:
+            row = self._db.execute(f"SELECT epoch, servers_wanted, run_lost, {_BASE} FROM run").fetchone()
+            epoch, servers_wanted, run_lost, *base = row
+            if epoch == 0:
+                return None
             return StoredState(
                 run_id=self.run_id,
                 epoch=epoch,
@@ -126,6 +134,8 @@ class SqliteStore(Store):
                 servers_wanted=servers_wanted,
                 base=_base(*base),
                 barriers=tuple(BarrierRecord(*row) for row in self._rows("barriers", BarrierRecord)),
+                schedulers=tuple(SchedulerProcess(*row) for row in self._rows("schedulers", SchedulerProcess)),
+                run_lost=run_lost,
             )
         except (sqlite3.Error, DecodeError, ValueError, LookupError, TypeError) as error:
             raise _unusable(self._path, error) from None
@@ -144,6 +154,11 @@ class SqliteStore(Store):
             self._db.executemany(_WRITE_DATASET, [_dataset_row(dataset) for dataset in changes.datasets])
             if (base := changes.base) is not None:
                 self._db.execute(f"UPDATE run SET ({_BASE}) = (?, ?, ?, ?, ?, ?)", _base_row(base))
+            if changes.schedulers:
+                self._db.execute("DELETE FROM schedulers")
+                self._db.executemany("INSERT INTO schedulers VALUES (?, ?)", map(astuple, changes.schedulers))
+            if changes.run_lost:
+                self._db.execute("UPDATE run SET run_lost = ?", (changes.run_lost,))
             self._db.executemany("DELETE FROM parameters WHERE name = ?", [(name,) for name in changes.forgotten])
             for record in changes.parameters:
                 self._write_parameters(record, record.entry.spec.name in changes.forgotten)
@@ -171,9 +186,12 @@ class SqliteStore(Store):
         if version == 0:
             for statement in _SCHEMA.split(";"):
                 self._db.execute(statement)
-            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0)", (run_id or new_run_id(),))
+            self._db.execute("INSERT INTO run VALUES (1, ?, 0, 0, '', x'', 0, 1, 0, 0, '')", (run_id or new_run_id(),))
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         self._db.execute("COMMIT")
+        (state,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if state != "ok":
+            raise sqlite3.DatabaseError(f"it is damaged: {' '.join(state.split())}")
         if version not in (0, SCHEMA_VERSION):
             raise ConfigurationError(
                 f"--store {self._path} has format {version}, this release of psdist reads {SCHEMA_VERSION}: use the "
@@ -206,13 +224,27 @@ class SqliteStore(Store):
             )
 
 
-def open_store(path: Path | None, run_id: str, new_run_id: Callable[[], str]) -> tuple[Store, str]:
+def open_store(
+    path: Path | None, run_id: str, new_run_id: Callable[[], str], *, optional: bool = False
+) -> tuple[Store, str]:
     """The store at ``path`` (None: memory) and the run's name that holds for it: ``run_id``, or where that is empty the
-    one that the file has, or ``new_run_id()``."""
+    one that the file has, or ``new_run_id()``. optional: where its directory cannot be made or written, memory."""
+    if path is not None and optional and (refusal := _make_directory(path.parent)):
+        log.warning("the run cannot survive a restart of this scheduler (name a file by --store): %s", refusal)
+        path = None
     if path is None:
         return Store(), run_id or new_run_id()
     store = SqliteStore(path, run_id, new_run_id)
     return store, store.run_id
+
+
+def _make_directory(path: Path) -> str:
+    """Makes a directory for stores, for this user alone. Returns why it cannot be used; empty if it can."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written"
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -227,7 +259,11 @@ def _unusable(path: Path, error: Exception) -> ConfigurationError:
         return ConfigurationError(
             f"--store {path} is in use by another scheduler: stop that one first, or use another file", path=path
         )
-    return ConfigurationError(f"--store {path} cannot be used: {error}", path=path)
+    return ConfigurationError(
+        f"--store {path} cannot be used: {error}. Put back a copy that is as new as the run, or begin anew under "
+        "another --run-id with another file",
+        path=path,
+    )
 
 
 def _columns(cls: type) -> str:

@@ -22,7 +22,7 @@ from grpc_health.v1.health import aio as health
 
 from psdist import logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
-from psdist.errors import DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
+from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
 from psdist.gpu.device import open_device
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback, parse_address
@@ -57,6 +57,8 @@ def main(settings: ServerSettings) -> int:
         return code
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
+        if isinstance(error, RUN_ENDING):
+            return exit_codes.INFRASTRUCTURE
         recurs = isinstance(error, UnauthenticatedError | DeviceUnavailableError)
         return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
 
@@ -136,7 +138,7 @@ async def _until_stopped(
     await asyncio.wait({session, stopped, run_ended}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if session.done() and (error := session.exception()):
-        _log.error("the scheduler does not know this server any more", reason=str(error))
+        _log.error("the scheduler ended the membership of this server", reason=str(error))
         code = exit_codes.INFRASTRUCTURE
     if code == 0 and not run_ended.done():
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))

@@ -14,7 +14,14 @@ import grpc.aio
 import structlog
 
 import psdist
-from psdist.errors import DuplicateMemberError, FencedError, PsdistError, ServerUnreachableError, WrongRunError
+from psdist.errors import (
+    RUN_ENDING,
+    DuplicateMemberError,
+    FencedError,
+    PsdistError,
+    ServerUnreachableError,
+    WrongRunError,
+)
 from psdist.types import ClusterMap
 from psdist.v1 import common_pb2
 from psdist.v1 import scheduler_pb2 as pb
@@ -86,7 +93,7 @@ class ServerSession:
 
     async def run(self, server: ParameterServer) -> None:
         """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
-        does not want this incarnation any more."""
+        does not want this incarnation any more, and an error of RUN_ENDING if the run cannot continue."""
         backoff, reason = Backoff.of_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
             self._in_session = False
@@ -95,7 +102,7 @@ class ServerSession:
                 await self._session(server)
             except grpc.aio.AioRpcError as error:
                 known = self._connection.error(error)
-                if isinstance(known, FencedError | WrongRunError):
+                if isinstance(known, (FencedError, WrongRunError, *RUN_ENDING)):
                     raise known from None
                 reason = str(known)
             except asyncio.CancelledError:
@@ -116,9 +123,11 @@ class ServerSession:
             lambda: self._send_reports(server), lambda report: requests.send(pb.SessionRequest(snapshot=report))
         )
         mine, connection = self.registration, self._connection
+        cluster = server.admission.map
         heartbeats = requests.stream(
-            mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds
-        )
+            mine.server_id, mine.incarnation, lambda: self._heartbeat(server), mine.heartbeat_seconds,
+            epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
+        )  # fmt: skip
         try:
             async for response in connection.stub.Session(heartbeats, metadata=connection.metadata):
                 await self._handle(response, server)

@@ -1,8 +1,9 @@
 """Fills the shards of which this server is the primary from a snapshot, where the map says so.
 
 Slices are read from the files of any number of earlier servers, compared with the digests of the manifest, and
-installed, a few at a time. A storage that does not answer is tried again for as long as it takes, and the wait is
-reported. A snapshot that is corrupt, or of another parameter set, is reported, and the scheduler decides what follows.
+installed, a few at a time. A storage that does not answer is tried again while the wait is reported, for
+``PATIENCE_SECONDS`` since it last gave a slice. After that, and if a snapshot is corrupt or of another parameter set,
+the failure is reported, and the scheduler decides what follows.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ _log = structlog.get_logger("psdist.server")
 _AT_A_TIME: Final = 4
 _RETRY_MIN_SECONDS: Final = 0.2
 _RETRY_MAX_SECONDS: Final = 5.0
+#: As long as the scheduler waits for its own reads of the storage.
+PATIENCE_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,11 +157,18 @@ class SnapshotLoader:
         """Loads until nothing is missing, also of shards that come meanwhile. Raises errors that trying again does not
         help."""
         delay = _RETRY_MIN_SECONDS
+        clock = asyncio.get_running_loop().time
+        answered, bytes_before = clock(), 0
         while self._missing(load):
             try:
                 await self._load(load)
-                delay = _RETRY_MIN_SECONDS
+                delay, answered = _RETRY_MIN_SECONDS, clock()
             except StorageError as error:
+                if load.bytes_done > bytes_before:
+                    answered = clock()
+                bytes_before = load.bytes_done
+                if clock() - answered >= PATIENCE_SECONDS:
+                    raise
                 if load.waiting_for != error.message:
                     _log.warning("cannot load yet", parameters=load.store.entry.spec.name, reason=str(error))
                 load.waiting_for = error.message

@@ -65,6 +65,8 @@ class Driver:
             self._parameters[record.entry.spec.name] = record
         self._servers_wanted = stored.servers_wanted if stored else 0
         self._base = stored.base if stored else RestorePoint()
+        self._schedulers = stored.schedulers if stored else ()
+        self._run_lost = stored.run_lost if stored else ""
         self._nodes: dict[str, Node] = {n.agent_id: n for n in (stored.nodes if stored else ())}
         self._barriers = {(r.worker_id, r.name): r for r in (stored.barriers if stored else ())}
         self._datasets = {record.spec.name: record for record in (stored.datasets if stored else ())}
@@ -203,6 +205,8 @@ class Driver:
             servers_wanted=self._servers_wanted,
             base=self._base,
             barriers=tuple(self._barriers.values()),
+            schedulers=self._schedulers,
+            run_lost=self._run_lost,
         )
 
     def _carry_out(self, effects: list[ev.Effect]) -> None:
@@ -212,6 +216,8 @@ class Driver:
                     self._members |= {m.member_id: m for m in effect.members}
                     self._parameters = {n: r for n, r in self._parameters.items() if n not in effect.forgotten}
                     self._base = effect.base or self._base
+                    self._schedulers = effect.schedulers or self._schedulers
+                    self._run_lost = effect.run_lost or self._run_lost
                     self._parameters |= {r.entry.spec.name: r for r in effect.parameters}
                     self._nodes |= {n.agent_id: n for n in effect.nodes}
                     self._barriers |= {(r.worker_id, r.name): r for r in effect.barriers}
@@ -245,7 +251,7 @@ class Driver:
 
 
 def _is_about_data_alone(change: ev.Persist) -> bool:
-    return replace(change, datasets=(), barriers=()) == ev.Persist(change.epoch)
+    return replace(change, datasets=(), barriers=(), run_lost="") == ev.Persist(change.epoch)
 
 
 def caller(member: Member) -> we.Caller:

@@ -50,12 +50,15 @@ def install(*, chooses_status: bool = True) -> None:
 def status_of(error: BaseException) -> int:
     """The exit status by which a launcher knows that another attempt would fail in the same way, or, with UNAVAILABLE,
     that the scheduler may only be late; 0 for other errors."""
-    from psdist.errors import LateWorkerError, SchedulerUnreachableError
+    from psdist.errors import RUN_ENDING, LateWorkerError, SchedulerUnreachableError
 
     if isinstance(error, LateWorkerError):
         return exit_codes.LATE
     if isinstance(error, SchedulerUnreachableError):
         return exit_codes.UNAVAILABLE
+    if isinstance(error, RUN_ENDING):
+        # The next attempt finds a run that has resumed from a snapshot.
+        return 0 if "snapshot" in error.details else exit_codes.INFRASTRUCTURE
     return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 

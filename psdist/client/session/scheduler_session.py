@@ -36,6 +36,7 @@ from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.stopping import Stopping
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import (
+    RUN_ENDING,
     ClosedError,
     FencedError,
     InternalError,
@@ -56,7 +57,7 @@ logger = logging.getLogger("psdist")
 #: Leaving waits no longer for an incarnation that is about to begin.
 _SETTLE_SECONDS: Final = 1.0
 #: After one of these the scheduler will never take this member back.
-_FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError)
+_FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError, *RUN_ENDING)
 
 
 class WorkerSession:
@@ -174,9 +175,11 @@ class WorkerSession:
         self.stopping.session_began()
         self.iterations.session_began()
         heartbeat = self._heartbeats()
+        cluster = self.membership.view.cluster
         sent = requests.stream(
-            mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds, takes_differences=True
-        )
+            mine.worker_id, mine.incarnation, heartbeat, mine.heartbeat_seconds, takes_differences=True,
+            epoch=cluster.epoch, scheduler_id=cluster.scheduler_id,
+        )  # fmt: skip
         followed = FollowedMap()
         call = self.calls.stub.Session(sent, metadata=self.calls.metadata)
         try:

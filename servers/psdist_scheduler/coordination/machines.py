@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from psdist.errors import RunLostError
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.membership_changes import MembershipChanges
 from psdist_scheduler.coordination.mutual_waits import MutualWaits
@@ -78,6 +79,8 @@ class Machines:
             resume.read(history.base)
             if begins and history.newest is not None:
                 resume.go_to(history.newest, 0, epoch + 1, None)
+        if stored.run_lost:
+            resume.fail(RunLostError(stored.run_lost))
         members = Membership(settings, stored.members, now, resume.incarnations)
         demand = Demand(settings, members, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)

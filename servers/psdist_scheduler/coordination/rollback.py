@@ -11,6 +11,9 @@ and the loss waits (``deferred_losses``). Only if the storage does not answer fo
 before. If the newer one is committed after all before anything is placed, the run rolls back once more, to that one. If
 it is committed later, it belongs to a history that was given up and that nobody was told of, and it is not kept.
 
+A snapshot that cannot be loaded is given up for the one before. If none is left, or the storage does not answer for
+``PATIENCE_SECONDS``, the run ends everywhere with an error that names each snapshot and why it failed (``cluster``).
+
 Not here: loading (``restore_point``), finding snapshots in the storage (``snapshot_io``).
 """
 
@@ -18,6 +21,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psdist.errors import ServerLostError, SnapshotCorruptError
+from psdist.types import Restore
+from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
 from psdist_scheduler.events.records import group
@@ -38,6 +44,10 @@ class Rollback:
     _members: Membership
     _datasets: Datasets
     _snapshots: Snapshots
+    #: Since when the storage has not answered though a snapshot is needed; None if it has, or none is.
+    _unread_since: float | None = None
+    #: Which server took which shards with it when the run went back last; empty if it has only resumed.
+    _loss_text: str = ""
 
     def if_lost(self, epoch: int, now: float) -> list[Effect]:
         """Goes back, if there is need and a way. ``epoch``: the one that will show it."""
@@ -62,7 +72,8 @@ class Rollback:
         """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' incarnations end: what
         they know of steps and leases is not so any more."""
         placed = [p for p in self._registry.all if p.record is not None]
-        why = why or "; ".join(self._loss(p) for p in placed if self._is_lost(p))
+        if not why:
+            why = self._loss_text = "; ".join(self._loss(p) for p in placed if self._is_lost(p))
         lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
         steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
         text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
@@ -97,16 +108,22 @@ class Rollback:
         return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
     def on_load_failed(self, event: LoadFailed) -> list[Effect]:
-        """A snapshot cannot be loaded. Where it never will be, the one before is looked for."""
+        """A server cannot load a snapshot: the one before is looked for. If its storage does not answer, that one could
+        not be loaded either, and the run ends."""
         server = self._members.sessions.get(event.call, "")
         p = self._registry.get(event.parameters)
         if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
             return []
         text = f"{server} cannot load {p.name!r} from snapshot {event.restore.directory}: {event.text}"
         catalog, directory = self._snapshots.catalog, event.restore.directory
-        if not event.corrupt or event.restore != p.entry.restore or directory in catalog.bad:
+        if not is_same_snapshot(event.restore, p.entry.restore) or directory in catalog.bad:
             return [LogEvent(text, "warning")]
-        return [LogEvent(f"{text}; the one before is tried", "warning"), catalog.give_up(directory)]
+        if event.unreachable:
+            return self._fail({directory: f"{server}: {event.text}"})
+        return [
+            LogEvent(f"{text}; the one before is tried", "warning"),
+            catalog.give_up(directory, f"{server}: {event.text}"),
+        ]
 
     def on_history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
         """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
@@ -115,7 +132,8 @@ class Rollback:
             resume.read(event.history.base)
         snapshots.catalog.on_read(event.history)
         if event.history is None:
-            return [LogEvent(f"the storage cannot be read: {event.error}", "warning")]
+            return [LogEvent(f"the storage cannot be read: {event.error}", "warning"), *self._lose_patience(event, now)]
+        self._unread_since = None
         effects: list[Effect] = [LogEvent(f"passed over: {text}", "warning") for text in event.history.skipped]
         restore = resume.base.restore
         if restore is None or (restore.directory not in snapshots.catalog.bad and resume.found is not None):
@@ -126,5 +144,35 @@ class Rollback:
         if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
             return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
-        resume.fail(f"snapshot {restore.directory} cannot be loaded, and there is none before that can be: see the log")
-        return effects
+        skipped = dict(text.partition(": ")[::2] for text in event.history.skipped)
+        return effects + self._fail({restore.directory: "it is missing"} | skipped)
+
+    def _lose_patience(self, event: HistoryRead, now: float) -> list[Effect]:
+        """Ends the run if it needs a snapshot, and the storage has not answered for ``PATIENCE_SECONDS``."""
+        resume, catalog = self._registry.resume, self._snapshots.catalog
+        if not (resume.unread or catalog.is_searching):
+            self._unread_since = None
+            return []
+        if self._unread_since is None:
+            self._unread_since = now
+        if now - self._unread_since < PATIENCE_SECONDS:
+            return []
+        directory = resume.base.restore.directory if resume.base.restore is not None else "(unknown)"
+        return self._fail({directory: event.error})
+
+    def _fail(self, failures: dict[str, str]) -> list[Effect]:
+        """No snapshot can be loaded, so the run ends everywhere. ``failures``: why, beside those given up before."""
+        resume, tried = self._registry.resume, failures | self._snapshots.catalog.bad
+        each = "; ".join(f"{directory} ({why})" for directory, why in tried.items())
+        remedy = "look at them with `psdist snapshot verify`, or begin anew under another --run-id and --storage-path"
+        if self._loss_text:
+            text = f"{self._loss_text}, and no snapshot can be loaded: {each}"
+            resume.fail(ServerLostError(f"{text}; {remedy}. With --replicas 2 a lost server costs nothing"))
+        else:
+            resume.fail(SnapshotCorruptError(f"the snapshots to resume from cannot be loaded: {each}; {remedy}"))
+        return []
+
+
+def is_same_snapshot(one: Restore, other: Restore | None) -> bool:
+    """True if both name the same snapshot, whatever is loaded of it."""
+    return other is not None and (one.directory, one.manifest_digest) == (other.directory, other.manifest_digest)

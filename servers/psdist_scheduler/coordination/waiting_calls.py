@@ -46,6 +46,11 @@ class WaitingCalls:
         """One sentence per wait in progress, the oldest first."""
         return [wait.text for wait in sorted(self._waits.values(), key=lambda wait: wait.since)]
 
+    @property
+    def all(self) -> tuple[int, ...]:
+        """All calls that wait."""
+        return tuple(self._owners)
+
     def check(self, worker: Member) -> None:
         """Raises LimitExceededError where this worker waits in as many calls as it may."""
         if list(self._owners.values()).count(worker.member_id) >= WAITS_PER_MEMBER_MAX:

@@ -23,6 +23,7 @@ from psdist_scheduler.events.records import (
     ProbeResult,
     RestorePoint,
     Role,
+    SchedulerProcess,
 )
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -46,9 +47,13 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
+    """A member said hello. epoch, scheduler_id: of the newest map that it holds."""
+
     call: int
     member_id: str
     incarnation: int
+    epoch: int = 0
+    scheduler_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,6 +440,10 @@ class Persist:
     #: None leaves it as it was.
     base: RestorePoint | None = None
     barriers: tuple[BarrierRecord, ...] = ()
+    #: All processes of the scheduler so far; empty leaves them as they were.
+    schedulers: tuple[SchedulerProcess, ...] = ()
+    #: Why the run can never continue from this store; empty leaves it as it was.
+    run_lost: str = ""
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,8 @@ class ClusterSettings:
     unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
     idle_timeout_seconds: the run is over when no worker has been there for so long, after some were; 0 for never.
-    salt: of this process of the scheduler alone; in the names of directories, so that none is used twice.
+    salt: name of this process of the scheduler alone; in the names of directories, so that none is used twice.
+    store: the file of the store, if nobody chose it; empty otherwise.
     """
 
     run_id: str
@@ -57,6 +58,7 @@ class ClusterSettings:
     salt: str = "0"
     worker_lease_seconds: float = 30.0
     idle_timeout_seconds: float = 0.0
+    store: str = ""
 
     def heartbeat_of(self, role: Role, workers: int) -> float:
         """The period of a member's heartbeats, in seconds, in a run of so many workers: a part of the shorter lease.
@@ -204,6 +206,14 @@ class RestorePoint:
     began: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SchedulerProcess:
+    """A process of this run's scheduler. last_epoch: the last one that it published; 0 while it runs."""
+
+    scheduler_id: str
+    last_epoch: int = 0
+
+
 @dataclass(frozen=True)
 class StoredState:
     """All that a restarted scheduler begins with."""
@@ -218,6 +228,10 @@ class StoredState:
     servers_wanted: int = 0
     base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()
+    #: Oldest first. The last one is the process before this one.
+    schedulers: tuple[SchedulerProcess, ...] = ()
+    #: Why the run can never continue from this store; empty if it can.
+    run_lost: str = ""
 
 
 def group(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:

@@ -172,14 +172,15 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A server, on its session ``call``, cannot have them. ``corrupt``: nor will it ever, from this snapshot."""
+    """A server, on its session ``call``, cannot load them. unreachable: the storage did not answer; otherwise something
+    is wrong with this snapshot."""
 
     call: int
     parameters: str
     generation: int
     restore: Restore
     text: str
-    corrupt: bool
+    unreachable: bool = False
 
 
 #: What members report on their sessions.

@@ -30,7 +30,10 @@ def _remedy(settings: ClusterSettings) -> str:
     """How to go on when shards are lost, and no snapshot has all of them."""
     copies = "with --replicas 2 a lost server costs nothing"
     if not settings.storage or settings.unwritable:
-        return f"restart the run; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
+        anew = f" under another --run-id, or without {settings.store}, which records the loss" if settings.store else ""
+        return (
+            f"restart the run{anew}; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
+        )
     return (
         f"no snapshot has all parameter sets yet: snapshots are taken {settings.policy.when}. Restart the run; a "
         f"shorter --save-interval takes the first one sooner, and {copies}"
@@ -252,6 +255,8 @@ class Registry:
     @property
     def lost_text(self) -> str:
         """One sentence about all that is lost and how to go on; empty if nothing is."""
+        if self.resume.failed is not None:
+            return self.resume.failed.message
         lost = [text for p in self._all.values() if (text := p.lost)]
         return f"lost: {'; '.join(lost)}; {self.remedy}" if lost else ""
 

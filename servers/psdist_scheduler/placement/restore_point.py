@@ -21,7 +21,7 @@ from typing import Final
 
 from psdist.changes import changes
 from psdist.consistency import BSP
-from psdist.errors import LayoutMismatchError, SettingsMismatchError, SnapshotCorruptError, StorageError
+from psdist.errors import LayoutMismatchError, PsdistError, SettingsMismatchError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
 from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
 from psdist_scheduler.events.records import RestorePoint, group, name_some
@@ -46,8 +46,8 @@ class Resume:
         self._known = False
         #: Changed since the cluster last took it.
         self.changed = False
-        #: Why nothing can be created any more; empty if it can.
-        self.failed = ""
+        #: Why the run cannot continue, neither from here nor from a snapshot; None while it can.
+        self.failed: PsdistError | None = None
         self._loaded: dict[str, dict[tuple[int, int], None]] = {}
 
     @property
@@ -72,9 +72,7 @@ class Resume:
 
     def check(self, spec: ParametersSpec, layout: Layout) -> None:
         """Raises SettingsMismatchError, LayoutMismatchError where parameters of these settings cannot have the values
-        of the snapshot, and SnapshotCorruptError where there is none to begin from any more."""
-        if self.failed:
-            raise SnapshotCorruptError(self.failed)
+        of the snapshot."""
         state = self.state(spec.name)
         if state is None or self.found is None:
             return
@@ -164,9 +162,9 @@ class Resume:
         self.found, self.since, self.changed, self._known = found, now, True, True
         self._loaded.clear()
 
-    def fail(self, text: str) -> None:
-        """There is no snapshot to begin from any more."""
-        self.failed = text
+    def fail(self, error: PsdistError) -> None:
+        """The run ends with this error, at every member. The first one counts."""
+        self.failed = self.failed or error
 
     def take_change(self) -> RestorePoint | None:
         """The base, if it changed since this was called last."""

@@ -36,8 +36,10 @@ class Catalog:
         self.commits: tuple[CommitRecord, ...] = ()
         self.newest: sn.CommitFound | None = None
         self.highest = 0
-        #: Directories of snapshots that could not be loaded.
-        self.bad: tuple[str, ...] = ()
+        #: Snapshots that could not be loaded, and why each could not, by directory.
+        self.bad: dict[str, str] = {}
+        #: A snapshot was given up, and the storage was not read since.
+        self.is_searching = False
         #: Directory of the snapshot whose commit is under way; empty for none.
         self.committing = ""
         #: Directory of a snapshot that exists or not, as the storage did not answer; empty for none.
@@ -123,7 +125,7 @@ class Catalog:
         self._is_reading = False
         if history is None:
             return
-        self.known = True
+        self.known, self.is_searching = True, False
         self.commits = tuple(history.commits)
         self.highest = max(self.highest, history.highest)
         newest = history.newest
@@ -132,14 +134,15 @@ class Catalog:
         if not self.committing:  # Else it was read before.
             self._unsure = ""
 
-    def give_up(self, directory: str) -> sn.ReadHistory:
+    def give_up(self, directory: str, why: str) -> sn.ReadHistory:
         """A snapshot cannot be loaded: the one before is looked for."""
-        self.bad = (*self.bad, directory)
+        self.bad[directory] = why
+        self.is_searching, self._read_at = True, None
         return self._read()
 
     def read_if_due(self, now: float) -> list[Effect]:
         """Has the storage read where that was not done, or may resolve a doubt."""
-        due = not self.known or (self._unsure and not self.committing)
+        due = not self.known or self.is_searching or (self._unsure and not self.committing)
         if not due or self._is_reading or (self._read_at is not None and now - self._read_at < _READ_AGAIN_SECONDS):
             return []
         self._read_at = now
@@ -148,7 +151,7 @@ class Catalog:
     def _read(self) -> sn.ReadHistory:
         self._is_reading = True
         restore = self._resume.base.restore
-        return sn.ReadHistory(restore.directory if restore is not None and self._resume.unread else "", self.bad)
+        return sn.ReadHistory(restore.directory if restore is not None and self._resume.unread else "", tuple(self.bad))
 
 
 def surplus(commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str]) -> tuple[CommitRecord, ...]:

@@ -11,6 +11,7 @@ import pytest
 from psdist import optim
 from psdist.consistency import SSP
 from psdist.errors import ConfigurationError, StorageError
+from psdist.settings.config import default_store
 from psdist.types import (
     GroupRange,
     Layout,
@@ -24,7 +25,15 @@ from psdist.types import (
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import BarrierRecord, Member, Node, ParametersRecord, RestorePoint, StoredState
+from psdist_scheduler.events.records import (
+    BarrierRecord,
+    Member,
+    Node,
+    ParametersRecord,
+    RestorePoint,
+    SchedulerProcess,
+    StoredState,
+)
 from psdist_scheduler.scheduler import merge
 from psdist_scheduler.store import SqliteStore, Store, open_store
 
@@ -255,3 +264,44 @@ def test_a_store_that_is_discarded_takes_no_other_with_it(tmp_path: Path, monkey
     again = SqliteStore(tmp_path / "s", "")
     assert again.load() == StoredState("next", 1, (MEMBER,))
     again.close()
+
+
+def test_the_record_of_schedulers_and_of_a_lost_run_is_kept(tmp_path: Path) -> None:
+    processes = (SchedulerProcess("a", 5), SchedulerProcess("b"))
+    store = SqliteStore(tmp_path / "s", "run")
+    store.write(Persist(6, schedulers=processes))
+    store.write(Persist(7, run_lost="it is gone"))
+    store.close()
+    again = SqliteStore(tmp_path / "s", "run")
+    stored = again.load()
+    again.close()
+    assert stored is not None
+    assert stored.schedulers == processes and stored.run_lost == "it is gone"
+
+
+@pytest.mark.parametrize("damage", ["truncated", "overwritten"])
+def test_a_damaged_file_is_refused_with_a_remedy(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "s"
+    store = SqliteStore(path, "run")
+    for number in range(200):
+        store.write(Persist(number + 1, members=(Member(f"server-{number}", "server", 1, address="x" * 200),)))
+    store.close()
+    data = path.read_bytes()
+    half = len(data) // 2
+    path.write_bytes(data[:half] if damage == "truncated" else data[:half] + b"\xff" * (len(data) - half))
+    with pytest.raises(ConfigurationError, match=r"cannot be used: .*Put back a copy"):
+        SqliteStore(path, "run")
+
+
+def test_a_default_store_is_only_for_schedulers_that_can_be_started_again(tmp_path: Path) -> None:
+    environ = {"XDG_STATE_HOME": str(tmp_path)}
+    assert default_store(environ, "", 7000) is None and default_store(environ, "run", 0) is None
+    paths = {default_store(environ, run_id, port) for run_id in ("a/b", "a") for port in (7000, 7001)}
+    assert len(paths) == 4 and {path.parent for path in paths if path} == {tmp_path / "psdist" / "schedulers"}
+
+
+def test_a_default_store_without_a_place_is_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / "file" / "schedulers" / "s.sqlite"
+    store, _ = open_store(path, "run", lambda: "", optional=True)
+    assert not isinstance(store, SqliteStore)

@@ -351,12 +351,12 @@ def test_going_back_is_durable() -> None:
 # --- snapshots that cannot be loaded ----------------------------------------------------------------------------------
 
 
-def failed(d: SnapshotDriver, corrupt: bool = True) -> None:
+def failed(d: SnapshotDriver, *, unreachable: bool = False) -> None:
     """A server says that it cannot load."""
     entry = d.entry()
     session = d.cluster.members.sessions.of(entry.primaries[0])
     assert entry.restore is not None
-    d.on(sn.LoadFailed(session, "mlp", entry.generation, entry.restore, "shard-0 is not what was written", corrupt))
+    d.on(sn.LoadFailed(session, "mlp", entry.generation, entry.restore, "shard-0 is not what was written", unreachable))
 
 
 def two_snapshots() -> tuple[SnapshotDriver, sn.History, sn.History]:
@@ -401,14 +401,37 @@ def test_where_none_can_be_loaded_nothing_begins_anew() -> None:
     d.go_on()
     call = d.create(worker)
     assert isinstance(d.errors[call], errors.SnapshotCorruptError)
+    directory = history.commits[0].directory
+    assert f"{directory} (server-0: shard-0 is not what was written)" in d.errors[call].message
+    # Sessions of members end with it, so that nobody waits.
+    sessions = [*d.cluster.members.sessions]
+    assert sessions and all(isinstance(d.errors[s], errors.SnapshotCorruptError) for s in sessions)
 
 
-def test_a_storage_that_does_not_answer_a_server_is_no_corrupt_snapshot() -> None:
+def test_a_lost_server_and_damaged_snapshots_end_the_run_with_their_names() -> None:
+    d = saved_run(7)
+    newest = d.cluster.snapshots.catalog.newest
+    assert newest is not None
+    d.loading = False
+    lose(d, "server-0")
+    d.join("server")
+    rejoin(d)
+    d.history = replace(history_of(d), newest=None, skipped=("commits/1.json: it is torn",))
+    failed(d)
+    d.go_on()
+    error = d.cluster.failed
+    assert isinstance(error, errors.ServerLostError)
+    assert "held shard" in error.message and "commits/1.json (it is torn)" in error.message
+    assert f"{newest.commit.directory} (server-0: shard-0 is not what was written)" in error.message
+    assert d.cluster.phase == error.message
+
+
+def test_a_storage_that_does_not_answer_a_server_ends_the_run() -> None:
     d = resumed(saved_run(7))
     d.loading = False
     d.begin()
-    failed(d, corrupt=False)
-    assert d.works == [] and d.entry().generation == 0
+    failed(d, unreachable=True)
+    assert d.works == [] and isinstance(d.cluster.failed, errors.SnapshotCorruptError)
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

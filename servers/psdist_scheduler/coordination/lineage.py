@@ -1,0 +1,67 @@
+"""The processes that scheduled this run one after another, and which cluster maps they published. Pure.
+
+Each process continues from the state that the one before made durable, and numbers its epochs above that state's. So a
+map, named by its process and epoch, belongs to this run's past exactly if that process is on record and had reached the
+epoch when the next one took over. A member whose map does not belong was there when more was known than this scheduler
+has: its store is gone, or is an older copy. What the member relies on (incarnations, terms, leases, versions) may
+be given a second time here, so it must not be taken back.
+
+Invariant: a map is published only after its epoch is durable, so every map that a member holds is in its store.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from psdist.errors import RunLostError
+from psdist_scheduler.events.cluster_events import SessionOpened
+from psdist_scheduler.events.records import SchedulerProcess, StoredState
+
+#: Older processes are forgotten. A member that none of so many restarts has met is gone.
+PROCESSES_KEPT: Final = 1000
+
+
+class Lineage:
+    """What this scheduler can vouch for. ``stored``: the state that it continues from, None in a new store."""
+
+    def __init__(self, scheduler_id: str, stored: StoredState | None) -> None:
+        self.scheduler_id = scheduler_id
+        past = stored.schedulers[-PROCESSES_KEPT:] if stored is not None else ()
+        if past and stored is not None:
+            past = (*past[:-1], SchedulerProcess(past[-1].scheduler_id, stored.epoch))
+        self._past = {process.scheduler_id: process.last_epoch for process in past}
+        self._changed = True
+
+    def missing(self, event: SessionOpened, epoch: int) -> str:
+        """Why the member's map is not in this scheduler's record; empty if it is. ``epoch``: the current one."""
+        if not event.scheduler_id:  # Holds no map, or is of a release that does not say.
+            return ""
+        whose = f"{event.member_id} holds cluster map {event.epoch}"
+        if event.scheduler_id == self.scheduler_id:
+            return "" if event.epoch <= epoch else f"{whose}, and this scheduler has published {epoch} at most"
+        last = self._past.get(event.scheduler_id)
+        if last is None:
+            return f"{whose} of a scheduler that the store of this one does not know"
+        return "" if event.epoch <= last else f"{whose}, and the store knew the run up to {last} when it was opened"
+
+    @property
+    def is_first(self) -> bool:
+        """True if this scheduler began with an empty store."""
+        return not self._past
+
+    def knows(self, scheduler_id: str) -> bool:
+        """True if the process is on record."""
+        return scheduler_id == self.scheduler_id or scheduler_id in self._past
+
+    def take_change(self) -> tuple[SchedulerProcess, ...]:
+        """All processes, this one last, if that is not durable yet."""
+        if not self._changed:
+            return ()
+        self._changed = False
+        past = [SchedulerProcess(*item) for item in self._past.items()]
+        return (*past, SchedulerProcess(self.scheduler_id))
+
+
+def lost(why: str, remedy: str, **details: str) -> RunLostError:
+    """The error of members whose part of the run is not on record."""
+    return RunLostError(f"the scheduler's record of this run is gone: {why}. {remedy}", **details)

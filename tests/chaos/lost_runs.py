@@ -1,0 +1,274 @@
+"""A run whose programs are started one by one, as on several machines, and what ends it: for ``test_lost_runs``.
+
+    python -m tests.chaos.lost_runs CASE ROUNDS
+
+prints, for each round of the case, whether the run continued, and otherwise when its last process ended and with which
+exit status each did. Workers run by ``psdist-worker``, so that their launchers are watched too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psdist
+from psdist.launch.process import free_port
+
+SCRIPT: Final = """
+import threading
+import numpy as np
+import psdist
+with psdist.init() as context:
+    p = context.client.parameters("p", {"w": np.zeros(4096, np.float32)}, psdist.optim.SGD(lr=1.0))
+    pace = threading.Event()
+    if context.rank == 0:
+        print("starts at step", p.step, flush=True)
+    while True:
+        p.push_pull({"w": np.full(4096, -1, np.float32)})
+        if context.rank == 0:
+            print("step", p.step, flush=True)
+        pace.wait(0.02)
+"""
+#: Everything that is to end has ended by then, or hangs.
+HANGS_SECONDS: Final = 60.0
+_COMMANDS: Final = {
+    "psdist_scheduler": (sys.executable, "-m", "psdist_scheduler"),
+    "psdist_server": (sys.executable, "-m", "psdist_server"),
+    "psdist_worker": (sys.executable, "-c", "import sys; from psdist.cli.main import worker; sys.exit(worker())"),
+}
+_RESUMED: Final = "starts at step "
+_STEP: Final = re.compile(r"step (\d+)$")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a round ended. seconds: from the fault until the last process had ended, or training continued.
+    statuses: exit statuses by process; empty if the run continued. text: everything that was printed."""
+
+    seconds: float
+    statuses: Mapping[str, int]
+    text: str
+
+    def __str__(self) -> str:
+        ends = ", ".join(f"{name} {status}" for name, status in sorted(self.statuses.items()))
+        return f"{self.seconds:.1f} s: {ends or 'continued'}"
+
+
+class Programs:
+    """Scheduler, servers and one ``psdist-worker`` with two workers, each restarted by nobody but this class."""
+
+    def __init__(self, path: Path, servers: int = 2, *flags: str) -> None:
+        self.path = path
+        self.port = free_port("127.0.0.1")
+        self.address = f"127.0.0.1:{self.port}"
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._servers = servers
+        self._flags = flags
+        (path / "train.py").write_text(SCRIPT)
+
+    def start(self, *flags: str) -> None:
+        """Starts everything, and returns when training is under way."""
+        self.start_scheduler(*flags)
+        for number in range(self._servers):
+            self.start_server(number)
+        self._spawn("workers", "psdist_worker", "--scheduler", self.address, "--nproc-per-node", "2", "train.py")
+        self.wait_for_step(5)
+
+    def start_scheduler(self, *flags: str) -> None:
+        """Starts the scheduler, at the address that it had."""
+        self._spawn(
+            "scheduler", "psdist_scheduler", "--port", str(self.port), "--run-id", "lost", "--min-workers", "2",
+            "--min-servers", str(self._servers), *self._flags, *flags,
+        )  # fmt: skip
+
+    def start_server(self, number: int) -> None:
+        """Starts a server."""
+        self._spawn(f"server-{number}", "psdist_server", "--scheduler", self.address, "--server-id", f"server-{number}")
+
+    def _spawn(self, name: str, module: str, *arguments: str) -> None:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
+        environment |= {"XDG_STATE_HOME": str(self.path / "state"), "XDG_RUNTIME_DIR": str(self.path)}
+        with (self.path / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen(
+                [*_COMMANDS[module], *arguments], env=environment, cwd=self.path, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    def revive(self) -> bool:
+        """Starts servers again that have ended. Returns whether any had."""
+        ended = [number for number in range(self._servers) if self.processes[f"server-{number}"].poll() is not None]
+        for number in ended:
+            self.start_server(number)
+        return bool(ended)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL."""
+        self.processes[name].kill()
+        self.processes[name].wait()
+
+    @property
+    def text(self) -> str:
+        """Everything that was printed."""
+        return "\n".join(f"--- {log.name}\n{log.read_text('utf-8', 'replace')}" for log in self.path.glob("*.log"))
+
+    @property
+    def step(self) -> int:
+        """The last step that rank 0 printed."""
+        found = [_STEP.search(line) for line in (self.path / "workers.log").read_text().splitlines()]
+        return max((int(match[1]) for match in found if match), default=0)
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns when that step was made."""
+        self._until(lambda: self.step >= step)
+
+    def outcome(self, continues: Callable[[], bool]) -> Outcome:
+        """Waits until every process has ended or ``continues`` is true."""
+        begun = time.monotonic()
+        went_on = self._until(lambda: all(p.poll() is not None for p in self.processes.values()) or continues())
+        seconds = time.monotonic() - begun
+        ended = {name: status for name, process in self.processes.items() if (status := process.poll()) is not None}
+        if not went_on:
+            ended |= dict.fromkeys(self.processes.keys() - ended.keys(), -1)
+        elif len(ended) < len(self.processes):
+            ended = {}
+        return Outcome(seconds, ended, self.text)
+
+    def status(self) -> str:
+        """What ``psdist status`` prints."""
+        command = [sys.executable, "-m", "psdist.cli.main", "status", "--scheduler", self.address]
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        return done.stdout + done.stderr
+
+    def stop(self) -> None:
+        """Ends whatever still runs."""
+        workers = self.processes.get("workers")
+        if workers is not None and workers.poll() is None:
+            workers.send_signal(signal.SIGTERM)
+            workers.send_signal(signal.SIGTERM)
+        for name, process in self.processes.items():
+            if name != "workers" and process.poll() is None:
+                process.kill()
+                process.wait()
+        if workers is not None:
+            workers.wait()
+
+    @staticmethod
+    def _until(condition: Callable[[], bool]) -> bool:
+        pause = threading.Event()
+        until = time.monotonic() + HANGS_SECONDS
+        while not condition():
+            if time.monotonic() > until:
+                return False
+            pause.wait(0.1)
+        return True
+
+
+def restart_scheduler(path: Path, *, store: str, storage: bool = False, servers: int = 2) -> Outcome:
+    """Kills the scheduler of a run that trains, and starts it again. store: "kept", "lost" (deleted), "memory" (none),
+    or "older" (a copy from a while ago)."""
+    flags = ("--storage-path", str(path / "snapshots"), "--save-interval", "20") if storage else ()
+    programs = Programs(path, servers, *flags)
+    kept = ("--store", "memory" if store == "memory" else str(path / "store.sqlite"))
+    try:
+        programs.start(*kept)
+        if storage:
+            programs._until(lambda: any(path.glob("snapshots/commits/*")))
+        if store == "older":
+            _age_store(programs, path, kept)
+        programs.kill("scheduler")
+        if store == "lost":
+            for file in path.glob("store.sqlite*"):
+                file.unlink()
+        elif store == "older":
+            _put_back(path)
+        before, resumed = programs.step, programs.text.count(_RESUMED)
+        programs.start_scheduler(*kept)
+        if storage and store == "lost":  # Launchers start again what was ended.
+            return programs.outcome(lambda: programs.revive() or programs.text.count(_RESUMED) > resumed)
+        return programs.outcome(lambda: store == "kept" and programs.step > before + 20)
+    finally:
+        programs.stop()
+
+
+def _age_store(programs: Programs, path: Path, flags: tuple[str, ...]) -> None:
+    """Copies the store, and lets the run go through epochs that the copy does not have."""
+    programs.kill("scheduler")
+    for file in path.glob("store.sqlite*"):
+        shutil.copy(file, path / f"older-{file.name}")
+    before = programs.step
+    programs.start_scheduler(*flags)
+    programs._until(lambda: "back" in programs.text)
+    programs.wait_for_step(before + 20)
+
+
+def _put_back(path: Path) -> None:
+    for file in path.glob("store.sqlite*"):
+        file.unlink()
+    for file in path.glob("older-*"):
+        file.rename(path / file.name.removeprefix("older-"))
+
+
+def damage_snapshots(path: Path, *, how: str, servers: int = 2) -> Outcome:
+    """Damages every snapshot of a run with one copy, and kills a server, which is started again. how: "flip" (a bit of
+    each shard file), "manifests", "records", "empty" (no file is left), or "gone" (nor the directory)."""
+    programs = Programs(path, servers, "--storage-path", str(path / "snapshots"), "--save-interval", "5")
+    try:
+        programs.start("--store", str(path / "store.sqlite"))
+        programs._until(lambda: len([*path.glob("snapshots/commits/*")]) >= 2)
+        programs.kill("server-0")
+        _damage(path / "snapshots", how)
+        programs.start_server(0)
+        return programs.outcome(lambda: False)
+    finally:
+        programs.stop()
+
+
+def _damage(storage: Path, how: str) -> None:
+    if how == "gone":
+        storage.rename(storage.with_name("elsewhere"))
+        return
+    for file in [file for file in storage.rglob("*") if file.is_file()]:
+        is_shard, is_record = file.suffix == ".safetensors", file.parent.name == "commits"
+        if how == "empty":
+            file.unlink()
+        elif how == ("flip" if is_shard else "records" if is_record else "manifests"):
+            data = bytearray(file.read_bytes())
+            data[random.randrange(len(data) // 2, len(data))] ^= 1
+            file.write_bytes(data)
+
+
+CASES: Final[Mapping[str, Callable[[Path], Outcome]]] = {
+    **{f"store {store}": lambda path, store=store: restart_scheduler(path, store=store)  # type: ignore[misc]
+       for store in ("kept", "lost", "memory", "older")},
+    "store lost, snapshots": lambda path: restart_scheduler(path, store="lost", storage=True),
+    **{f"snapshots {how}": lambda path, how=how: damage_snapshots(path, how=how)  # type: ignore[misc]
+       for how in ("flip", "manifests", "records", "empty", "gone")},
+}  # fmt: skip
+
+
+def main() -> None:
+    """See the module."""
+    case, rounds = sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else 1
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(prefix="psdist-lost-") as path:
+            outcome = CASES[case](Path(path))
+            print(f"{case}: {outcome}", flush=True)
+            if os.environ.get("SHOW"):
+                print(outcome.text)
+
+
+if __name__ == "__main__":
+    assert psdist.__version__
+    main()

@@ -1,0 +1,35 @@
+"""Runs that cannot continue end everywhere, within seconds and with one exit status; those that can, continue.
+
+``ROUNDS`` in the environment is how often each case is played. ``lost_runs`` plays them without pytest.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from psdist.settings.exit_codes import INFRASTRUCTURE
+from tests.chaos.lost_runs import CASES
+
+ROUNDS = int(os.environ.get("ROUNDS", "1"))
+CONTINUES = ("store kept", "store lost, snapshots")
+#: Cases that differ from another one in what is damaged only.
+LONG = ("store memory", "snapshots manifests", "snapshots records", "snapshots empty", "snapshots gone")
+
+
+@pytest.mark.timeout(120 + 240 * ROUNDS)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.long) if c in LONG else c for c in CASES])
+def test_a_run_continues_or_ends_everywhere(case: str, tmp_path: Path) -> None:
+    for number in range(ROUNDS):
+        (path := tmp_path / str(number)).mkdir()
+        outcome = CASES[case](path)
+        print(f"{case}: {outcome}")
+        expected = set() if case in CONTINUES else {INFRASTRUCTURE}
+        assert set(outcome.statuses.values()) == expected, f"{outcome}\n{outcome.text}"
+        if case.startswith("snapshots"):
+            directories = [file.name for file in path.glob("*/snapshots/*")] or ["snapshot"]
+            assert "held shard" in outcome.text and any(name in outcome.text for name in directories), outcome.text
+        elif expected:
+            assert "the scheduler's record of this run is gone" in outcome.text, outcome.text
