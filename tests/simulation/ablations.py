@@ -23,7 +23,10 @@ from psdist.types import Shard
 from psdist_scheduler import cluster as scheduler_cluster
 from psdist_scheduler import scheduler
 from psdist_scheduler.coordination import unreachable_servers
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses
+from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.events.cluster_events import Persist
+from psdist_scheduler.members.sessions import Sessions
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
@@ -277,6 +280,40 @@ def _reused_epoch(put: Put) -> None:
         self.epoch = max(0, self.epoch - 2)  # One less would be the map that was published last, again.
 
     put(scheduler_cluster.Cluster, "__init__", forgetful)
+
+
+# --- silence that is not death ---------------------------------------------------------------------------------------
+
+_CUT_OFF: dict[str, Any] = {
+    "faults": ("cut scheduler off",), "fault_count": 2, "fault_seconds": 1.5, "think_seconds": 0.4, "steps": 6,
+    "servers": 3, "replicas": 2, "lease_seconds": 1.0, "worker_lease_seconds": 2.0,
+}  # fmt: skip
+
+
+@_ablation("a scheduler that nobody reaches suspects itself", **_CUT_OFF)
+def _no_self_suspicion(put: Put) -> None:
+    put(Sessions, "somebody_beside", lambda *_: True)
+
+
+@_ablation("who comes back after the scheduler was cut off has time", **_CUT_OFF)
+def _no_time_to_return(put: Put) -> None:
+    put(Sessions, "_somebody_came", lambda self, now: setattr(self, "reached", now))
+
+
+@_ablation("the end of a session after a silence is no death", **_CUT_OFF)
+def _every_end_is_death(put: Put) -> None:
+    put(Sessions, "was_steady", lambda *_: True)
+
+
+@_ablation("a session that breaks is no death", **{**_CUT_OFF, "faults": ("break session of server",)})
+def _broken_is_refused(put: Put) -> None:
+    on_probed = SilentMembers.on_probed
+    put(SilentMembers, "on_probed", lambda self, event, now: on_probed(self, replace(event, result="refused"), now))
+
+
+@_ablation("the last copy of a shard is waited for", **{**_CUT_OFF, "faults": ("pause all servers",), "replicas": 1})
+def _no_patience(put: Put) -> None:
+    put(DeferredLosses, "has_last_copy", lambda *_: False)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from tests.simulation.disk import Disk, DiskStore
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Node, where
 from tests.simulation.network import Faults, Network
-from tests.simulation.options import Options
+from tests.simulation.options import HARMLESS, Options
 from tests.simulation.oracle import Life, Oracle, Push
 
 RUN = "run-sim"
@@ -106,6 +106,8 @@ class World:
             carry_out(effect)
             if isinstance(effect, Publish):
                 self.oracle.published(effect.map)
+            elif isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
+                self._check_loss(effect.news)
             if isinstance(effect, Broadcast) and isinstance(effect.news, MemberLost):
                 self._note_loss(effect.news)
 
@@ -124,6 +126,19 @@ class World:
         self._without_path[news.member_id] += 1
         if news.role == "worker" and self._without_path[news.member_id] > PATH_LOSSES_MAX:
             self.oracle.violation(f"{news.member_id} joined again and again without a path: {news.reason}")
+
+    def _check_loss(self, news: MemberLost) -> None:
+        """Nobody who takes part is lost by silence alone."""
+        self.counts[f"lost: {news.role}"] += 1
+        workers = {life.worker_id for life in self.lives if not life.over}
+        assert self.scheduler is not None
+        entries = self.scheduler.calls.published.cluster.parameters
+        holders = {r.server_id for e in entries if e.ready for s in e.shards for r in (s.primary, *s.backups)}
+        runs = news.member_id in workers | holders
+        # One that never had a session takes part in nothing, and a path that is cut has a rule of its own.
+        runs = runs and not news.reason.startswith("opened no session") and "cannot reach" not in news.reason
+        if self.options.faults and runs and HARMLESS.issuperset(self.options.faults):
+            self.oracle.violation(f"{news.member_id} was expelled though it was only silent: {news.reason}")
 
     @property
     def settings(self) -> ClusterSettings:

@@ -35,6 +35,8 @@ class Nemesis:
         self._joined = 0
         #: Until then no other short fault may touch a server or the scheduler.
         self._quiet_until = 0.0
+        #: Until then a long fault lasts that must not be healed sooner.
+        self._lasts_until = 0.0
         #: Servers that something happens to, or did lately.
         self._struck: set[int] = set()
         #: The end of a fault that lasts beyond the time of faults.
@@ -53,6 +55,7 @@ class Nemesis:
             await self._loop.after(when - now)
             now = when
             self._bring(rng.choice(options.faults))
+        await self._loop.after(max(0.0, self._lasts_until - self._loop.time()))
 
     def heal(self) -> None:
         """Nothing is wrong any more."""
@@ -437,6 +440,36 @@ class Nemesis:
         self._part(["scheduler"], self._names(), seconds, one_way=self._rng.random() < 0.4)
         return True
 
+    def _long(self) -> float:
+        """The length of a fault of half a second to a minute, mostly of a few leases."""
+        seconds = self._rng.choice((self._rng.uniform(0.5, 4.0 * self._lease), self._rng.uniform(0.5, 60.0)))
+        self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
+        return seconds
+
+    def _cut_scheduler_off(self) -> bool:
+        """Nobody and the scheduler reach each other."""
+        self._part(["scheduler"], self._names(), self._long(), one_way=False)
+        return True
+
+    def _cut_scheduler_off_from_some(self) -> bool:
+        """Some members and the scheduler do not reach each other, or one way does not work."""
+        names = self._names()
+        some = self._rng.sample(names, self._rng.randint(1, len(names)))
+        self._part(["scheduler"], some, self._long(), one_way=self._rng.random() < 0.5)
+        return True
+
+    def _pause_servers(self, least: int) -> bool:
+        """So many servers stand still together, or all."""
+        running = [node for _, node in sorted(self._world.server_nodes.items()) if not node.dead and not node.paused]
+        if not running:
+            return False
+        seconds = self._rng.uniform(1.2, 6.0) * self._lease
+        self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
+        count = len(running) if least >= len(running) else self._rng.randint(least, len(running))
+        for node in self._rng.sample(running, count):
+            self._pause(node, seconds * self._rng.uniform(0.9, 1.0))
+        return True
+
     def _slow_node(self) -> bool:
         name = self._rng.choice([*self._names(), "scheduler"])
         self._network.slow_down(name, self._rng.uniform(0.005, 0.1))
@@ -460,6 +493,10 @@ _KINDS: dict[str, Callable[[Nemesis], bool]] = {
     "partition worker from server": Nemesis._partition_worker_server,
     CUT_OFF: Nemesis._cut_worker_off_server,
     "isolate scheduler briefly": Nemesis._isolate_scheduler,
+    "cut scheduler off": Nemesis._cut_scheduler_off,
+    "cut scheduler off from some": Nemesis._cut_scheduler_off_from_some,
+    "pause most servers": lambda nemesis: nemesis._pause_servers(2),
+    "pause all servers": lambda nemesis: nemesis._pause_servers(99),
     "slow node": Nemesis._slow_node,
     "join worker": Nemesis._join_worker,
     "starve worker": Nemesis._starve_worker,

@@ -25,6 +25,10 @@ SINGLE = (
     "partition worker",
     "partition worker from server",
     "isolate scheduler briefly",
+    "cut scheduler off",
+    "cut scheduler off from some",
+    "pause all servers",
+    "pause most servers",
     "slow node",
     "join worker",
     "starve worker",
@@ -59,6 +63,9 @@ REPLICATED = (
     "join server",
     "drain server",
 )
+
+#: Nobody is lost by these, however long they last: all are alive, and nobody takes anybody's place.
+HARMLESS = frozenset({"cut scheduler off", "break session of server", "pause scheduler", "pause all servers"})
 
 
 @dataclass(frozen=True)

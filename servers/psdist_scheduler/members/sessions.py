@@ -117,8 +117,12 @@ class Sessions(dict[int, str]):
             liveness.deadline = max(liveness.deadline, when + liveness.lease)
 
     def _came(self, liveness: Liveness, now: float) -> None:
-        """A message of a member came on its session."""
+        """A message of a member came on its session. If its lease was over, others that were silent with it may be
+        about to come back as well, and have another lease."""
         self._somebody_came(now)
+        if now > liveness.deadline or (liveness.ended is not None and not liveness.ended_by_member):
+            for other in self.liveness.values():
+                other.deadline = max(other.deadline, now + self._settings.lease_seconds)
         if now - liveness.seen > self._gap(liveness):
             liveness.unsteady_until = now + self._settings.lease_seconds
         liveness.restored, liveness.seen, liveness.deadline = False, now, max(liveness.deadline, now + liveness.lease)

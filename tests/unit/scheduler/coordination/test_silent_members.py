@@ -85,6 +85,15 @@ def test_servers_that_together_have_the_last_copy_of_a_shard_are_waited_for(froz
     assert "silent" not in run.d.cluster.phase and "heard again" not in " ".join(run.d.cluster.waits)
 
 
+def test_servers_that_were_stopped_together_need_not_come_back_in_the_same_moment() -> None:
+    run = Run()
+    run.d.probed = "accepted"
+    pass_time(run, 6.0, silent=ALL)
+    pass_time(run, 1.75, silent=ALL[1:])
+    pass_time(run, 10.0)
+    assert not run.d.lost
+
+
 def test_a_last_copy_is_given_up_after_the_declared_limit() -> None:
     run = Run(replicas=1, servers=1)
     run.d.probed = "silent"
