@@ -48,7 +48,7 @@ _COMMANDS: Final = {
     "psdist_server": (sys.executable, "-m", "psdist_server"),
     "psdist_worker": (sys.executable, "-c", "import sys; from psdist.cli.main import worker; sys.exit(worker())"),
 }
-_RESUMED: Final = "starts at step "
+_START: Final = re.compile(r"starts at step (\d+)$", re.MULTILINE)
 _STEP: Final = re.compile(r"step (\d+)$")
 
 
@@ -106,12 +106,21 @@ class Programs:
                 stdout=log, stderr=log,
             )  # fmt: skip
 
-    def revive(self) -> bool:
-        """Starts servers again that have ended. Returns whether any had."""
-        ended = [number for number in range(self._servers) if self.processes[f"server-{number}"].poll() is not None]
-        for number in ended:
-            self.start_server(number)
-        return bool(ended)
+    @property
+    def first_steps(self) -> list[int]:
+        """The step at which rank 0 began, each time that it was started."""
+        return [int(step) for step in _START.findall((self.path / "workers.log").read_text())]
+
+    def has_resumed(self, starts: int) -> bool:
+        """Starts servers again that have ended. Returns True if rank 0 was started more than ``starts`` times, has
+        resumed from a snapshot, and trains."""
+        for number in range(self._servers):
+            if self.processes[f"server-{number}"].poll() is not None:
+                self.start_server(number)
+        first = self.first_steps[starts:]
+        if 0 in first:
+            raise AssertionError(f"the run began at step 0 again\n{self.text}")
+        return bool(first) and f"step {first[-1] + 5}\n" in self.text.rpartition("starts at step ")[2]
 
     def kill(self, name: str) -> None:
         """SIGKILL."""
@@ -193,10 +202,10 @@ def restart_scheduler(path: Path, *, store: str, storage: bool = False, servers:
                 file.unlink()
         elif store == "older":
             _put_back(path)
-        before, resumed = programs.step, programs.text.count(_RESUMED)
+        before, starts = programs.step, len(programs.first_steps)
         programs.start_scheduler(*kept)
         if storage and store == "lost":  # Launchers start again what was ended.
-            return programs.outcome(lambda: programs.revive() or programs.text.count(_RESUMED) > resumed)
+            return programs.outcome(lambda: programs.has_resumed(starts))
         return programs.outcome(lambda: store == "kept" and programs.step > before + 20)
     finally:
         programs.stop()
