@@ -284,34 +284,34 @@ def _reused_epoch(put: Put) -> None:
 
 # --- silence that is not death ---------------------------------------------------------------------------------------
 
-_CUT_OFF: dict[str, Any] = {
+_SILENT: dict[str, Any] = {
     "faults": ("cut scheduler off",), "fault_count": 2, "fault_seconds": 1.5, "think_seconds": 0.4, "steps": 6,
     "servers": 3, "replicas": 2, "lease_seconds": 1.0, "worker_lease_seconds": 2.0,
 }  # fmt: skip
 
 
-@_ablation("a scheduler that nobody reaches suspects itself", **_CUT_OFF)
+@_ablation("a scheduler that nobody reaches suspects itself", **_SILENT)
 def _no_self_suspicion(put: Put) -> None:
     put(Sessions, "somebody_beside", lambda *_: True)
 
 
-@_ablation("who comes back after the scheduler was cut off has time", **_CUT_OFF)
+@_ablation("who comes back after the scheduler was cut off has time", **_SILENT)
 def _no_time_to_return(put: Put) -> None:
     put(Sessions, "_somebody_came", lambda self, now: setattr(self, "reached", now))
 
 
-@_ablation("the end of a session after a silence is no death", **_CUT_OFF)
+@_ablation("the end of a session after a silence is no death", **_SILENT)
 def _every_end_is_death(put: Put) -> None:
     put(Sessions, "was_steady", lambda *_: True)
 
 
-@_ablation("a session that breaks is no death", **{**_CUT_OFF, "faults": ("break session of server",)})
+@_ablation("a session that breaks is no death", **{**_SILENT, "faults": ("break session of server",)})
 def _broken_is_refused(put: Put) -> None:
     on_probed = SilentMembers.on_probed
     put(SilentMembers, "on_probed", lambda self, event, now: on_probed(self, replace(event, result="refused"), now))
 
 
-@_ablation("the last copy of a shard is waited for", **{**_CUT_OFF, "faults": ("pause all servers",), "replicas": 1})
+@_ablation("the last copy of a shard is waited for", **{**_SILENT, "faults": ("pause all servers",), "replicas": 1})
 def _no_patience(put: Put) -> None:
     put(DeferredLosses, "has_last_copy", lambda *_: False)
 

@@ -64,6 +64,8 @@ REPLICATED = (
     "drain server",
 )
 
+#: These may last for up to CUT_OFF_SECONDS.
+LASTING = frozenset({CUT_OFF, "cut scheduler off", "cut scheduler off from some"})
 #: Nobody is lost by these, however long they last: all are alive, and nobody takes anybody's place.
 HARMLESS = frozenset({"cut scheduler off", "break session of server", "pause scheduler", "pause all servers"})
 

@@ -16,7 +16,7 @@ from tests.simulation.cluster import World
 from tests.simulation.environment import RunLoop
 from tests.simulation.loop import Deadlock, Failed, TooLong
 from tests.simulation.nemesis import Nemesis
-from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, Options, draw
+from tests.simulation.options import CUT_OFF_SECONDS, LASTING, Options, draw
 
 #: Virtual seconds in which all must be over, once nothing is wrong any more.
 CONVERGE_SECONDS = 90.0
@@ -59,7 +59,7 @@ def _play(loop: RunLoop, options: Options) -> Result:
     world = World(loop, options)
     violations, begun = list[str](), loop.time()
     try:
-        lasting = CUT_OFF_SECONDS if CUT_OFF in options.faults else 0.0
+        lasting = CUT_OFF_SECONDS if LASTING.intersection(options.faults) else 0.0
         loop.run(_main(world), options.fault_seconds + lasting + CONVERGE_SECONDS)
     except (Deadlock, TooLong) as error:
         violations.append(f"no end: {error}; {state(world)}")
