@@ -74,6 +74,6 @@ def excuse(e: Evidence) -> str:
 
 def _leases(e: Evidence) -> float:
     """How many leases of silence the member is allowed."""
-    if e.last_copy and not (e.ended and e.probe == "silent"):
+    if e.last_copy:
         return float("inf") if e.heard else LAST_COPY_LEASES
     return HEARD_LEASES if e.heard else 1

@@ -34,7 +34,7 @@ CASES: list[tuple[dict[str, Any], float | None]] = [
     ({"last_copy": True, "probe": "silent"}, LAST_COPY_LEASES),
     ({"last_copy": True, "probe": "refused"}, 0),
     ({"last_copy": True, "heard": True}, None),
-    ({"last_copy": True, "ended": True, "probe": "silent"}, 1),
+    ({"last_copy": True, "ended": True, "probe": "silent"}, LAST_COPY_LEASES),
     ({"last_copy": True, "ended": True, "probe": "accepted"}, LAST_COPY_LEASES),
 ]
 
