@@ -151,6 +151,7 @@ class World:
             lease_seconds=options.lease_seconds,
             worker_lease_seconds=options.worker_lease_seconds,
             replicas=options.replicas,
+            salt=f"{self.loop.entropy.getrandbits(24):06x}",
         )
 
     async def make_scheduler(self, store: DiskStore) -> Scheduler:

@@ -154,8 +154,7 @@ class SnapshotWorld(World):
     @property
     def settings(self) -> ClusterSettings:
         """See World."""
-        salt = f"{self.loop.entropy.getrandbits(24):06x}"
-        return replace(super().settings, servers_min=self._servers, storage=URL, policy=self.options.policy, salt=salt)
+        return replace(super().settings, servers_min=self._servers, storage=URL, policy=self.options.policy)
 
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
         """See World."""

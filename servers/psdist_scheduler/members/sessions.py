@@ -125,7 +125,7 @@ class Sessions(dict[int, str]):
                 other.deadline = max(other.deadline, now + self._settings.lease_seconds)
         if now - liveness.seen > self._gap(liveness):
             liveness.unsteady_until = now + self._settings.lease_seconds
-        liveness.restored, liveness.seen, liveness.deadline = False, now, max(liveness.deadline, now + liveness.lease)
+        liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 
     def _gap(self, liveness: Liveness) -> float:
         """A longer time without a message is a silence."""
