@@ -203,7 +203,7 @@ class StreamToReplica:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _open(self, carrier: Carrier, welcome: pb.ReplicateResponse.Welcome) -> None:
-        held = {held.shard: ReplicaState(held.term, held.lsn, held.complete) for held in welcome.held}
+        held = {held.shard: ReplicaState(held.term, held.lsn, held.complete, held.fill) for held in welcome.held}
         self._carrier, self.reason = carrier, ""
         self.send(self._replicator.network.hello(self._replicator.name))  # There may be a newer map by now.
         for number, machine in sorted(self._replicator.machines.items()):
