@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 from psdist.errors import (
-    RUN_ENDING,
     InvalidArgumentError,
     PsdistError,
+    RunLostError,
     SchedulerUnreachableError,
+    ServerLostError,
     UnauthenticatedError,
 )
 from psdist.settings import exit_codes
@@ -85,7 +86,7 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)
-    except RUN_ENDING as error:
+    except (RunLostError, ServerLostError) as error:
         fail(line.program, str(error), exit_codes.INFRASTRUCTURE)
     except PsdistError as error:
         fail(line.program, str(error), exit_codes.FAILURE)

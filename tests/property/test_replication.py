@@ -65,8 +65,8 @@ class Replication(RuleBasedStateMachine):
                     assert index in self.busy
                     self.busy.remove(index)
                     self.acknowledged[index] = len(self.content[index])
-                case SendBegin(replica, lsn):
-                    self.streams[replica].down.append(("begin", lsn))
+                case SendBegin(replica, lsn, fill, copy):
+                    self.streams[replica].down.append(("begin", lsn, fill, copy))
                     self.streams[replica].has_ended = False
                 case SendUpdate(replica, update, whole):
                     self.streams[replica].down.append(("update", update if whole else strip(update)))
@@ -144,14 +144,14 @@ class Replication(RuleBasedStateMachine):
         stream, server = self.streams[replica], self.servers[replica]
         backup, content = server.backup, server.content
         match stream.down.popleft():
-            case ("begin", lsn):
-                backup.begin(self.shard.term, lsn)
+            case ("begin", lsn, fill, copy):
+                backup.begin(self.shard.term, lsn, fill, copy)
             case ("state", index, record, copied):
                 content[index] = list(copied)
                 backup.state(index, record)
             case ("end",):
                 backup.end()
-                stream.up.append(("filled",))
+                stream.up.append(("filled", backup.copy))
             case ("update", update):
                 verdict = backup.update(self.shard.term, update)
                 if verdict == "apply":
@@ -170,8 +170,8 @@ class Replication(RuleBasedStateMachine):
         match self.streams[replica].up.popleft():
             case ("ack", lsn):
                 self.carry_out(self.machine.acknowledged(replica, lsn, 0.0))
-            case ("filled",):
-                self.carry_out(self.machine.filled(replica, 0.0))
+            case ("filled", copy):
+                self.carry_out(self.machine.filled(replica, copy, 0.0))
 
     # --- the scheduler ------------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Replication(RuleBasedStateMachine):
     def make_backups_of_those_filled(self) -> None:
         filled = tuple(replica for replica in self.shard.filling if self.machine.peers[replica].complete)
         filling = tuple(replica for replica in self.shard.filling if replica not in filled)
-        self.publish(Shard(self.shard.primary, self.shard.term, (*self.shard.backups, *filled), filling))
+        self.publish(self.shard.with_copies((*self.shard.backups, *filled), filling))
 
     @precondition(lambda self: self.shard.backups)
     @rule(last=st.booleans(), survives=st.booleans())
@@ -200,19 +200,20 @@ class Replication(RuleBasedStateMachine):
         self.streams.clear()
         term = self.shard.term + 1
         self.machine = PrimaryReplication(0, term, range(SLICES), backup.base)
-        self.publish(Shard(successor, term, others, (*self.shard.filling, *((old,) if survives else ()))))
+        after = self.shard.with_copies(others, self.shard.filling, primary=successor, term=term)
+        self.publish(after.with_filling(old, self.lives) if survives else after)
 
     @precondition(lambda self: len(self.shard.replicas) < 3)
     @rule()
     def fill_another(self) -> None:
         self.lives += 1
         new = Replica("server-9", self.lives)
-        self.publish(Shard(self.shard.primary, self.shard.term, self.shard.backups, (*self.shard.filling, new)))
+        self.publish(self.shard.with_filling(new, self.lives))
 
     @precondition(lambda self: len(self.shard.backups) > 1)
     @rule()
     def drop_a_backup(self) -> None:
-        self.publish(Shard(self.shard.primary, self.shard.term, self.shard.backups[1:], self.shard.filling))
+        self.publish(self.shard.with_copies(self.shard.backups[1:], self.shard.filling))
 
     # --- what must hold -----------------------------------------------------------------------------------------------
 

@@ -338,7 +338,12 @@ def _impatient(put: Put) -> None:
     put(replication.Peer, "required", property(lambda self: (self.in_sync or self.filled) and self.is_open))
 
 
-@_ablation("a replica refuses an old term", **_STALE, faults=("cut server and worker from scheduler",))
+# A server that others hear is expelled after three leases only.
+@_ablation(
+    "a replica refuses an old term",
+    **{**_STALE, "steps": 24, "fault_seconds": 8.0, "fault_count": 12, "servers": 4},
+    faults=("cut server and worker from scheduler",),
+)  # fmt: skip
 def _any_term(put: Put) -> None:
     put(backup_shards.BackupShards, "_check", staticmethod(lambda *_: None))
 
