@@ -105,7 +105,7 @@ class AddressRange:
             _checked(_libc.mremap(copy, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address))
 
     def populate(self, at: int, size: int) -> bool:
-        """Give private pages memory now, so that no write waits for it; what they hold stays. Returns False where the
+        """Allocate memory for private pages now, so that no write waits for it. Contents stay. Returns False if the
         system cannot."""
         return self._advise(at, size, _MADV_POPULATE_WRITE)
 
@@ -137,7 +137,7 @@ class _Unmapper:
         self._pid = 0
 
     def start(self) -> None:
-        """Have a thread. Finalizers cannot start one: they may run anywhere."""
+        """Start the thread. A finalizer cannot: it may run anywhere, also while Python ends."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             threading.Thread(target=self._serve, name="unmapper", daemon=True).start()

@@ -207,7 +207,7 @@ class Flood:
 
     @property
     def result(self) -> dict[str, float]:
-        """What came of it."""
+        """The counters as one JSON object."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         return {
             "answered": self.answered,

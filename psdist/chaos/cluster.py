@@ -76,7 +76,7 @@ class ChaosClusterSettings:
 
     @property
     def worker_transport(self) -> TransportName:
-        """What workers are told. "tcp" would be insisted on, and they are to fall back to gRPC."""
+        """The workers' ``--transport``. "tcp" would be an error without TCP; these cases test the fallback to gRPC."""
         return "auto" if self.reach is Reach.NAMESPACE and self.transport == "tcp" else self.used_transport
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from psdist.chaos.run import ChaosRun
 
 _END_SECONDS: Final = 30.0
-#: A path that is cut must be named within so long.
+#: Time limit for status to name a path that is cut.
 _NAMED_SECONDS: Final = 10.0
-#: Training goes on over gRPC within so long.
+#: Time limit for training to continue over gRPC.
 _FALL_BACK_SECONDS: Final = 20.0
 #: The longest time that the end of a killed process may take.
 _REAP_SECONDS: Final = 10.0
@@ -187,7 +187,7 @@ async def _path_cut(run: ChaosRun) -> None:
 
 
 async def _tcp_cut(run: ChaosRun) -> None:
-    """Drops the packets between one worker and one server but for gRPC's. Training must go on over gRPC."""
+    """Drops the packets between one worker and one server but for gRPC's. Training must continue over gRPC."""
     status = await run.cluster.fetch()
     addresses = {member.member_id: member.address for member in status.members} if status is not None else {}
     used = {one.transport for member in status.members for one in member.connections} if status is not None else set()

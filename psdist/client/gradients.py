@@ -219,7 +219,7 @@ class GradientVector:
         return self._is_finite_there(self._device, step, numbers)
 
     def elements_gathered(self, numbers: tuple[int, ...]) -> int:
-        """How many elements ``gather_here`` reads, if it may run in a thread; else 0."""
+        """Elements that ``gather_here`` reads if it may run in a thread; 0 if it may not."""
         if self.has_device:
             return 0
         return sum(self._layout.offsets[number + 1] - self._layout.offsets[number] for number in numbers)

@@ -432,7 +432,7 @@ class Steps:
             self._bucket_step = None
 
     async def _drop_step(self, *, skips: bool = False) -> None:
-        """A step in buckets, if there is one, does not go on. Raises FencedError if the user does not know that.
+        """Abandon the step in buckets, if there is one. Raises FencedError if the user was not told yet.
 
         skips: drop the push that the script makes next, because its iteration has lost a push before it.
         """

@@ -46,8 +46,8 @@ def open_channel(
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Channel:
-    """A plaintext channel to ``address`` (host:port). Connects on first use. silence_seconds: a peer that is silent for
-    so long is pinged, and hung up on after as long again without an answer."""
+    """A plaintext channel to ``address`` (host:port). Connects on first use. silence_seconds: a peer that is
+    silent for this long is pinged, and disconnected if it does not answer for as long again."""
     options = [
         *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES, silence_seconds),
         ("grpc.enable_retries", 0),
@@ -116,7 +116,7 @@ def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: st
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit on open files of this process as far as the system allows, or to what is ever needed.
+    """Raise the limit on open files of this process to the highest number that the system allows and psdist can use.
 
     Each connection is an open file. Many systems let a process open 1,024 unless it asks for more, so a thousand idle
     connections of strangers would keep it from opening its store, a snapshot, or a connection of its own.

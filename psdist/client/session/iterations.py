@@ -44,7 +44,7 @@ class Iterations:
         self._changed = asyncio.Event()
 
     def session_began(self) -> None:
-        """Report again: the scheduler may have restarted and forgotten what it holds back."""
+        """Report again: a restarted scheduler does not know that it holds this worker."""
         self._report()
 
     def on_command(self, command: pb.AlignCommand) -> None:

@@ -38,7 +38,7 @@ class _Unreachable:
 
 
 class Reachability:
-    """What one client knows of servers that it cannot reach. call: calls the server at an address; raises PsdistError
+    """Servers that one client cannot reach. call: calls the server at an address; raises PsdistError
     if it does not answer."""
 
     def __init__(self, view: ClusterView) -> None:

@@ -238,7 +238,7 @@ class SharedStream(CallConnection[PendingCall]):
                 if target.shared is None or not self.stable or not owner.shows(index, self.weights):
                     version = await self._copy(target, index, answered)
                     if self.slicing.slice_elements >= _LARGE_SLICE:
-                        await asyncio.sleep(0)  # All slices together may be gigabytes: heartbeats go on between them.
+                        await asyncio.sleep(0)  # All slices together may be gigabytes: let heartbeats run between them.
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self.peer} went on from version {version} without this worker")
