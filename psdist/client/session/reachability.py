@@ -53,6 +53,12 @@ class Reachability:
             self._unreachable[server] = _Unreachable(asyncio.get_running_loop().time())
             self._run(self._watch(server, self._unreachable[server]))
 
+    def restart(self) -> None:
+        """Count from now: a new incarnation is not to be expelled for what the one before reported."""
+        now = asyncio.get_running_loop().time()
+        for one in self._unreachable.values():
+            one.since, one.reason = now, ""
+
     def reports(self) -> list[pb.UnreachableServer]:
         """The servers that did not answer the last call, for a heartbeat."""
         now = asyncio.get_running_loop().time()

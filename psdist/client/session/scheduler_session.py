@@ -138,6 +138,7 @@ class WorkerSession:
         except PsdistError as error:
             return error
         self._start_incarnation(response)
+        self.activities.reachability.restart()
         logger.warning("%s is in the run again, as its incarnation %d", mine.worker_id, response.incarnation)
         return None
 
