@@ -1,0 +1,24 @@
+"""Counts updates that replicas refused, from the logs of the servers. Pure.
+
+A refused update may be sent again once, after the copy was filled or the stream was opened again. A second refusal of
+the same update means that the primary repeats it without an end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+#: The events by which servers log a refused update: it does not fit the copy, or updates before it are missing.
+STALE: Final = "a copy is stale"
+GAP: Final = "refused an update"
+
+
+def count_refusals(logs: Iterable[str]) -> Counter[str]:
+    """Refusals by log line without its time, which names parameters, other server, shard, and version or lsn.
+
+    logs: the whole log of each server.
+    """
+    lines = (line.partition(" ")[2] for text in logs for line in text.splitlines())
+    return Counter(line for line in lines if STALE in line or GAP in line)
