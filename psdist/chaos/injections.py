@@ -11,15 +11,17 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from psdist.chaos import faults
+from psdist.chaos import faults, fills
 from psdist.chaos.cluster import Reach
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
+from psdist.errors import InternalError
 from psdist.settings.config import parse_address
 from psdist.settings.exit_codes import INFRASTRUCTURE
+from psdist.types import Replica
 
 if TYPE_CHECKING:
     from psdist.chaos.run import ChaosRun
@@ -29,6 +31,11 @@ _END_SECONDS: Final = 30.0
 _NAMED_SECONDS: Final = 10.0
 #: Time limit for training to continue over gRPC.
 _FALL_BACK_SECONDS: Final = 20.0
+#: Time limit for a copy to be filled by a server that can be struck.
+_FILL_SECONDS: Final = 20.0
+_FILL_POLL_SECONDS: Final = 0.002
+#: Time limit for a frozen server to be expelled.
+_EXPEL_SECONDS: Final = 60.0
 #: The longest time that the end of a killed process may take.
 _REAP_SECONDS: Final = 10.0
 
@@ -41,6 +48,8 @@ class Injection:
     expels: whether it makes the scheduler expel workers. Then pushes may be dropped, and the weights are not those of
         an undisturbed run.
     ends_the_run: whether the run must end by it.
+    dense: elements of the parameter set that is trained with Adam, if the run has it.
+    needs_dense: True if the run has that set even if its bytes are not compared.
     """
 
     what: str
@@ -48,6 +57,18 @@ class Injection:
     reach: Reach = Reach.DIRECT
     expels: bool = False
     ends_the_run: bool = False
+    dense: int = 200_000
+    needs_dense: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """A server that was killed, or that is frozen."""
+
+    name: str
+    replica: Replica
+    moment: float
+    is_frozen: bool
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------
@@ -131,6 +152,98 @@ async def _worker_freeze(run: ChaosRun) -> None:
     back = time.monotonic()
     faults.thaw(run.cluster.processes[name].pid)
     await run.recovered(since=back)
+
+
+# --- struck again while copies are filled -----------------------------------------------------------------------------
+
+
+async def _server_refill(run: ChaosRun) -> None:
+    """Strikes a server, and another one while a copy is being filled. Each is killed or frozen, at random."""
+    first = _strike(run, run.rng.choice(await _expendable(run, ())), is_frozen=run.rng.random() < 0.5)
+    # The first one comes back beside the second strike, as a launcher restarts it: copies are filled there, too.
+    _, second = await asyncio.gather(_come_back(run, first), _strike_during_fill(run, first))
+    await _come_back(run, second)
+    await run.recovered(since=time.monotonic())
+
+
+def _strike(
+    run: ChaosRun,
+    replica: Replica,
+    *,
+    is_frozen: bool,
+    moment: float | None = None,
+    fill_role: fills.Role | None = None,
+) -> Struck:
+    """moment: monotonic seconds at which the server stopped, if it has stopped already."""
+    name, moment = replica.server_id, time.monotonic() if moment is None else moment
+    (faults.freeze if is_frozen else faults.kill)(run.cluster.processes[name].pid)
+    run.injected("server-freeze" if is_frozen else "server-kill", name, moment, fill_role)
+    return Struck(name, replica, moment, is_frozen)
+
+
+async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
+    """Strikes a server that takes part in a filling, once one can be struck without losing a shard. If none can for
+    _FILL_SECONDS, strikes any server."""
+    deadline = time.monotonic() + _FILL_SECONDS
+    while time.monotonic() < deadline:
+        run.restart_servers()
+        found = fills.chances(await run.entries(), [first.replica])
+        if found and (struck := await _hit(run, _some_chance(run, found), first)) is not None:
+            return struck
+        await asyncio.sleep(_FILL_POLL_SECONDS)
+    victim = run.rng.choice(await _expendable(run, [first.replica]))
+    return _strike(run, victim, is_frozen=run.rng.random() < 0.5)
+
+
+def _some_chance(run: ChaosRun, found: list[fills.Chance]) -> fills.Chance:
+    """A random role first: each filling has one target, but a source fills several copies."""
+    role = run.rng.choice(sorted({chance.role for chance in found}))
+    return run.rng.choice([chance for chance in found if chance.role == role])
+
+
+async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | None:
+    """Stops a server, and asks for the map again. If its filling was complete before, the server continues.
+
+    A stopped server neither sends nor receives, so the filling cannot be completed after the answer.
+    """
+    pid, moment = run.cluster.processes[chance.server.server_id].pid, time.monotonic()
+    faults.freeze(pid)
+    entries = await run.entries()
+    if chance.fill in fills.fills_of(entries) and fills.is_expendable(entries, chance.server, [first.replica]):
+        return _strike(run, chance.server, is_frozen=run.rng.random() < 0.5, moment=moment, fill_role=chance.role)
+    faults.thaw(pid)
+    return None
+
+
+async def _come_back(run: ChaosRun, struck: Struck) -> None:
+    """Starts a killed server again. A frozen one is expelled first; then it continues, or is killed."""
+    if struck.is_frozen:
+        await run.until(f"{struck.name} expelled", _EXPEL_SECONDS, lambda: _is_expelled(run, struck.replica))
+        if run.rng.random() < 0.5:
+            faults.thaw(run.cluster.processes[struck.name].pid)
+            await _zombie(run, struck.name)
+            return
+        faults.kill(run.cluster.processes[struck.name].pid)
+    await run.cluster.ended(struck.name, _REAP_SECONDS)
+    run.cluster.launch(struck.name)
+
+
+async def _is_expelled(run: ChaosRun, replica: Replica) -> bool:
+    status = await run.cluster.fetch()
+    return status is not None and not any(
+        member.member_id == replica.server_id and member.incarnation == replica.incarnation and member.state == "live"
+        for member in status.members
+    )
+
+
+async def _expendable(run: ChaosRun, gone: Collection[Replica]) -> list[Replica]:
+    """The servers that can be struck without losing a shard, in the order of their names."""
+    entries = await run.entries()
+    holders = {replica for entry in entries for shard in entry.shards for replica in shard.replicas} - set(gone)
+    found = [replica for replica in holders if fills.is_expendable(entries, replica, gone)]
+    if not found:
+        raise InternalError("every server holds the last copy of a shard")
+    return sorted(found, key=lambda replica: replica.server_id)
 
 
 # --- busy -------------------------------------------------------------------------------------------------------------
@@ -303,6 +416,12 @@ FAULTS: Final[dict[str, Injection]] = {
     "server-kill": Injection("SIGKILL of a server, which is started again", _server_kill),
     "server-lost": Injection("SIGKILL of a server that holds the only copy", _server_lost, ends_the_run=True),
     "server-freeze": Injection("SIGSTOP of a server until it is replaced, then SIGCONT", _server_freeze),
+    "server-refill": Injection(
+        "SIGKILL or SIGSTOP of a server, and of another one while a copy is being filled",
+        _server_refill,
+        dense=400_000,
+        needs_dense=True,
+    ),
     "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill, expels=True),
     "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze, expels=True),
     "worker-busy": Injection("every worker holds its interpreter, so that no other thread of it runs", _worker_busy),

@@ -5,10 +5,12 @@ The keys of ``as_json`` are stable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from psdist.chaos.fills import Role
 from psdist.chaos.oracle import Verdict
 
 
@@ -18,6 +20,7 @@ class Injected:
 
     at: monotonic seconds. recovery_seconds: see ``ChaosReport``; None if nobody had to recover.
     pause_seconds: the longest time between two acknowledgements of one worker while the fault lasted and after it.
+    fill_role: role of the target in a filling under way, None if it took part in none.
     """
 
     kind: str
@@ -25,6 +28,7 @@ class Injected:
     at: float
     recovery_seconds: float | None = None
     pause_seconds: float = 0.0
+    fill_role: Role | None = None
 
 
 @dataclass(slots=True)
@@ -36,6 +40,8 @@ class ChaosReport:
 
     equal: whether the weights are byte for byte those of an undisturbed run; None if that cannot be expected.
     expelled: servers that were taken for lost without a fault of their own, because the machine was too slow.
+    runs_ended: 1 if the run ended although it had to continue.
+    refusals: how often replicas refused each update (``refusals``).
     named: seconds from a cut path until ``psdist status`` named its two ends.
     problems: other broken promises, one sentence each.
     ended: the last words of the processes of a run that had to end.
@@ -49,6 +55,8 @@ class ChaosReport:
     steps_per_second: float = 0.0
     seconds: float = 0.0
     expelled: int = 0
+    runs_ended: int = 0
+    refusals: Counter[str] = field(default_factory=Counter)
     named: list[float] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
@@ -59,10 +67,26 @@ class ChaosReport:
         return sorted(fault.recovery_seconds for fault in self.faults if fault.recovery_seconds is not None)
 
     @property
+    def during_fill(self) -> list[Injected]:
+        """Faults that struck while a copy was being filled."""
+        return [fault for fault in self.faults if fault.fill_role]
+
+    @property
+    def refused_again(self) -> int:
+        """Updates that replicas refused more than once."""
+        return sum(count > 1 for count in self.refusals.values())
+
+    def pauses(self, kind: str = "") -> dict[str, float | None]:
+        """Percentiles of the pauses in seconds, of all faults or of one kind."""
+        found = sorted(fault.pause_seconds for fault in self.faults if kind in ("", fault.kind))
+        return {name: percentile(found, part) for name, part in _PERCENTILES.items()}
+
+    @property
     def good(self) -> bool:
-        """Whether nothing was lost or repeated, weights are equal where they should be, and nothing else went wrong."""
+        """True if nothing was lost or repeated, weights are equal if they should be, no refused update was repeated
+        without an end, and no other promise was broken."""
         counted = self.verdict is None or not (self.verdict.lost or self.verdict.repeated)
-        return counted and self.equal is not False and not self.problems
+        return counted and self.equal is not False and not self.problems and not self.refused_again
 
     def as_json(self) -> dict[str, Any]:
         """The report with stable keys; times in seconds."""
@@ -71,8 +95,16 @@ class ChaosReport:
             "good": self.good,
             "settings": self.settings,
             "faults": len(self.faults),
+            "faults_by_kind": dict(Counter(fault.kind for fault in self.faults)),
+            "during_fill": len(self.during_fill),
+            "during_fill_by_role": dict(Counter(fault.fill_role for fault in self.during_fill)),
+            "runs_ended": self.runs_ended,
+            "refused_updates": len(self.refusals),
+            "refused_again": self.refused_again,
             **(asdict(self.verdict) if self.verdict else {}),
             "recovery_seconds": {name: percentile(self.recoveries, part) for name, part in _PERCENTILES.items()},
+            "pause_seconds": self.pauses(),
+            "pause_seconds_by_kind": {kind: self.pauses(kind) for kind in sorted({one.kind for one in self.faults})},
             "pause_seconds_max": round(max((fault.pause_seconds for fault in self.faults), default=0.0), 4),
             "equal": self.equal,
             "steps_per_second": round(self.steps_per_second, 1),
@@ -82,7 +114,13 @@ class ChaosReport:
             "problems": self.problems,
             "ended": self.ended,
             "injected": [
-                {"kind": fault.kind, "target": fault.target, "recovery_seconds": _rounded(fault.recovery_seconds)}
+                {
+                    "kind": fault.kind,
+                    "target": fault.target,
+                    "fill_role": fault.fill_role,
+                    "recovery_seconds": _rounded(fault.recovery_seconds),
+                    "pause_seconds": round(fault.pause_seconds, 4),
+                }
                 for fault in self.faults
             ],
         }
@@ -103,19 +141,31 @@ def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
 
 
+def _times(percentiles: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {1e3 * (value or 0):.0f} ms" for name, value in percentiles.items())
+
+
 def table(report: ChaosReport) -> str:
     """The report as text."""
     shown = report.as_json()
     rows = [("case", report.what), ("faults", f"{len(report.faults)} in {report.seconds:.0f} s")]
+    if report.during_fill:
+        roles = ", ".join(f"{count} x {role}" for role, count in shown["during_fill_by_role"].items())
+        kinds = ", ".join(f"{count} x {kind}" for kind, count in shown["faults_by_kind"].items())
+        rows += [("kinds", kinds), ("during a fill", f"{len(report.during_fill)}: {roles} of the copy")]
     if report.verdict is not None:
         found = report.verdict
         pushes = f"{found.acknowledged:,} acknowledged, {found.dropped} dropped, {found.unknown} unanswered"
         rows += [("pushes", f"{pushes}; {report.steps_per_second:.0f} a second")]
         rows += [("lost", str(found.lost)), ("repeated", str(found.repeated))]
     if report.recoveries:
-        times = (f"{name} {1e3 * value:.0f} ms" for name, value in shown["recovery_seconds"].items())
-        rows += [("recovery", ", ".join(times))]
-        rows += [("longest pause", f"{1e3 * shown['pause_seconds_max']:.0f} ms")]
+        rows += [("recovery", _times(shown["recovery_seconds"])), ("pause", _times(shown["pause_seconds"]))]
+        by_kind = shown["pause_seconds_by_kind"].items()
+        rows += [("", f"{_times(times)}: {kind}") for kind, times in by_kind if len(by_kind) > 1]
+    if report.refusals:
+        rows += [("refused", f"{len(report.refusals)} updates, {report.refused_again} of them more than once")]
+    if report.runs_ended:
+        rows += [("runs ended", str(report.runs_ended))]
     if report.expelled:
         rows += [("expelled", f"{report.expelled} servers, silent for a lease without a fault of their own")]
     if report.named:

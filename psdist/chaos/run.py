@@ -13,6 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,13 +23,18 @@ import numpy as np
 
 from psdist.chaos import oracle
 from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
+from psdist.chaos.fills import Role
+from psdist.chaos.load import BackgroundLoad
 from psdist.chaos.oracle import Push, Verdict
+from psdist.chaos.refusals import count_refusals
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
 from psdist.errors import InternalError, PsdistError
 from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName
 from psdist.settings.exit_codes import INFRASTRUCTURE
+from psdist.types import ParametersEntry
 from psdist.v1 import scheduler_pb2
+from psdist.wire import convert
 
 if TYPE_CHECKING:
     from psdist.chaos.injections import Injection
@@ -43,6 +49,7 @@ _AHEAD_SECONDS: Final = 1.0
 _AHEAD_STEPS: Final = 20
 #: The longest random pause before a fault, so that faults hit every part of a step.
 _PAUSE_SECONDS: Final = 0.5
+_MAP_ATTEMPTS: Final = 10
 _SLOTS_MAX: Final = 1 << 18
 
 
@@ -53,6 +60,7 @@ class ChaosSettings:
     fault, kills: a key of ``injections.FAULTS``, and how often it is injected.
     down_seconds: how long a scheduler stays down and a worker is busy; the longest time that others are frozen or
         disconnected after they were replaced.
+    load: busy processes for each core, beside the run.
     compare: also make an undisturbed run of as many steps, and compare the bytes.
     """
 
@@ -68,6 +76,7 @@ class ChaosSettings:
     pace_seconds: float = 0.002
     transport: TransportName = "auto"
     slices: int = 12
+    load: int = 0
     compare: bool = True
 
     @property
@@ -86,6 +95,11 @@ class ChaosSettings:
         from psdist.chaos.injections import FAULTS
 
         return FAULTS[self.fault]
+
+    @property
+    def dense(self) -> int:
+        """Elements of the parameter set that is trained with Adam."""
+        return self.injection.dense if self.compares or self.injection.needs_dense else 0
 
     @property
     def slots(self) -> int:
@@ -109,6 +123,8 @@ class ChaosRun:
         self.cluster: ChaosCluster = ChaosCluster(self._cluster_settings(), self.directory, self.rng)
         self.workload = self._workload_settings(self.cluster)
         self.readers = [EventReader(self.workload.log(rank)) for rank in range(settings.workers)]
+        self._load = BackgroundLoad(settings.load)
+        self._measured = 0
         self._progress = progress
 
     def _cluster_settings(self) -> ChaosClusterSettings:
@@ -131,7 +147,7 @@ class ChaosRun:
             mode=self.settings.mode,
             slices=self.settings.slices,
             slots=self.settings.slots,
-            dense=200_000 if self.settings.compares else 0,
+            dense=self.settings.dense,
             pace_seconds=self.settings.pace_seconds,
             busy_seconds=self.settings.down_seconds,
             transport=cluster.settings.worker_transport,
@@ -143,12 +159,17 @@ class ChaosRun:
         """Runs to the end. What went wrong is in the report. Afterwards all processes are gone."""
         begin = time.monotonic()
         try:
-            await self._run()
+            with self._load:
+                await self._run()
+            if self.settings.compares and not self.settings.injection.ends_the_run:
+                self._progress("faults are over; the undisturbed run begins")
+                self.report.equal = await self._compare()
         except PsdistError as error:
             self.report.problems.append(f"{type(error).__name__}: {error}")
             self.report.problems += await self._last_words()
         finally:
             await self.cluster.close()
+            self.report.refusals = self._refusals()
             self.report.seconds = time.monotonic() - begin
         if self.report.good:
             shutil.rmtree(self.directory, ignore_errors=True)
@@ -161,17 +182,17 @@ class ChaosRun:
         await self.cluster.start(self.workload)
         await self.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
         self._progress("the run is up; faults begin")
-        for number in range(self.settings.kills):
+        while len(self.report.faults) < self.settings.kills:
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
             await fault.inject(self)
             recovery = self._measure(until=time.monotonic())
             if fault.ends_the_run:
                 return
-            self._progress(f"{number + 1} of {self.settings.kills}: {recovery}")
+            self._progress(f"{len(self.report.faults)} of {self.settings.kills}: {recovery}")
         await self._end()
-        if self.settings.compares:
-            self._progress("faults are over; the undisturbed run begins")
-            self.report.equal = await self._compare()
+
+    def _refusals(self) -> Counter[str]:
+        return count_refusals(path.read_text("utf-8", "replace") for path in self.directory.glob("server-*.log"))
 
     async def _end(self) -> None:
         """Tells the workers to stop, and counts."""
@@ -185,6 +206,7 @@ class ChaosRun:
         for rank in range(self.settings.workers):
             status = await self.cluster.ended(f"worker-{rank}", _END_SECONDS)
             if status != 0:
+                self.report.runs_ended = 1
                 raise InternalError(f"worker-{rank} ended with {status}: {self.readers[rank].errors}")
         self.report.verdict = verdict = self._judge()
         if verdict.dropped and not self.settings.expels:
@@ -229,6 +251,7 @@ class ChaosRun:
             for rank, reader in enumerate(self.read()):
                 status = self.cluster.processes[f"worker-{rank}"].status
                 if status not in (None, -signal.SIGKILL):
+                    self.report.runs_ended = 1
                     raise InternalError(f"worker-{rank} ended with {status}: {reader.errors[-1:]}")
             if time.monotonic() > deadline:
                 raise InternalError(f"{what}: not within {seconds:g} s")
@@ -239,7 +262,7 @@ class ChaosRun:
         every shard has its copies."""
 
         async def all_well() -> bool:
-            self._restart_servers()
+            self.restart_servers()
             if not self._push_again(since, range(self.settings.workers)):
                 return False
             if min(len(reader.pushes) for reader in self.readers) < pushes:
@@ -249,7 +272,7 @@ class ChaosRun:
 
         await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
 
-    def _restart_servers(self) -> None:
+    def restart_servers(self) -> None:
         """Restarts servers that were taken for lost without a fault of their own, as a launcher does."""
         for name, process in self.cluster.processes.items():
             if name.startswith("server") and process.status == INFRASTRUCTURE:
@@ -274,6 +297,13 @@ class ChaosRun:
             reader.read()
         return self.readers
 
+    async def entries(self) -> list[ParametersEntry]:
+        """The parameter sets of the scheduler's newest map. Raises InternalError if the scheduler does not answer."""
+        for _ in range(_MAP_ATTEMPTS):
+            if (status := await self.cluster.fetch()) is not None:
+                return [convert.entry_from_proto(one.entry) for one in status.parameters]
+        raise InternalError(f"the scheduler did not answer {_MAP_ATTEMPTS} calls")
+
     def _is_whole(self, status: scheduler_pb2.GetStatusResponse) -> bool:
         live = [member.role for member in status.members if member.state == "live"]
         shards = [shard for one in status.parameters for shard in one.entry.shards]
@@ -286,25 +316,32 @@ class ChaosRun:
 
     # --- measuring ---
 
-    def injected(self, kind: str, target: str, moment: float) -> None:
+    def injected(self, kind: str, target: str, moment: float, fill_role: Role | None = None) -> None:
         """Notes a fault that was injected at ``moment``."""
-        self.report.faults.append(Injected(kind, target, moment))
+        self.report.faults.append(Injected(kind, target, moment, fill_role=fill_role))
 
     def _measure(self, until: float) -> str:
-        """Measures the recovery from the last fault, whose effects were over at ``until``. Returns it as text."""
-        fault = self.report.faults[-1]
+        """Measures the recovery from each new fault; all effects were over at ``until``. Returns it as text."""
+        first, self._measured = self._measured, len(self.report.faults)
+        pushes = [reader.pushes for reader in self.read()]
+        texts = []
+        for number in range(first, self._measured):
+            self.report.faults[number] = fault = self._recovery(self.report.faults[number], pushes, until)
+            after = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
+            during = f" ({fault.fill_role} of a copy being filled)" if fault.fill_role else ""
+            texts.append(f"{fault.kind} of {fault.target}{during}{after}")
+        return "; ".join(texts)
+
+    def _recovery(self, fault: Injected, pushes: list[list[Push]], until: float) -> Injected:
+        """``fault`` with the longest recovery and pause of the workers that were not its target."""
         recoveries, pauses = [], [0.0]
-        for rank, reader in enumerate(self.read()):
+        for rank, reader in enumerate(self.readers):
             if fault.target == f"worker-{rank}":
                 continue
-            first = reader.acknowledged_since(fault.at)
-            if first is not None:
-                recoveries.append(first.end - fault.at)
-            pauses.append(_longest_pause(reader.pushes, fault.at, until))
-        longest = max(recoveries, default=None)
-        self.report.faults[-1] = replace(fault, recovery_seconds=longest, pause_seconds=max(pauses))
-        after = "" if longest is None else f", recovered after {1e3 * longest:.0f} ms"
-        return f"{fault.kind} of {fault.target}{after}"
+            if (again := reader.acknowledged_since(fault.at)) is not None:
+                recoveries.append(again.end - fault.at)
+            pauses.append(_longest_pause(pushes[rank], fault.at, until))
+        return replace(fault, recovery_seconds=max(recoveries, default=None), pause_seconds=max(pauses))
 
     async def _last_words(self) -> list[str]:
         status = await self.cluster.fetch()

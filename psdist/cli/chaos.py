@@ -47,6 +47,7 @@ def command_line() -> CommandLine:
                  "or cut off", seconds(), 4.0, "SECONDS"),
             Flag("--pace", "shortest time from one push to the next", seconds(), 0.002, "SECONDS"),
             Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
+            Flag("--load", "busy processes for each core, beside the run", integer(0, 64), 0, "N"),
             Flag("--seed", "seed of targets and moments", integer(0), 0, "N"),
             Flag("--no-compare", "omit the undisturbed run whose weights BSP must equal byte for byte"),
             Flag("--suite", "one run for each promise; --kills is the largest number of faults of each"),
@@ -118,6 +119,7 @@ def _settings(given: Namespace) -> ChaosSettings:
         seed=given.seed,
         pace_seconds=given.pace,
         transport=given.transport,
+        load=given.load,
         compare=not given.no_compare,
     )
 

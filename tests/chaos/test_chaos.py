@@ -43,6 +43,13 @@ def test_servers_killed_in_bsp_change_no_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_server_is_struck_while_a_copy_is_being_filled(tmp_path: Path) -> None:
+    report = _run(tmp_path, "--fault", "server-refill", "--kills", "2", "--nservers", "4", "--load", "1", "--seed", "5")
+    assert (report["faults"], report["during_fill"], report["lost"], report["repeated"]) == (2, 1, 0, 0)
+    assert (report["equal"], report["runs_ended"], report["refused_again"]) == (True, 0, 0)
+
+
+@pytest.mark.long
 def test_workers_frozen_are_fenced_and_come_back(tmp_path: Path) -> None:
     report = _run(tmp_path, "--fault", "worker-freeze", "--kills", "1", "--nservers", "2", "--consistency", "asp")
     assert (report["faults"], report["lost"], report["repeated"]) == (1, 0, 0)

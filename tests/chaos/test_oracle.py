@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -191,3 +192,24 @@ def test_a_loss_makes_a_bad_report() -> None:
         assert not report.good and "NOT AS PROMISED" in table(report)
     report.verdict, report.equal = Verdict(5, 0, 0, 0, 0), False
     assert not report.good
+
+
+def test_a_report_counts_strikes_during_a_filling_and_pauses_by_kind() -> None:
+    faults = [
+        Injected("server-kill", "server-0", 1.0, 0.1, 0.2),
+        Injected("server-freeze", "server-1", 2.0, 0.3, 2.5, "target"),
+        Injected("server-kill", "server-2", 3.0, 0.1, 0.4, "source"),
+    ]
+    shown = ChaosReport("x", {}, faults, Verdict(5, 0, 0, 0, 0)).as_json()
+    assert shown["faults_by_kind"] == {"server-kill": 2, "server-freeze": 1}
+    assert (shown["during_fill"], shown["during_fill_by_role"]) == (2, {"target": 1, "source": 1})
+    assert shown["pause_seconds"] == {"p50": 0.4, "p99": 2.5, "max": 2.5}
+    assert shown["pause_seconds_by_kind"]["server-kill"] == {"p50": 0.2, "p99": 0.4, "max": 0.4}
+
+
+def test_an_update_that_is_refused_again_makes_a_bad_report() -> None:
+    report = ChaosReport("x", {}, verdict=Verdict(5, 0, 0, 0, 0), refusals=Counter({"update 1": 1}))
+    assert report.good and report.as_json()["refused_updates"] == 1
+    report.refusals["update 1"] = 2
+    assert not report.good and report.as_json()["refused_again"] == 1
+    assert "1 of them more than once" in table(report)

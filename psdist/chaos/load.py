@@ -1,0 +1,45 @@
+"""Background load: processes that keep the cores of this machine busy while a chaos run lasts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import TracebackType
+from typing import Final, Self
+
+from psdist.launch.process import ReaperProcess
+
+_BUSY: Final = (sys.executable, "-I", "-S", "-c", "while True: pass")
+
+
+class BackgroundLoad:
+    """``per_core`` busy processes for each core, from ``with`` to its end. A reaper ends them if this process dies."""
+
+    def __init__(self, per_core: int) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._count = per_core * len(os.sched_getaffinity(0))
+
+    def __enter__(self) -> Self:
+        if self._count:
+            self._reaper = ReaperProcess()
+        for _ in range(self._count):
+            process = subprocess.Popen(_BUSY, stdin=subprocess.DEVNULL, start_new_session=True)
+            self.processes.append(process)
+            self._reaper.add(process.pid)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends all processes; a second call has no effect."""
+        processes, self.processes = self.processes, []
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        if processes:
+            self._reaper.close()

@@ -1,0 +1,79 @@
+"""Strikes during a filling hit a server that takes part in it, and never the last copy of a shard."""
+
+from __future__ import annotations
+
+import pytest
+
+from psdist import optim
+from psdist.chaos.fills import Chance, Fill, chances, fills_of, is_expendable
+from psdist.chaos.refusals import GAP, STALE, count_refusals
+from psdist.consistency import BSP
+from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+
+A, B, C = (Replica(f"server-{name}", 1) for name in "abc")
+B_AGAIN = Replica("server-b", 2)
+
+
+def _entry(*shards: Shard) -> ParametersEntry:
+    return ParametersEntry(ParametersSpec("net", optim.SGD(0.1), BSP(), slice_elements=16), 64, shards)
+
+
+def _filled(primary: Replica, target: Replica, number: int) -> Shard:
+    return Shard(primary, 1).with_filling(target, number)
+
+
+def test_fills_are_read_from_the_map() -> None:
+    entry = _entry(Shard(A, 1, (B,)), _filled(B, C, 7))
+    assert fills_of([entry]) == [Fill("net", 1, 7, B, C)]
+
+
+@pytest.mark.parametrize(
+    ("server", "gone", "expendable"),
+    [(A, (), True), (B, (), True), (C, (), True), (A, (B,), False), (B, (A,), False), (C, (B,), True), (B, (C,), True)],
+)
+def test_a_server_is_expendable_unless_it_has_a_last_copy(
+    server: Replica, gone: tuple[Replica, ...], expendable: bool
+) -> None:
+    assert is_expendable([_entry(Shard(A, 1, (B,)))], server, gone) is expendable
+
+
+def test_a_copy_that_is_being_filled_is_no_copy() -> None:
+    assert not is_expendable([_entry(_filled(A, C, 7))], A, ())
+    assert is_expendable([_entry(_filled(A, C, 7))], C, ())
+
+
+def test_only_the_target_can_be_struck_while_the_source_has_the_last_copy() -> None:
+    entry = _entry(_filled(A, C, 7))
+    assert chances([entry], ()) == [Chance(C, "target", Fill("net", 0, 7, A, C))]
+
+
+def test_the_source_can_be_struck_if_there_is_another_copy() -> None:
+    entry = _entry(Shard(A, 1, (B,)).with_filling(C, 7))
+    assert {(chance.server, chance.role) for chance in chances([entry], ())} == {(A, "source"), (C, "target")}
+    # The other copy is on a server that was struck and that the map still shows.
+    assert {(chance.server, chance.role) for chance in chances([entry], [B])} == {(C, "target")}
+
+
+def test_a_target_with_the_last_copy_of_another_shard_is_spared() -> None:
+    assert chances([_entry(_filled(A, C, 7), Shard(C, 1))], ()) == []
+    other = _entry(Shard(C, 1))
+    assert chances([_entry(_filled(A, C, 7)), other], ()) == []
+
+
+def test_a_struck_server_is_not_struck_again_but_its_next_incarnation_is() -> None:
+    entry = _entry(_filled(A, B, 7))
+    assert chances([entry], [B]) == []
+    again = _entry(_filled(A, B_AGAIN, 8))
+    assert [chance.server for chance in chances([again], [B])] == [B_AGAIN]
+
+
+# --- refused updates --------------------------------------------------------------------------------------------------
+
+_STALE = f"[warning  ] {STALE} [psdist.server] parameters=net reason='update of version 3' server=server-1"
+_GAP = f"[warning  ] {GAP} [psdist.server] parameters=net reason='update 9 of shard 0' server=server-1"
+
+
+def test_refusals_of_one_update_are_counted_together() -> None:
+    first = f"17:00:01 {_STALE}\n17:00:02 [info     ] promoted [psdist.server]\n17:00:03 {_STALE}\n"
+    second = f"17:00:02 {_GAP}\n"
+    assert dict(count_refusals([first, second])) == {_STALE: 2, _GAP: 1}
