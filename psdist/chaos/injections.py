@@ -33,7 +33,9 @@ _NAMED_SECONDS: Final = 10.0
 _FALL_BACK_SECONDS: Final = 20.0
 #: Time limit for a copy to be filled by a server that can be struck.
 _FILL_SECONDS: Final = 20.0
-_FILL_POLL_SECONDS: Final = 0.002
+#: How long a strike waits for a source that has no last copy.
+_SOURCE_SECONDS: Final = 2.0
+_FILL_POLL_SECONDS: Final = 0.01
 #: Time limit for a frozen server to be expelled.
 _EXPEL_SECONDS: Final = 60.0
 #: The longest time that the end of a killed process may take.
@@ -163,7 +165,9 @@ async def _server_refill(run: ChaosRun) -> None:
     # The first one comes back beside the second strike, as a launcher restarts it: copies are filled there, too.
     _, second = await asyncio.gather(_come_back(run, first), _strike_during_fill(run, first))
     await _come_back(run, second)
-    await run.recovered(since=time.monotonic())
+    # With more servers than two strikes need, the next ones need not wait until these have started.
+    starting = max(0, run.settings.servers - run.settings.replicas - 1)
+    await run.recovered(since=time.monotonic(), starting=starting)
 
 
 def _strike(
@@ -182,23 +186,21 @@ def _strike(
 
 
 async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
-    """Strikes a server that takes part in a filling, once one can be struck without losing a shard. If none can for
-    _FILL_SECONDS, strikes any server."""
-    deadline = time.monotonic() + _FILL_SECONDS
-    while time.monotonic() < deadline:
+    """Strikes a server that takes part in a filling, once one can be struck without losing a shard. A source often has
+    the last copy, so half of the strikes wait for one that has not. If nobody can be struck for _FILL_SECONDS, strikes
+    a server that takes part in no filling."""
+    begin, prefers_source = time.monotonic(), run.rng.random() < 0.5
+    while (waited := time.monotonic() - begin) < _FILL_SECONDS:
         run.restart_servers()
         found = fills.chances(await run.entries(), [first.replica])
-        if found and (struck := await _hit(run, _some_chance(run, found), first)) is not None:
+        if prefers_source:
+            sources = [chance for chance in found if chance.role == "source"]
+            found = sources if sources or waited < _SOURCE_SECONDS else found
+        if found and (struck := await _hit(run, run.rng.choice(found), first)) is not None:
             return struck
         await asyncio.sleep(_FILL_POLL_SECONDS)
     victim = run.rng.choice(await _expendable(run, [first.replica]))
     return _strike(run, victim, is_frozen=run.rng.random() < 0.5)
-
-
-def _some_chance(run: ChaosRun, found: list[fills.Chance]) -> fills.Chance:
-    """A random role first: each filling has one target, but a source fills several copies."""
-    role = run.rng.choice(sorted({chance.role for chance in found}))
-    return run.rng.choice([chance for chance in found if chance.role == role])
 
 
 async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | None:

@@ -7,7 +7,6 @@ in ``oracle``.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 import shutil
 import signal
@@ -25,7 +24,8 @@ from psdist.chaos import oracle
 from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
 from psdist.chaos.fills import Role
 from psdist.chaos.load import BackgroundLoad
-from psdist.chaos.oracle import Push, Verdict
+from psdist.chaos.oracle import Verdict
+from psdist.chaos.pauses import longest_pauses
 from psdist.chaos.refusals import count_refusals
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
@@ -189,6 +189,7 @@ class ChaosRun:
             if fault.ends_the_run:
                 return
             self._progress(f"{len(self.report.faults)} of {self.settings.kills}: {recovery}")
+        await self.recovered(since=0.0)
         await self._end()
 
     def _refusals(self) -> Counter[str]:
@@ -257,9 +258,14 @@ class ChaosRun:
                 raise InternalError(f"{what}: not within {seconds:g} s")
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def recovered(self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1) -> None:
+    async def recovered(
+        self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1, starting: int = 0
+    ) -> None:
         """Waits until every worker has pushes acknowledged that were begun after ``since``, all members are there, and
-        every shard has its copies."""
+        every shard has its copies.
+
+        starting: servers that may still be missing; then copies may still be moved, too.
+        """
 
         async def all_well() -> bool:
             self.restart_servers()
@@ -268,7 +274,7 @@ class ChaosRun:
             if min(len(reader.pushes) for reader in self.readers) < pushes:
                 return False
             status = await self.cluster.fetch()
-            return status is not None and self._is_whole(status)
+            return status is not None and self._is_whole(status, starting)
 
         await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
 
@@ -304,14 +310,15 @@ class ChaosRun:
                 return [convert.entry_from_proto(one.entry) for one in status.parameters]
         raise InternalError(f"the scheduler did not answer {_MAP_ATTEMPTS} calls")
 
-    def _is_whole(self, status: scheduler_pb2.GetStatusResponse) -> bool:
+    def _is_whole(self, status: scheduler_pb2.GetStatusResponse, starting: int) -> bool:
         live = [member.role for member in status.members if member.state == "live"]
         shards = [shard for one in status.parameters for shard in one.entry.shards]
         return (
-            live.count(scheduler_pb2.ROLE_SERVER) == self.settings.servers
+            live.count(scheduler_pb2.ROLE_SERVER) >= self.settings.servers - starting
             and live.count(scheduler_pb2.ROLE_WORKER) == self.settings.workers
             and all(one.state == "ready" for one in status.parameters)
-            and all(1 + len(shard.backups) >= self.settings.replicas and not shard.filling for shard in shards)
+            and all(1 + len(shard.backups) >= self.settings.replicas for shard in shards)
+            and (starting > 0 or not any(shard.filling for shard in shards))
         )
 
     # --- measuring ---
@@ -323,25 +330,21 @@ class ChaosRun:
     def _measure(self, until: float) -> str:
         """Measures the recovery from each new fault; all effects were over at ``until``. Returns it as text."""
         first, self._measured = self._measured, len(self.report.faults)
-        pushes = [reader.pushes for reader in self.read()]
-        texts = []
-        for number in range(first, self._measured):
-            self.report.faults[number] = fault = self._recovery(self.report.faults[number], pushes, until)
-            after = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
-            during = f" ({fault.fill_role} of a copy being filled)" if fault.fill_role else ""
-            texts.append(f"{fault.kind} of {fault.target}{during}{after}")
-        return "; ".join(texts)
-
-    def _recovery(self, fault: Injected, pushes: list[list[Push]], until: float) -> Injected:
-        """``fault`` with the longest recovery and pause of the workers that were not its target."""
-        recoveries, pauses = [], [0.0]
-        for rank, reader in enumerate(self.readers):
-            if fault.target == f"worker-{rank}":
+        faults = [self._recovery(fault) for fault in self.report.faults[first:]]
+        for rank, reader in enumerate(self.read()):
+            if any(fault.target == f"worker-{rank}" for fault in faults):
                 continue
-            if (again := reader.acknowledged_since(fault.at)) is not None:
-                recoveries.append(again.end - fault.at)
-            pauses.append(_longest_pause(pushes[rank], fault.at, until))
-        return replace(fault, recovery_seconds=max(recoveries, default=None), pause_seconds=max(pauses))
+            moments = [push.end for push in reader.pushes if push.outcome == "acknowledged"]
+            for number, pause in enumerate(longest_pauses(moments, faults, until)):
+                faults[number] = replace(faults[number], pause_seconds=max(pause, faults[number].pause_seconds))
+        self.report.faults[first:] = faults
+        return "; ".join(map(_sentence, faults))
+
+    def _recovery(self, fault: Injected) -> Injected:
+        """``fault`` with the longest recovery of the workers that were not its target."""
+        others = [reader for rank, reader in enumerate(self.read()) if fault.target != f"worker-{rank}"]
+        found = [push.end - fault.at for reader in others if (push := reader.acknowledged_since(fault.at)) is not None]
+        return replace(fault, recovery_seconds=max(found, default=None))
 
     async def _last_words(self) -> list[str]:
         status = await self.cluster.fetch()
@@ -352,8 +355,7 @@ class ChaosRun:
         return words + [tail for name in self.cluster.processes if (tail := self.cluster.tail(name, 4))]
 
 
-def _longest_pause(pushes: list[Push], begin: float, end: float) -> float:
-    """The longest time between two acknowledgements, the second after ``begin`` and the first before ``end``."""
-    moments = [push.end for push in pushes if push.outcome == "acknowledged"]
-    pairs = itertools.pairwise(moments)
-    return max((after - before for before, after in pairs if after > begin and before < end), default=0.0)
+def _sentence(fault: Injected) -> str:
+    after = "" if fault.recovery_seconds is None else f", recovered after {1e3 * fault.recovery_seconds:.0f} ms"
+    during = f" ({fault.fill_role} of a copy being filled)" if fault.fill_role else ""
+    return f"{fault.kind} of {fault.target}{during}{after}"
