@@ -10,13 +10,14 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
-#: The events by which servers log a refused update: it does not fit the copy, or updates before it are missing.
+#: How servers log a refused update: it does not fit the copy (``replicator``), or updates before it are missing
+#: (``rpc_handlers``, with the text of ``core.replication``).
 STALE: Final = "a copy is stale"
-GAP: Final = "refused an update"
+GAP: Final = "Replicate refused: update "
 
 
 def count_refusals(logs: Iterable[str]) -> Counter[str]:
-    """Refusals by log line without its time, which names parameters, other server, shard, and version or lsn.
+    """Refusals by log line without its time, which names the shard, and the version or the lsn.
 
     logs: the whole log of each server.
     """

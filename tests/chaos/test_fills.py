@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from psdist import optim
 from psdist.chaos.fills import Chance, Fill, chances, fills_of, is_expendable
 from psdist.chaos.refusals import GAP, STALE, count_refusals
 from psdist.consistency import BSP
+from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
+from psdist_server.core.records import ReplicaUpdate
+from psdist_server.core.replication import BackupReplication
+from psdist_server.store import replicator
 
 A, B, C = (Replica(f"server-{name}", 1) for name in "abc")
 B_AGAIN = Replica("server-b", 2)
@@ -70,10 +76,26 @@ def test_a_struck_server_is_not_struck_again_but_its_next_incarnation_is() -> No
 # --- refused updates --------------------------------------------------------------------------------------------------
 
 _STALE = f"[warning  ] {STALE} [psdist.server] parameters=net reason='update of version 3' server=server-1"
-_GAP = f"[warning  ] {GAP} [psdist.server] parameters=net reason='update 9 of shard 0' server=server-1"
+_GAP = f"[info     ] {GAP}9 of shard 0 comes after 7: open the stream again [psdist.server] id=server-1"
 
 
 def test_refusals_of_one_update_are_counted_together() -> None:
     first = f"17:00:01 {_STALE}\n17:00:02 [info     ] promoted [psdist.server]\n17:00:03 {_STALE}\n"
     second = f"17:00:02 {_GAP}\n"
     assert dict(count_refusals([first, second])) == {_STALE: 2, _GAP: 1}
+
+
+def test_what_a_replica_refuses_is_recognized_in_the_log() -> None:
+    replica: BackupReplication = BackupReplication(0, [0], Shard(A, 1, (B,)))
+    replica.begin(1, 7)
+    update: ReplicaUpdate[None] = ReplicaUpdate(9, 0, 3)
+    with pytest.raises(InvalidArgumentError) as raised:
+        replica.update(1, update)
+    logged = f"17:00:02 [info     ] Replicate refused: {raised.value} [psdist.server] id=server-1"
+    assert count_refusals([logged]).total() == 1
+    assert STALE in Path(replicator.__file__).read_text("utf-8")
+
+
+def test_other_refusals_are_not_of_updates() -> None:
+    logged = "17:00:02 [info     ] Replicate refused: server-4 (incarnation 2) is not a live server of this run"
+    assert not count_refusals([logged])

@@ -14,8 +14,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
-import structlog
-
 from psdist.consistency import BSP
 from psdist.errors import (
     InvalidArgumentError,
@@ -35,8 +33,6 @@ from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradie
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.statistics import Counters
-
-_log = structlog.get_logger("psdist.server")
 
 #: Sends an answer to a primary.
 Answer = Callable[[pb.ReplicateResponse], None]
@@ -70,7 +66,6 @@ class BackupShards:
         fail: Callable[[PsdistError], None],
     ) -> None:
         self.machines: dict[int, BackupReplication] = {}
-        self._name = spec.name
         self._dense = dense
         self._kernels = kernels
         self._norms = norms
@@ -244,11 +239,7 @@ class BackupShards:
     ) -> None:
         update = self._update(machine, message.update, payload)
         number, term = message.shard, message.term
-        try:
-            verdict = machine.update(term, update)
-        except InvalidArgumentError as error:  # The stream ends by it, and nobody else logs why.
-            _log.warning("refused an update", parameters=self._name, server=str(sender), reason=str(error))
-            raise
+        verdict = machine.update(term, update)
         if verdict == "ignore":
             return
         if verdict != "apply":

@@ -8,10 +8,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from psdist import BSP, optim
-from psdist.chaos import refusals
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, StaleTermError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import common_pb2
@@ -107,17 +105,6 @@ def test_what_comes_late_on_an_earlier_stream_changes_nothing(backup: Backup) ->
     assert acked(new) == 0
     backup.kernels.end(0)
     assert acked(new) == 1 and (backup.dense.export(0)[0] == -1.0).all()
-
-
-def test_an_update_after_a_gap_is_refused_in_the_log(backup: Backup) -> None:
-    """Else a primary that repeats it on each new stream could not be told from a broken network."""
-    answers = backup.open()
-    backup.fill(answers)
-    with capture_logs() as logs, pytest.raises(InvalidArgumentError, match="update 2 of shard 0 comes after 0"):
-        backup.update(answers, 2, 0)
-    (line,) = logs
-    assert line["event"] == refusals.GAP and "update 2 of shard 0" in line["reason"]
-    assert (line["parameters"], line["server"]) == ("p", "server-0")
 
 
 def test_updates_of_a_stream_that_broke_are_acknowledged_on_the_next(backup: Backup) -> None:
