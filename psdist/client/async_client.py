@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Self, get_args
 
@@ -264,6 +264,17 @@ class AsyncClient(ProcessBound):
             raise DTypeMismatchError(f"pull_dtype={pull_dtype!r:.60} is unknown: use one of {', '.join(WIRE_DTYPES)}")
         return Options(check_codec(resolve(compression)), pull_dtype, self._request_timeout, self._transport or "auto")
 
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Declare one iteration of a script that trains several BSP parameter sets, by ``with client.iteration():``.
+
+        Snapshots, joins and the end of the run then fall between iterations, for all sets at the same one. A script
+        that repeats one order of steps need not declare iterations: see ``Context.iteration``. Raises ClosedError.
+        """
+        self._opened().iterations.mark_boundary()
+        yield  # After an error the iteration is not over.
+        self._opened().iterations.mark_boundary()
+
     # --- data ---
 
     async def dataset(
@@ -337,14 +348,7 @@ class AsyncClient(ProcessBound):
         """What holds this worker's pushes while a snapshot is taken."""
         for handle in self._opened_handles().members():
             yield handle.quiesce()
-        yield self._report_data()
-
-    @asynccontextmanager
-    async def _report_data(self) -> AsyncIterator[None]:
-        """Reports what is done by now, so that it is done in the snapshot. What is said later comes too late for it."""
-        for data in self._datasets.values():
-            await data.report()
-        yield
+        yield _report_done(self._datasets.values())
 
     # --- the rest ---
 
@@ -426,6 +430,14 @@ def _spec(
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
     return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pull_compression)
+
+
+@asynccontextmanager
+async def _report_done(datasets: Iterable[AsyncDataset]) -> AsyncIterator[None]:
+    """Reports what is done by now, so that it is done in the snapshot. What is said later comes too late for it."""
+    for data in datasets:
+        await data.report()
+    yield
 
 
 def _positive(name: str, value: float) -> float:

@@ -289,6 +289,39 @@ async def test_status_names_members_and_parameters(join: Join, name: str) -> Non
     assert name in {one.entry.spec.name for one in status.parameters}
 
 
+async def test_declared_iterations_count_whatever_the_order(join: Join, name: str) -> None:
+    client = await join()
+    first, second = [await client.parameters(f"{name}-{part}", {"w": np.ones(10)}, SGD) for part in "ab"]
+    assert client.session is not None
+    order = client.session.iterations.order
+    for pushes in ([first, second], [first, first, second], [second]):
+        with client.iteration():
+            assert order.is_at_start
+            for weights in pushes:
+                await weights.push({"w": np.ones(10)})
+            assert order.is_inside
+    assert order.standing.is_declared and order.is_at_start
+    assert (order.standing.start, order.standing.position) == (6, 6)
+
+
+async def test_an_iteration_that_failed_is_not_over(join: Join, name: str) -> None:
+    client = await join()
+    first, second = [await client.parameters(f"{name}-{part}", {"w": np.ones(10)}, SGD) for part in "ab"]
+    assert client.session is not None
+    with pytest.raises(ZeroDivisionError), client.iteration():
+        await first.push({"w": np.ones(10)})
+        raise ZeroDivisionError
+    assert client.session.iterations.order.is_inside
+    await second.push({"w": np.ones(10)})
+
+
+async def test_a_closed_client_declares_no_iteration(join: Join) -> None:
+    client = await join()
+    await client.close()
+    with pytest.raises(errors.ClosedError), client.iteration():
+        pass
+
+
 async def test_no_elements_at_all(join: Join, name: str) -> None:
     weights = await (await join()).parameters(name, {"e": np.zeros((0, 2), np.float32)}, SGD)
     assert (await weights.push_pull({"e": np.zeros((0, 2))}))["e"].shape == (0, 2)
