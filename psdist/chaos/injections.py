@@ -50,6 +50,7 @@ class Injection:
     expels: whether it makes the scheduler expel workers. Then pushes may be dropped, and the weights are not those of
         an undisturbed run.
     ends_the_run: whether the run must end by it.
+    slices: of the counting parameter set. With more slices than shards a copy can be filled in part.
     dense: elements of the parameter set that is trained with Adam, if the run has it.
     needs_dense: True if the run has that set even if its bytes are not compared.
     """
@@ -59,6 +60,7 @@ class Injection:
     reach: Reach = Reach.DIRECT
     expels: bool = False
     ends_the_run: bool = False
+    slices: int = 12
     dense: int = 200_000
     needs_dense: bool = False
 
@@ -421,7 +423,7 @@ FAULTS: Final[dict[str, Injection]] = {
     "server-refill": Injection(
         "SIGKILL or SIGSTOP of a server, and of another one while a copy is being filled",
         _server_refill,
-        dense=400_000,
+        slices=48,
         needs_dense=True,
     ),
     "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill, expels=True),

@@ -75,7 +75,6 @@ class ChaosSettings:
     seed: int = 0
     pace_seconds: float = 0.002
     transport: TransportName = "auto"
-    slices: int = 12
     load: int = 0
     compare: bool = True
 
@@ -145,7 +144,7 @@ class ChaosRun:
             scheduler=cluster.address,
             workers=self.settings.workers,
             mode=self.settings.mode,
-            slices=self.settings.slices,
+            slices=self.settings.injection.slices,
             slots=self.settings.slots,
             dense=self.settings.dense,
             pace_seconds=self.settings.pace_seconds,
@@ -220,7 +219,7 @@ class ChaosRun:
             self.report.problems.append("workers see different weights at the end")
         acknowledged = [push.end for mine in pushes.values() for push in mine if push.outcome == "acknowledged"]
         self.report.steps_per_second = len(acknowledged) / (max(acknowledged) - min(acknowledged)) / settings.workers
-        weights = np.frombuffer(seen[0], np.float32).reshape(settings.slices, self.workload.slots)
+        weights = np.frombuffer(seen[0], np.float32).reshape(self.workload.slices, self.workload.slots)
         return oracle.judge(pushes, weights, settings.workers, synchronous=settings.mode == "bsp")
 
     async def _compare(self) -> bool:

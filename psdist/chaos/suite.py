@@ -106,7 +106,7 @@ CASES: Final[tuple[Case, ...]] = (
     _case("servers killed, ASP", _KILL, _within(p50=0.4, p99=1.5), fault="server-kill", mode="asp"),
     _case(
         "servers struck, half of them while a copy is being filled", "0 lost, 0 repeated; byte-identical; no refused "
-        "update is repeated more than once", _good, 20, fault="server-refill", mode="bsp", servers=4, pace_seconds=0.05,
+        "update is repeated more than once", _good, 20, fault="server-refill", mode="bsp", servers=5, pace_seconds=0.1,
     ),
     _case(
         "server frozen", "replaced within 3 s p99; the zombie changes nothing", _within(p99=3.0), 20,
