@@ -149,9 +149,12 @@ class Cluster:
             self._end(call)
         # Only an operator knows whether a lost record comes back; snapshots are looked at again by the next scheduler.
         lost = error.message if isinstance(error, RunLostError) else ""
+        changed = self.machines.has_changed
+        self.epoch += changed
         changes = replace(self._take_changes(), run_lost=lost)
         log = ev.LogEvent(f"the run ends: {error}", "warning")
-        return [changes, log, *effects, *(Refuse(call, again(error)) for call in (*calls, *sessions))]
+        published = [Publish(self.map)] if changed else []
+        return [changes, log, *published, *effects, *(Refuse(call, again(error)) for call in (*calls, *sessions))]
 
     def validate(self) -> None:
         self.machines.validate()
@@ -332,6 +335,8 @@ class Cluster:
         alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
+        if self.failed is not None:
+            return self._end_run(self.failed, now) + effects
         effects += self._end_calls_of_the_gone()
         effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(epoch, now)
         effects += alignment.progress(now) + machines.creation.progress(epoch, now)

@@ -50,19 +50,24 @@ class Rollback:
     _loss_text: str = ""
 
     def if_lost(self, epoch: int, now: float) -> list[Effect]:
-        """Goes back, if there is need and a way. ``epoch``: the one that will show it."""
-        found = self._found()
-        return [] if found is None else self._roll_back(found, epoch, now)
-
-    def _found(self) -> CommitFound | None:
-        """The snapshot to go back to, where shards are lost that nobody else holds, and workers miss them."""
-        found = self._snapshots.catalog.newest
-        if found is None or not self._members.workers or not (self._members.changed or self._registry.lost_text):
-            return None
-        if not any(self._is_lost(p) for p in self._registry.all if p.record is not None):
-            return None
+        """Goes back, if there is need and a way. ``epoch``: the one that will show it. Ends the run if the storage has
+        snapshots, and none of them can be read."""
+        catalog = self._snapshots.catalog
+        if not (catalog.newest or catalog.unreadable) or not self._is_needed():
+            return []
+        if catalog.newest is None:
+            if catalog.doubt or catalog.is_searching:
+                return []
+            self._loss_text = self._losses()
+            return self._fail(catalog.unreadable)
         names = {p.name for p in self._registry.all if p.state == "ready"}
-        return found if names <= found.commit.steps.keys() else None
+        return self._roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
+
+    def _is_needed(self) -> bool:
+        """True if shards are lost that nobody else holds, and workers miss them."""
+        if not self._members.workers or not (self._members.changed or self._registry.lost_text):
+            return False
+        return any(self._is_lost(p) for p in self._registry.all if p.record is not None)
 
     def _is_lost(self, p: ParameterSet) -> bool:
         shards = [after_loss(shard, self._members.has) for shard in p.entry.shards]
@@ -73,7 +78,7 @@ class Rollback:
         they know of steps and leases is not so any more."""
         placed = [p for p in self._registry.all if p.record is not None]
         if not why:
-            why = self._loss_text = "; ".join(self._loss(p) for p in placed if self._is_lost(p))
+            why = self._loss_text = self._losses()
         lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
         steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
         text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
@@ -95,6 +100,9 @@ class Rollback:
             _, session = self._members.end(worker.member_id, "lost", WENT_BACK, now)
             effects += [Close(session)] if session else []
         return effects
+
+    def _losses(self) -> str:
+        return "; ".join(self._loss(p) for p in self._registry.all if p.record is not None and self._is_lost(p))
 
     def _loss(self, p: ParameterSet) -> str:
         shards = enumerate(p.entry.shards)
@@ -144,8 +152,7 @@ class Rollback:
         if snapshots.catalog.newest is not None:
             why = f"snapshot {restore.directory} cannot be loaded"
             return effects + self._roll_back(snapshots.catalog.newest, epoch, now, why)
-        skipped = dict(text.partition(": ")[::2] for text in event.history.skipped)
-        return effects + self._fail({restore.directory: "it is missing"} | skipped)
+        return effects + self._fail({restore.directory: "it is missing"} | snapshots.catalog.unreadable)
 
     def _lose_patience(self, event: HistoryRead, now: float) -> list[Effect]:
         """Ends the run if it needs a snapshot, and the storage has not answered for ``PATIENCE_SECONDS``."""

@@ -38,6 +38,8 @@ class Catalog:
         self.highest = 0
         #: Snapshots that could not be loaded, and why each could not, by directory.
         self.bad: dict[str, str] = {}
+        #: Snapshots that were skipped when the storage was read last, and why, by directory or path of the record.
+        self.unreadable: dict[str, str] = {}
         #: A snapshot was given up, and the storage was not read since.
         self.is_searching = False
         #: Directory of the snapshot whose commit is under way; empty for none.
@@ -127,6 +129,7 @@ class Catalog:
             return
         self.known, self.is_searching = True, False
         self.commits = tuple(history.commits)
+        self.unreadable = dict(text.partition(": ")[::2] for text in history.skipped)
         self.highest = max(self.highest, history.highest)
         newest = history.newest
         given_up = newest is not None and not self.bad and not self._resume.is_of_this_course(newest)

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from psdist.errors import FencedError
+from psdist.errors import FencedError, ServerLostError
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
+from psdist_scheduler.events.snapshot_events import HistoryRead
 from psdist_scheduler.placement.restore_point import WORKERS_GRACE_SECONDS
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
@@ -90,3 +91,26 @@ def test_a_loss_before_the_first_snapshot_names_when_that_is_due(stored: bool) -
     for text in (lost.text, d.cluster.registry.lost_text):
         assert (due in text) is stored is ("--storage-path" not in text)
         assert "--replicas 2" in text and ("--save-interval" in text) is stored
+
+
+@pytest.mark.parametrize("is_read_late", [False, True])
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_scheduler_that_was_started_again_and_can_read_no_snapshot_ends_the_run(
+    has_older: bool, is_read_late: bool
+) -> None:
+    """It names each snapshot, as one does that could not load them."""
+    before = saved_run(7)
+    whole, why = history_of(before), "snapshots/2/p.safetensors is missing"
+    history = replace(whole, newest=whole.newest if has_older else None, skipped=(f"2-damaged: {why}",))
+    d = SnapshotDriver(before.stored, before.now, history=None if is_read_late else history)
+    for member in (*before.cluster.members.servers, *before.cluster.members.workers):
+        d.open(member)
+    if is_read_late:
+        d.on(HistoryRead(history))
+    lose(d, "server-1")
+    if has_older:
+        assert d.rolled_back and d.cluster.failed is None
+        return
+    lost = d.cluster.failed
+    assert isinstance(lost, ServerLostError) and f"2-damaged ({why})" in lost.message and not d.shards_lost
+    assert "server-1 is gone and held shard" in lost.message
