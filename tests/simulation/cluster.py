@@ -177,10 +177,14 @@ class World:
             await link.run(host)
         except PsdistError as error:
             self.counts[f"server ended: {type(error).__name__}"] += 1
-            if not isinstance(error, FencedError | DuplicateMemberError):
-                self.oracle.violation(f"{node.name} ended: {error!r}{where(error)}")
+            self.judge_server_end(node, error)
             await self.loop.after(0.3)
             self.loop.world_soon(self.server_ended, number, node)
+
+    def judge_server_end(self, node: Node, error: PsdistError) -> None:
+        """A server may end by itself if the scheduler does not know it any more."""
+        if not isinstance(error, FencedError | DuplicateMemberError):
+            self.oracle.violation(f"{node.name} ended: {error!r}{where(error)}")
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """The host of a registered server."""

@@ -24,7 +24,9 @@ from psdist.errors import FencedError, SnapshotFailedError, StorageError
 from psdist.optim import SGD
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events.cluster_events import MemberLost
 from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.snapshot_io import read_history
 from psdist_server.scheduler_session import ServerSession
@@ -135,6 +137,8 @@ class SnapshotWorld(World):
         self.bucket.created = self._created
         self._restarts = 0
         self._servers = options.servers
+        #: Processes died of an operation of the storage.
+        self._has_crashed = False
         #: No operation of the storage fails any more.
         self.healed = False
         #: When the first worker was done. A server that is lost afterwards takes with it what that worker does not
@@ -170,7 +174,11 @@ class SnapshotWorld(World):
                 if stored is not None:
                     break  # It is read again later.
                 await self.loop.after(0.3)
+        self.check_history(history, begins=stored is None)
         return Scheduler(Cluster(self.settings, stored, self.loop.time(), history), store, storage)
+
+    def check_history(self, history: History | None, *, begins: bool) -> None:
+        """May refuse to start a scheduler. history: content of the storage. begins: True if the store is empty."""
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """See World."""
@@ -183,20 +191,32 @@ class SnapshotWorld(World):
     def restart(self) -> None:
         """Everything ends, the scheduler's store is lost, and the same command begins anew, with other servers."""
         self.counts["restart everything"] += 1
+        self.end_everything()
+        self.lose_store()
+        self.start_scheduler()
+        self._servers = max(self.options.replicas, 1 + (self.options.servers + self._restarts) % 3)
+        self.start_members()
+
+    def end_everything(self) -> None:
+        """Kills every process; none of them is missed."""
         for node in (self.scheduler_node, *self.server_nodes.values(), *self.worker_nodes.values()):
             if node is not None and not node.dead:
                 self.kill(node, silent=False)
         for life in self.lives:
             life.over = True
             self.finished.add(life.worker)
-        self.disk = Disk(self.options.stream(f"disk {self._restarts}"), RUN, self.options.disk_seconds)
-        self.oracle.new_phase()
         self.hosts.clear()
         self.server_nodes.clear()
         self.stopped_servers.clear()
+
+    def lose_store(self) -> None:
+        """The next scheduler begins with an empty store."""
+        self.disk = Disk(self.options.stream(f"disk {self._restarts}"), RUN, self.options.disk_seconds)
+        self.oracle.new_phase()
         self._restarts += 1
-        self.start_scheduler()
-        self._servers = max(self.options.replicas, 1 + (self.options.servers + self._restarts) % 3)
+
+    def start_members(self) -> None:
+        """Starts all servers and workers, and misses the workers again."""
         for number in range(self._servers):
             self.start_server(number)
         for worker in range(self.options.workers):
@@ -214,6 +234,13 @@ class SnapshotWorld(World):
         super().start_worker(worker)
         self.lives[-1].phase = self.oracle.phase
         self.finished.discard(worker)
+
+    def _check_loss(self, news: MemberLost) -> None:
+        """See World."""
+        if self._has_crashed:
+            self.counts[f"lost: {news.role}"] += 1
+        else:
+            super()._check_loss(news)
 
     # --- the storage --------------------------------------------------------------------------------------------------
 
@@ -239,6 +266,7 @@ class SnapshotWorld(World):
     def _storage_crash(self, node: Node) -> None:
         if node.dead:
             return
+        self._has_crashed = True
         self.kill(node, silent=False)
         if node is self.scheduler_node:
             self.loop.call_later(0.3, self._again, node, context=self.loop.world.context)
