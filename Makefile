@@ -8,7 +8,8 @@
 #                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that make test leaves out, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 500 with
-#                 snapshots (SNAPSHOT_SEEDS=n), each fault of a storage, and each safeguard taken away in turn
+#                 snapshots (SNAPSHOT_SEEDS=n), 500 that lose the scheduler's store or snapshots (LOST_SEEDS=n), each fault
+#                 of a storage, and each safeguard taken away in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
@@ -39,6 +40,7 @@ ROUNDS ?= 2000
 SEEDS ?= 10000
 ORDINARY_SEEDS ?= 10000
 SNAPSHOT_SEEDS ?= 500
+LOST_SEEDS ?= 500
 INPUTS ?= 10000000
 FIRST ?= 0
 
@@ -113,6 +115,8 @@ sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation snapshots --seeds $(SNAPSHOT_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation snapshots --faults
 	$(BIN)/python -m tests.simulation snapshots --ablations
+	$(BIN)/python -m tests.simulation lost --seeds $(LOST_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation lost --ablations
 
 # Numba's cache does not tell kernels with checks of bounds from those without.
 fuzz: $(VENV)/.dev kernels

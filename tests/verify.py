@@ -25,6 +25,7 @@ NUMBERS: Final = {
     "SEEDS": "4000",
     "ORDINARY_SEEDS": "4000",
     "SNAPSHOT_SEEDS": "200",
+    "LOST_SEEDS": "200",
     "KILLS": "25",
     "INTERRUPTS": "12",
     "ROUNDS": "2000",
@@ -46,7 +47,9 @@ PARTS: Final = (
     Part("test", "every check, and every test that does not only widen another"),
     Part("long", "the other tests, and hypothesis with more examples"),
     Part(
-        "sim", "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SNAPSHOT_SEEDS} with snapshots; ablations"
+        "sim",
+        "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that "
+        "lose their record or snapshots; ablations",
     ),
     Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
     Part("fuzz", "{INPUTS} payloads for each group of decoders, and some with bounds checked"),

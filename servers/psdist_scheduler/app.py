@@ -35,7 +35,7 @@ from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
-from psdist_scheduler.snapshot_io import check_fresh, check_writable, read_history
+from psdist_scheduler.snapshot_io import check_fresh, check_readable, check_writable, read_history
 from psdist_scheduler.store import Store, open_store
 
 log = logging.getLogger("psdist.scheduler")
@@ -208,11 +208,8 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
         raise found
     if stored is None and settings.fresh:
         check_fresh(found, storage.url)
-    if stored is None and found.highest and found.newest is None:
-        raise ConfigurationError(
-            f"none of the snapshots in {storage.url} can be read: {'; '.join(found.skipped)}: look at them with "
-            "`psdist snapshot verify`, or begin anew under another --run-id or with another --storage-path"
-        )
+    if stored is None:
+        check_readable(found, storage.url)
     return _Opened(storage, found, unwritable)
 
 

@@ -105,6 +105,15 @@ def check_fresh(history: sn.History, url: str) -> None:
     )
 
 
+def check_readable(history: sn.History, url: str) -> None:
+    """Raises ConfigurationError if a run that begins finds snapshots, and none that it can resume from."""
+    if history.highest and history.newest is None:
+        raise ConfigurationError(
+            f"none of the snapshots in {url} can be read: {'; '.join(history.skipped)}: look at them with "
+            "`psdist snapshot verify`, or begin anew under another --run-id or with another --storage-path"
+        )
+
+
 class SnapshotIo:
     """Effects in, events out. ``salt``: the suffix of directory names that this scheduler chose.
     ``post`` gives the machine an event."""

@@ -1,5 +1,5 @@
-"""``python -m tests.simulation [KIND]``: many seeds, or one with its trace. KIND: "snapshots", or "ordinary" for runs
-of ordinary life."""
+"""``python -m tests.simulation [KIND]``: many seeds, or one with its trace. KIND: "snapshots", "ordinary" for runs of
+ordinary life, or "lost" for runs that lose the scheduler's store or their snapshots."""
 
 from __future__ import annotations
 

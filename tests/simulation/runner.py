@@ -19,7 +19,7 @@ from typing import Any, Final
 #: Seeds that a process takes at a time.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
-KINDS: Final = ("", "snapshots", "ordinary")
+KINDS: Final = ("", "snapshots", "ordinary", "lost")
 
 
 @dataclass
@@ -58,16 +58,17 @@ class Summary:
 
 def runs_of(kind: str) -> Any:
     """The module with ``run`` and ``draw`` of a kind of runs."""
-    from tests.simulation import ordinary, scenario, snapshots
+    from tests.simulation import lost_runs, ordinary, scenario, snapshots
 
-    return dict(zip(KINDS, (scenario, snapshots, ordinary), strict=True))[kind]
+    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs), strict=True))[kind]
 
 
 def ablations_of(kind: str) -> Any:
     """The module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
-    from tests.simulation import ablations, ordinary_ablations, snapshot_ablations
+    from tests.simulation import ablations, lost_ablations, ordinary_ablations, snapshot_ablations
 
-    return dict(zip(KINDS, (ablations, snapshot_ablations, ordinary_ablations), strict=True))[kind]
+    tables = (ablations, snapshot_ablations, ordinary_ablations, lost_ablations)
+    return dict(zip(KINDS, tables, strict=True))[kind]
 
 
 def prepare(kind: str = "") -> None:

@@ -11,7 +11,7 @@ Snapshots are read from a copy of the storage, made when the commit record was, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -86,13 +86,21 @@ class SnapshotOracle(Oracle):
         self._of_push: dict[int, tuple[Member, int]] = {}
         #: By the number of a range of the data set, the pushes that it was used for.
         self._uses: dict[int, list[Push]] = {}
+        #: Phase of the process that acts now: members of a phase may outlive its scheduler.
+        self.acting_phase: Callable[[], int] = lambda: self.phase
+        #: Schedulers of this phase.
+        self._schedulers: set[str] = set()
+        #: From a number of an era on: of so many commits only those in these directories can be read.
+        self._readable: list[tuple[int, int, frozenset[str]]] = [(0, 0, frozenset())]
+        #: Maps and primaries are not checked: nobody is to follow the scheduler that publishes them.
+        self.is_paused = False
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def begins(self, life: Life, step: int) -> Push:
         """See Oracle."""
         push = super().begins(life, step)
-        self._of_push[push.slot] = ((self.phase, life.worker_id, life.incarnation), len(self.eras) - 1)
+        self._of_push[push.slot] = ((life.phase, life.worker_id, life.incarnation), len(self.eras) - 1)
         return push
 
     def used(self, push: Push, number: int) -> None:
@@ -105,6 +113,28 @@ class SnapshotOracle(Oracle):
         self._maps.clear()
         self._primaries.clear()
         self._acting.clear()
+        self._schedulers.clear()
+
+    def only_readable(self, directories: Iterable[str], *, again: bool = False) -> None:
+        """Of the snapshots so far exactly these can be read from now on. again: True if the last era could not begin
+        before, and can now."""
+        self._readable.append((len(self.eras) - again, len(self.commits), frozenset(directories)))
+
+    def _readable_in(self, era: int) -> list[str]:
+        """Directories of the snapshots that the era could begin with, the newest last."""
+        _, damaged, left = next(known for known in reversed(self._readable) if known[0] <= era)
+        committed = enumerate(self.commits[: self.eras[era].commits])
+        return [s.directory for n, s in committed if s.directory and (n >= damaged or s.directory in left)]
+
+    def acts(self, parameters: str, shard: int, term: int, server: str) -> None:
+        """See Oracle. Terms are of one phase."""
+        if not self.is_paused:
+            super().acts(f"{parameters} of phase {self.acting_phase()}", shard, term, server)
+
+    def followed(self, cluster: ClusterMap) -> None:
+        """See Oracle. Epochs are of one phase."""
+        if cluster.scheduler_id in self._schedulers and not self.is_paused:
+            super().followed(cluster)
 
     @property
     def went_back(self) -> bool:
@@ -113,7 +143,10 @@ class SnapshotOracle(Oracle):
 
     def published(self, cluster: ClusterMap) -> None:
         """See Oracle."""
+        if self.is_paused:
+            return
         super().published(cluster)
+        self._schedulers.add(cluster.scheduler_id)
         entry = cluster.entry(self._name)
         if entry is None:
             return
@@ -147,7 +180,7 @@ class SnapshotOracle(Oracle):
 
     def era_of_life(self, life: Life) -> int:
         """The number of the era of a life as it is now."""
-        return self._era_of.get((self.phase, life.worker_id, life.incarnation), -1)
+        return self._era_of.get((life.phase, life.worker_id, life.incarnation), -1)
 
     @property
     def acked(self) -> list[Push]:
@@ -195,12 +228,12 @@ class SnapshotOracle(Oracle):
         """An era begins with the newest snapshot that was committed and is whole."""
         used = {self.era_of(push) for push in self.pushes.values()}
         for number, era in enumerate(self.eras[1:], 1):
-            whole = [saved.directory for saved in self.commits[: era.commits] if saved.directory]
+            whole = self._readable_in(number)
             newest = whole[-1] if whole else ""
-            if self.spoilt and era.base not in whole and number not in used:
+            if (self.spoilt or len(self._readable) > 1) and era.base not in whole and number not in used:
                 continue  # It was found out before anybody trained.
             if era.base not in ("", *whole):
-                self.violation(f"era {number} began with {era.base}, which is no snapshot that was committed")
+                self.violation(f"era {number} began with {era.base}, which is no readable snapshot that was committed")
             elif era.base != newest:
                 self.violation(f"era {number} began with {era.base!r}, though {newest!r} was committed")
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
-from psdist.errors import StorageError, UnknownSnapshotError
+from psdist.errors import SnapshotCorruptError, StorageError, UnknownSnapshotError
+from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.storage import StoredFile
 from tests.simulation.loop import Node, SimLoop
 
@@ -37,6 +38,9 @@ FAULTS: Final = (
 #: Kinds of operations that change what is stored.
 WRITING: Final = ("write", "close", "create", "delete")
 SLOW_SECONDS: Final = 20.0
+#: Damage to snapshots: a bit is flipped in each shard's file, in the manifest, or in the commit record; shards' files
+#: end in their middle, or are missing; or no file is left.
+DAMAGES: Final = ("flipped shards", "flipped manifest", "flipped record", "cut shards", "missing shards", "emptied")
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,48 @@ class Bucket:
     overwritten: list[str] = field(default_factory=list)
 
     @property
+    def directories(self) -> list[str]:
+        """Directories of the committed snapshots, the newest first."""
+        return list(self._records())
+
+    def _records(self) -> dict[str, str]:
+        """Paths of the readable commit records by directory, the newest first."""
+        paths = sorted((path for path in self.files if path.startswith("commits/")), reverse=True)
+        found = {}
+        for path in paths:
+            with suppress(SnapshotCorruptError):
+                found[CommitRecord.from_bytes(self.files[path][0], path).directory] = path
+        return found
+
+    def damage(self, how: str, newest: int, rng: random.Random) -> dict[str, str]:
+        """Damages so many of the newest snapshots by one of DAMAGES. Returns their records' paths by directory."""
+        records = dict(list(self._records().items())[: None if how == "emptied" else newest])
+        if how == "emptied":
+            self.files.clear()
+        for directory, record in records.items():
+            shards = [path for path in self.files if path.startswith(f"snapshots/{directory}/") and "-of-" in path]
+            paths = {"manifest": [f"snapshots/{directory}/manifest.json"], "record": [record], "shards": shards}
+            for path in paths.get(how.rpartition(" ")[2], ()):
+                self._damage(path, how, rng)
+        return records
+
+    def _damage(self, path: str, how: str, rng: random.Random) -> None:
+        data, modified = self.files.pop(path)
+        if how.startswith("flipped"):
+            self.files[path] = (flipped(data, rng), modified)
+        elif how.startswith("cut"):
+            self.files[path] = (data[: len(data) // 2], modified)
+
+    @property
     def data(self) -> dict[str, bytes]:
         """Contents by path."""
         return {path: data for path, (data, _) in self.files.items()}
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """The same with one bit flipped."""
+    place = rng.randrange(len(data))
+    return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
 
 
 class SimStorage:
@@ -129,8 +172,7 @@ class SimStorage:
         if spoil == "torn":
             data = data[: len(data) // 2]
         elif spoil == "flipped":
-            place = self._bucket.rng.randrange(len(data))
-            data = data[:place] + bytes([data[place] ^ 1 << self._bucket.rng.randrange(8)]) + data[place + 1 :]
+            data = flipped(data, self._bucket.rng)
         self._bucket.files[path] = (data, self._loop.time())
 
     @asynccontextmanager

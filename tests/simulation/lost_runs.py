@@ -1,0 +1,501 @@
+"""Runs that lose what the scheduler or the storage keeps: they end everywhere, with the documented error, or continue
+from a snapshot, and nothing in between.
+
+Members train, and at some moment (``KINDS``) the scheduler is killed and started again with an empty store or an older
+copy of it; or snapshots become unreadable (``DAMAGES``) and the run needs one, because the servers that hold the only
+copies die or because everything is started again. Faults of other runs come before that.
+
+A run that cannot continue must have ended everywhere within ``END_SECONDS``. Afterwards it is started again: the
+scheduler whose store is empty must remember why it ended, and a run whose store or files are put back must continue
+from the newest snapshot. ``snapshot_oracle`` checks what continues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from psdist import BSP
+from psdist.client.process.tracebacks import status_of
+from psdist.errors import (
+    RUN_ENDING,
+    ConfigurationError,
+    PsdistError,
+    RunLostError,
+    ServerLostError,
+    SnapshotCorruptError,
+)
+from psdist.settings import exit_codes
+from psdist.snapshots.policy import SavePolicy
+from psdist_scheduler import app, snapshot_io
+from psdist_scheduler.cluster import Cluster
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.snapshot_events import History
+from psdist_scheduler.scheduler import Scheduler
+from tests.simulation import scenario, snapshots
+from tests.simulation.disk import Disk, DiskStore
+from tests.simulation.environment import RunLoop
+from tests.simulation.loop import Node, where
+from tests.simulation.oracle import Life
+from tests.simulation.snapshots import URL, SnapshotNemesis, SnapshotOptions, SnapshotWorld
+from tests.simulation.storage import DAMAGES
+
+#: What is lost, and when a snapshot is needed.
+KINDS: Final = (
+    "store lost",
+    "older store",
+    "servers lost, snapshots damaged",
+    "started again, snapshots damaged",
+    "started again with its store, snapshots damaged",
+)
+#: A run that cannot continue has ended everywhere this long after its scheduler was started again, or its servers died.
+END_SECONDS: Final = 10.0
+#: Faults that come before: none of them keeps a member from the scheduler for long.
+_FAULTS: Final = (
+    "kill worker", "kill scheduler", "pause worker", "pause server", "break connections", "break session of worker",
+    "join worker", "lose server",
+)  # fmt: skip
+#: No moment for the loss comes any more.
+_PATIENCE_SECONDS: Final = 20.0
+
+
+@dataclass(frozen=True)
+class LostOptions(SnapshotOptions):
+    """See SnapshotOptions.
+
+    lost: one of KINDS. how: one of DAMAGES. newest: number of snapshots that are damaged, from the newest on.
+    storage: False if no snapshots are configured. pushes, commits: numbers that there are before the loss, at least.
+    """
+
+    lost: str = ""
+    how: str = ""
+    newest: int = 1
+    storage: bool = True
+    pushes: int = 0
+    commits: int = 1
+
+    @property
+    def damages(self) -> bool:
+        """True if snapshots become unreadable."""
+        return self.lost.endswith("damaged")
+
+    @property
+    def end_seconds(self) -> float:
+        """When a run that cannot continue has ended. A scheduler with its store takes a worker for alive for its lease,
+        and lets no other one in."""
+        return END_SECONDS + self.worker_lease_seconds * ("with its store" in self.lost)
+
+
+def draw(seed: int) -> LostOptions:
+    """The options of a seed."""
+    base = snapshots.draw(seed)
+    rng = random.Random(f"{seed}/lost")
+    lost = rng.choice(KINDS)
+    storage = lost.endswith("damaged") or rng.random() < 0.5
+    # A scheduler that lives needs no record of what it committed.
+    damages = [how for how in DAMAGES if how != "flipped record" or not lost.startswith("servers lost")]
+    save_steps = rng.choice((0, 1, 2)) if storage and isinstance(base.consistency, BSP) else 0
+    return LostOptions(
+        **vars(base)
+        | {
+            "steps": rng.choice((8, 12, 20)),
+            "lives": base.workers * (base.ends + 6) + 8,
+            "faults": tuple(sorted(set(rng.choices(_FAULTS, k=rng.choice((1, 2)))))),
+            "fault_count": rng.choice((0, 0, 1, 2)),
+            "fault_seconds": 2.0,
+            "save_steps": save_steps,
+            "save_seconds": 0.0 if save_steps or not storage else rng.choice((0.3, 1.0)),
+            "saves": base.saves if storage else 0.0,
+            "storage_faults": rng.choice((0.0, 0.0, 0.05)),
+            "storage_kinds": ("error before", "error after", "torn, error"),
+            "data": base.data and lost != "older store",
+            "lost": lost,
+            "how": rng.choice(damages),
+            "newest": rng.choice((1, 1, 2, 99)),
+            "storage": storage,
+            "pushes": rng.choice((0, rng.randrange(4 * base.workers))),
+            "commits": rng.choice((0, 1, 2, 3)),
+            "think_seconds": rng.choice((0.05, 0.1, 0.4)),
+        }
+    )
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended. seconds: since the run lost something."""
+
+    name: str
+    error: PsdistError
+    seconds: float
+
+
+class LostWorld(SnapshotWorld):
+    """See the module."""
+
+    options: LostOptions
+
+    def __init__(self, loop: RunLoop, options: LostOptions) -> None:
+        super().__init__(loop, options)
+        self.ends: list[End] = []
+        #: When it happened.
+        self.lost_at = math.inf
+        #: Directories of snapshots that were damaged with the paths of their records, and of those that can be read.
+        self.damaged: dict[str, str] = {}
+        self.readable: set[str] = set()
+        #: Processes that were to end, by name, and lives of workers that have.
+        self._alive: set[str] = set()
+        self._told: set[int] = set()
+        #: Commits before the loss.
+        self._commits = 0
+        self._kept_files: dict[str, tuple[bytes, float]] = {}
+        self._newest_disk = self.disk
+        self._chance_of_loss = options.stream("loss")
+        self._phases: dict[Node, int] = {}
+        self._watches: set[asyncio.Task[None]] = set()
+        phases, oracle = self._phases, self.oracle  # The loop outlives the world.
+        oracle.acting_phase = lambda: phases.get(loop.current(), oracle.phase)
+
+    # --- processes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> ClusterSettings:
+        """See World."""
+        settings = super().settings
+        return settings if self.options.storage else replace(settings, storage="", policy=SavePolicy(0, 0.0))
+
+    async def make_scheduler(self, store: DiskStore) -> Scheduler:
+        """See World. It ends as the program does."""
+        if self.options.storage:
+            scheduler = await super().make_scheduler(store)
+        else:
+            scheduler = Scheduler(Cluster(self.settings, store.load(), self.loop.time()), store)
+        watch = asyncio.create_task(self._end_when_failed(self.loop.current(), scheduler))
+        self._watches.add(watch)
+        return scheduler
+
+    async def _end_when_failed(self, node: Node, scheduler: Scheduler) -> None:
+        await app._end_when_failed(scheduler)
+        assert scheduler.cluster.failed is not None
+        self._ended("scheduler", scheduler.cluster.failed)
+        self.loop.world_soon(self._kill_if_alive, node)
+
+    def check_history(self, history: History | None, *, begins: bool) -> None:
+        """See SnapshotWorld."""
+        if begins and history is not None:
+            snapshot_io.check_readable(history, URL)
+
+    async def _schedule(self, node: Node) -> None:
+        try:
+            await super()._schedule(node)
+        except ConfigurationError as error:  # A launcher gives up.
+            self._ended("scheduler", error)
+            self.loop.world_soon(self.end_everything)
+
+    def start_server(self, number: int) -> None:
+        """See World."""
+        super().start_server(number)
+        self._phases[self.server_nodes[number]] = self.oracle.phase
+
+    def start_worker(self, worker: int) -> None:
+        """See World."""
+        super().start_worker(worker)
+        self._phases[self.worker_nodes[worker]] = self.oracle.phase
+
+    def judge_server_end(self, node: Node, error: PsdistError) -> None:
+        """See World."""
+        if isinstance(error, RUN_ENDING):
+            self._ended(node.name, error)
+        else:
+            super().judge_server_end(node, error)
+
+    def server_ended(self, number: int, node: Node) -> None:
+        """See World."""
+        if self.is_over:
+            self._kill_if_alive(node)
+        else:
+            super().server_ended(number, node)
+
+    async def _work(self, node: Node, life: Life) -> None:
+        try:
+            await self._train(life)
+        except RUN_ENDING as error:
+            self._ended(life.worker_id, error, life.number)
+            self._end_worker(node, life, for_good=self.is_over or status_of(error) == exit_codes.INFRASTRUCTURE)
+        except PsdistError as error:
+            self.oracle.violation(f"{life.worker_id} ended: {error!r}{where(error)}")
+            self._end_worker(node, life, for_good=True)
+        else:
+            self._end_worker(node, life, for_good=True)
+
+    def _ended(self, name: str, error: PsdistError, life: int = -1) -> None:
+        self.counts[f"{name.partition('-')[0]} ended: {type(error).__name__}"] += 1
+        self._told.add(life)
+        self.ends.append(End(name, error, self.loop.time() - self.lost_at))
+
+    def _kill_if_alive(self, node: Node) -> None:
+        if not node.dead:
+            self.kill(node, silent=False)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the scheduler says, or said, that the run cannot continue."""
+        failed = self.scheduler is not None and self.scheduler.cluster.failed is not None
+        return failed or any(end.name == "scheduler" for end in self.ends)
+
+    @property
+    def running(self) -> list[str]:
+        """Names of the processes that have not ended."""
+        nodes = (self.scheduler_node, *self.server_nodes.values(), *self.worker_nodes.values())
+        return [node.name for node in nodes if node is not None and not node.dead]
+
+    # --- the loss -----------------------------------------------------------------------------------------------------
+
+    async def until_it_may_happen(self) -> bool:
+        """Returns when members are there that would notice the loss; False if that does not come about."""
+        rng, until = self._chance_of_loss, self.loop.time() + _PATIENCE_SECONDS
+        while not self._may_happen():
+            if self.finished or self.loop.time() > until:
+                return False
+            await self.loop.after(rng.uniform(0.0, 0.05))
+        return True
+
+    def _may_happen(self) -> bool:
+        options = self.options
+        commits = options.commits if options.damages or options.storage else 0
+        if self.finished or len(self.oracle.acked) < options.pushes or len(self.oracle.commits) < commits:
+            return False
+        if options.damages:
+            return 0 < len(self.bucket.directories) <= options.keep_last
+        return self._older_copies() > 0 if options.lost == "older store" else self._newest_epoch > 0
+
+    @property
+    def _newest_epoch(self) -> int:
+        """The newest map at a live server."""
+        alive = [host for number, host in self.hosts.items() if not self.server_nodes[number].dead]
+        return max((host.admission.map.epoch for host in alive if host.admission.map.scheduler_id), default=0)
+
+    def _older_copies(self) -> int:
+        """Number of states that the disk went through before a live server was told of a newer one."""
+        durable, newest = self.disk.durable, self._newest_epoch
+        return next((n for n, change in enumerate(durable) if change.epoch >= newest), len(durable))
+
+    def lose(self) -> None:
+        """Does it."""
+        options = self.options
+        self.healed, self.lost_at, self.ends = True, self.loop.time(), []
+        self._alive = {*self.running} - {"scheduler"}
+        self._commits = len(self.oracle.commits)
+        self.counts[options.lost] += 1
+        self.loop.trace(options.lost)
+        if options.damages:
+            self._damage()
+        if options.lost.startswith("servers lost"):
+            self._lose_servers()
+        elif options.lost.startswith("started again"):
+            self.end_everything()
+            if "with its store" not in options.lost:
+                self.lose_store()
+            self.start_everything()
+        else:
+            self._lose_record()
+
+    def start_everything(self) -> None:
+        """All processes start, with what the disk has."""
+        self.lost_at, self.ends = self.loop.time(), []
+        self.start_scheduler()
+        self.start_members()
+
+    def _lose_record(self) -> None:
+        rng, down = self._chance_of_loss, self._chance_of_loss.uniform(0.05, 1.0)
+        copies = self._older_copies()
+        if self.scheduler_node is not None and not self.scheduler_node.dead:
+            self.kill(self.scheduler_node, silent=False)
+        self._newest_disk = self.disk
+        if self.options.lost == "store lost":
+            self.lose_store()
+        else:
+            self.disk = Disk(self.options.stream("older disk"), self.disk.run_id, self.disk.seconds)
+            self.disk.durable = self._newest_disk.durable[: rng.randint(1, copies)]
+            self.oracle.is_paused = True
+        self.lost_at += down
+        self._later(down, self._restart_scheduler)
+
+    def _restart_scheduler(self) -> None:
+        if self.scheduler_node is not None and self.scheduler_node.dead:
+            self.start_scheduler()
+
+    def _later(self, seconds: float, callback: Any, *args: object) -> None:
+        self.loop.call_later(seconds, callback, *args, context=self.loop.world.context)
+
+    def _lose_servers(self) -> None:
+        """All copies of some shards are gone: one server dies, or all of them if there are several copies."""
+        rng, alive = self._chance_of_loss, [n for n, node in sorted(self.server_nodes.items()) if not node.dead]
+        for number in alive if self.options.replicas > 1 else rng.sample(alive, min(1, len(alive))):
+            self._alive.discard(self.server_nodes[number].name)
+            self.kill(self.server_nodes[number], silent=False)
+            self._later(rng.uniform(0.05, 1.0), self._server_again, number)
+
+    def _damage(self) -> None:
+        before, self._kept_files = set(self.bucket.directories), dict(self.bucket.files)
+        self.damaged = self.bucket.damage(self.options.how, self.options.newest, self._chance_of_loss)
+        self.readable = before - self.damaged.keys()
+        self.oracle.only_readable(self.readable)
+        self.counts[f"damaged snapshots: {self.options.how}"] += len(self.damaged)
+
+    # --- what follows -------------------------------------------------------------------------------------------------
+
+    @property
+    def must_end(self) -> bool:
+        """True if the run cannot continue."""
+        options = self.options
+        if options.lost == "older store":
+            return True
+        if options.lost == "store lost":
+            return not self.bucket.directories
+        if self.readable.intersection(self.bucket.directories):
+            return False
+        if len(self.oracle.commits) > self._commits:  # One was under way.
+            return False
+        # Nothing is left that says that there was a run.
+        return not (options.how == "emptied" and options.lost == "started again, snapshots damaged")
+
+    @property
+    def is_unknown(self) -> bool:
+        """True if nobody knows that there were snapshots: then servers and scheduler are left to a launcher."""
+        return self.options.how == "emptied" and self.options.lost == "started again with its store, snapshots damaged"
+
+    @property
+    def _to_end(self) -> list[str]:
+        """Processes that end by themselves, and have not."""
+        return [name for name in self.running if not self.is_unknown or name.startswith("worker")]
+
+    async def until_ended(self) -> None:
+        """Returns when every process has ended, or should have."""
+        while self._to_end and self.must_end and self.loop.time() <= self.lost_at + self.options.end_seconds:
+            await self.loop.after(0.05)
+        if not self.must_end:
+            return
+        if self.is_unknown and not any(name.startswith("worker") for name in self.running):
+            self.end_everything()
+        elif self.running:
+            limit = f"{self.options.end_seconds:g} s after: {self.options.lost}"
+            self.oracle.violation(f"{self.running} have not ended, {limit}")
+            self.end_everything()
+        self.counts["ended everywhere"] += 1
+        for end in self.ends:
+            self._check_end(end)
+        if not self.is_unknown and not any(isinstance(end.error, ConfigurationError) for end in self.ends):
+            ended = {end.name for end in self.ends}
+            finished = {life.worker_id for life in self.lives if life.over and life.number not in self._told}
+            if missing := (self._alive | {"scheduler"}) - ended - finished:
+                self.oracle.violation(f"{missing} ended without an error, after: {self.options.lost}")
+
+    def _check_end(self, end: End) -> None:
+        wanted: tuple[type[PsdistError], ...] = (RunLostError,)
+        named = ["the scheduler's record of this run is gone"]
+        if self.options.damages:
+            wanted = (ServerLostError, SnapshotCorruptError, ConfigurationError)
+            named = ["held shard"] if self.is_unknown else [*self.damaged, *self.damaged.values()]
+        if not isinstance(end.error, wanted) or not any(name in str(end.error) for name in named):
+            self.oracle.violation(f"{end.name} ended with {end.error!r}, after: {self.options.lost}")
+        if end.seconds > self.options.end_seconds:
+            self.oracle.violation(f"{end.name} ended {end.seconds:.1f} s after: {self.options.lost}")
+
+    async def until_left(self) -> None:
+        """Returns when the members of a lost record have ended: the others begin from a snapshot without them."""
+        while self.loop.time() <= self.lost_at + self.options.end_seconds and (left := self._left()):
+            await self.loop.after(0.05)
+        if left:
+            self.oracle.violation(f"{left} still run, {self.options.end_seconds:g} s after: {self.options.lost}")
+        for end in self.ends:
+            if "snapshot" not in end.error.details:
+                self._check_end(end)
+        self.counts["continued without the members of a lost record"] += 1
+
+    def check_continued(self) -> None:
+        """A run that continues told nobody that it cannot."""
+        self.counts["continued from an older snapshot"] += bool(self.damaged and not self._told)
+        if ends := [end for end in self.ends if "snapshot" not in end.error.details]:
+            self.oracle.violation(f"{ends[0].name} ended with {ends[0].error!r}, though a snapshot is readable")
+
+    def _left(self) -> list[str]:
+        nodes = (*self.server_nodes.values(), *self.worker_nodes.values())
+        return [node.name for node in nodes if not node.dead and self._phases[node] < self.oracle.phase]
+
+    def start_the_missing(self) -> None:
+        """Workers that were done when the run went back to a snapshot take part again."""
+        for worker in sorted(self.finished):
+            if worker < self.options.workers:
+                self.start_worker(worker)
+
+    def put_back(self) -> bool:
+        """Starts a run that ended once more: with the store or the files that it lost, if they were put aside. Returns
+        whether it must continue."""
+        options = self.options
+        if options.damages:
+            self.bucket.files = self._kept_files
+            self.oracle.only_readable(self.bucket.directories, again=self.oracle.eras[-1].base in self.damaged)
+        elif options.lost == "older store":
+            self.disk, self.oracle.is_paused = self._newest_disk, False
+            if not self.bucket.directories:
+                return False
+        self.counts[f"started once more after: {options.lost}"] += 1
+        self.start_everything()
+        return options.lost != "store lost"
+
+
+class LostNemesis(SnapshotNemesis):
+    """Brings nothing any more once the run has lost something."""
+
+    _world: LostWorld
+
+    def _bring(self, kind: str) -> None:
+        if math.isinf(self._world.lost_at):
+            super()._bring(kind)
+
+
+async def _main(world: LostWorld) -> None:
+    world.begin()
+    nemesis = LostNemesis(world)
+    faults = world.loop.create_task(nemesis.run())
+    happened = await world.until_it_may_happen()
+    if happened:
+        world.lose()
+    else:
+        world.counts["nothing was lost"] += 1
+    await faults
+    if happened and not await _continues(world):
+        await world.oracle.check_commits(world.loop)
+        return
+    if not happened:
+        nemesis.heal()
+    await world.all_finished()
+    if happened:
+        world.check_continued()
+    for _ in range(world.options.ends if world.options.storage else 0):
+        world.restart()
+        await world.all_finished()
+    await world.final_read()
+
+
+async def _continues(world: LostWorld) -> bool:
+    """Sees the run to its end, if that must come, and then starts it again. Returns whether it continues."""
+    if world.must_end:
+        await world.until_ended()
+    if world.must_end:
+        if not world.put_back():
+            if world.running:
+                await world.until_ended()
+            return False
+    elif world.options.lost == "store lost":
+        await world.until_left()
+        world.start_the_missing()
+    return True
+
+
+def run(seed: int, options: LostOptions | None = None, *, trace: bool = False) -> scenario.Result:
+    """Runs a seed. The environment must be installed."""
+    return snapshots.play(options or draw(seed), LostWorld, _main, trace=trace)[0]

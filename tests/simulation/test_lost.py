@@ -1,0 +1,47 @@
+"""Simulated runs that lose the scheduler's store or their snapshots: some seeds, and safeguards that are missing.
+``python -m tests.simulation lost`` runs more of both."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.simulation import lost_runs, runner
+from tests.simulation.storage import DAMAGES
+
+FIRST = 400_000
+SEEDS = 30
+#: Paths that so many seeds must have taken.
+PATHS = (
+    *lost_runs.KINDS,
+    *(f"damaged snapshots: {how}" for how in DAMAGES),
+    "ended everywhere",
+    "continued without the members of a lost record",
+    "continued from an older snapshot",
+    "scheduler ended: RunLostError",
+    "server ended: ServerLostError",
+    "worker ended: RunLostError",
+)
+#: Safeguards whose absence is seen within a few seeds.
+QUICK = (
+    "a member whose map is not on record is refused",
+    "a new store remembers that the run was lost",
+    "a run that is left without a readable snapshot ends",
+)
+
+
+@pytest.mark.timeout(400)
+def test_some_seeds() -> None:
+    print(f"seeds {FIRST} to {FIRST + SEEDS - 1}")
+    total = runner.Summary()
+    for part in runner.run_many("lost", range(FIRST, FIRST + SEEDS), processes=2):
+        total.add(part)
+    print(total.line)
+    assert not total.failures, "\n".join(total.failures)
+    untaken = [name for name in PATHS if not total.counts[name]]
+    assert not untaken, f"no seed took these paths: {untaken}"
+
+
+@pytest.mark.long  # make sim takes away each of them, and these with it.
+def test_missing_safeguards_are_seen() -> None:
+    missed = [name for name, seeds, _ in runner.hunt_all("lost", QUICK, processes=2) if not seeds]
+    assert not missed
