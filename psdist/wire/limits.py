@@ -61,7 +61,7 @@ SERVER_WINDOW_BYTES: Final = 512 << 10
 CLIENT_WINDOW_BYTES: Final = 4 << 20
 #: Slices of one stream that a server holds and has not applied; more are left in the network.
 HELD_SLICES_MAX: Final = 2
-#: Unanswered calls of one Share stream may name each slice of the server so many times on average.
+#: Unanswered calls of one connection may name each slice of the parameter set so many times on average.
 SHARED_ROUNDS_MAX: Final = 4
 #: Calls of one attachment or direct connection that are not over. Each bucket of a step is a call.
 STREAM_CALLS_MAX: Final = 4096

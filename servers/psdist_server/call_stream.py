@@ -252,7 +252,8 @@ class CallStream(ABC):
         last = -1
         if not slices:
             raise InvalidArgumentError("a call must name a slice")
-        most = limits.SHARED_ROUNDS_MAX * len(self.store.dense.indices)
+        # Of the whole set: a shard that moves away leaves calls behind that name its slices.
+        most = limits.SHARED_ROUNDS_MAX * self.store.entry.slicing.count
         if self._named + len(slices) > most:
             raise LimitExceededError(
                 f"the calls of one worker under way name {self._named + len(slices)} slices, more than {most}: "
