@@ -35,8 +35,7 @@ class Participation:
         self.resumed = 0
         #: Whether this incarnation goes on with the pushes of the one before.
         self.goes_on = False
-        #: The incarnation changed between two pushes, so that the next gradient is of weights that are outdated.
-        self.is_outdated = False
+        self._is_outdated = False
         #: The push under way is recorded in the order of the script.
         self._is_recorded = False
         self._session = session
@@ -85,6 +84,20 @@ class Participation:
         consistency = self.entry.spec.consistency
         return self.is_member and isinstance(consistency, BSP) and not consistency.backup_workers
 
+    @property
+    def is_outdated(self) -> bool:
+        """True if the incarnation changed between two pushes, so that the next gradient is of outdated weights."""
+        return self._is_outdated
+
+    @is_outdated.setter
+    def is_outdated(self, value: bool) -> None:
+        self._is_outdated = value
+        outdated = self._session.iterations.order.outdated
+        if value and self.entry.spec.is_ordered:
+            outdated.add(self.name)
+        else:
+            outdated.discard(self.name)
+
     # --- another incarnation ------------------------------------------------------------------------------------------
 
     async def start_incarnation(self, mine: Registration) -> None:
@@ -98,6 +111,8 @@ class Participation:
         self.resumed += self.goes_on and self.sequence.unfinished
         if not self.goes_on:
             self._origin = mine
+            if self.is_member and self.entry.spec.is_ordered:
+                self._session.iterations.order.lose_place()
         self.entry = created.entry
         self.sender = self._make_sender(mine)
         self.sequence = self._make_sequence(created, self.sequence if self.goes_on else None)
@@ -160,10 +175,8 @@ class Participation:
 
     @property
     def is_skipping(self) -> bool:
-        """True if the script's next push is to be dropped: its iteration has lost a push of another set, or its
-        gradient is of weights that are outdated."""
-        order = self._session.iterations.order
-        return order.is_shared and self.entry.spec.is_ordered and (order.is_skipping or self.is_outdated)
+        """True if the script's next push is to be dropped, because its iteration does not count for all sets."""
+        return self.entry.spec.is_ordered and self._session.iterations.order.drops_next
 
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
         """For a ``with`` block in which the user waits for the answer to the next push, or to a pull.

@@ -98,14 +98,18 @@ class Standing:
 class ProgramOrder:
     """The order of one worker's pushes over all of its ordered parameter sets, which are those of BSP that train.
 
-    If a push is dropped, the script is within an iteration that its sets have left, or have not started. The rest of
-    that iteration is skipped, so that script and sets agree on the start of the next one.
+    If a push is dropped, or the worker rejoins elsewhere, the script is within an iteration that its sets have left, or
+    have not started. The rest of that iteration is skipped, so that script and sets agree on the start of the next one.
+    If the script is between two iterations but holds weights from before the rejoin, the next iteration is skipped as a
+    whole: no iteration counts for some of its sets only.
     """
 
     def __init__(self) -> None:
         self.sequences: dict[str, PushSequence] = {}
         #: The rest of the script's iteration is dropped.
         self.is_skipping = False
+        #: Sets whose next gradient is of weights from before this worker rejoined.
+        self.outdated: set[str] = set()
         self._names: frozenset[str] = frozenset()
         self._finder = PeriodFinder()
         #: Pushes of the script, dropped ones too; and their number at the newest boundary that was declared.
@@ -134,11 +138,21 @@ class ProgramOrder:
             self._made += 1
             self._finder.add(name)
 
+    def lose_place(self) -> None:
+        """Record that this worker rejoined elsewhere, where an iteration starts, without its push."""
+        self.is_skipping = self.is_shared and self._may_be_inside
+
+    @property
+    def drops_next(self) -> bool:
+        """True if the script's next push is to be dropped."""
+        return self.is_shared and (self.is_skipping or (bool(self.outdated) and self._offset == 0))
+
     def drop_push(self, name: str, *, has_begun: bool) -> None:
         """Record that a push of ``name`` was dropped. has_begun: it was recorded before."""
         if not has_begun:
             self.begin_push(name)
-        self.is_skipping = self.is_shared and bool(self._offset)
+        self.outdated.clear()
+        self.is_skipping = self.is_shared and self._may_be_inside
 
     def skip_push(self, name: str) -> None:
         """Record that a push of ``name`` was skipped, because one before it in the same iteration was dropped."""
@@ -175,11 +189,20 @@ class ProgramOrder:
         return None if self._finder.count else 0
 
     @property
+    def _may_be_inside(self) -> bool:
+        """True unless the script is known to be between two iterations. An order that has not repeated for long is
+        taken for one that never does, so that not all of its pushes are dropped."""
+        offset = self._offset
+        return self._finder.count < PATIENCE if offset is None else offset > 0
+
+    @property
     def standing(self) -> Standing:
         """The progress to report."""
         position, offset = self.position, self._offset
         next_steps = {name: sequence.next for name, sequence in self.sequences.items()}
-        start = None if offset is None else position - (0 if self.is_skipping else offset)
+        # In a new incarnation the sets enter one by one, and the position is that of all sets only then.
+        is_complete = self._names <= self.sequences.keys()
+        start = position - (0 if self.is_skipping else offset) if offset is not None and is_complete else None
         is_declared = self._boundary is not None
         period = 0 if is_declared else len(self._finder.pattern)
         return Standing(position, next_steps, start, period, is_declared)

@@ -38,7 +38,9 @@ class Iterations:
         self._held = 0
         #: Position up to which pushes may begin; None while it is not chosen.
         self._until: int | None = None
-        self._reported = -1
+        #: Position and start of an iteration that were reported last. A declared iteration may start at a position that
+        #: was reported before, when its last push began.
+        self._reported: tuple[int, int | None] = -1, None
         #: This worker leaves alone, between two iterations.
         self._is_leaving = False
         self._changed = asyncio.Event()
@@ -116,14 +118,15 @@ class Iterations:
         self._changed = asyncio.Event()
 
     def _report_progress(self) -> None:
-        if self.order.position != self._reported:
+        standing = self.order.standing
+        if (standing.position, standing.start) != self._reported:
             self._report()
 
     def _report(self) -> None:
         if not self._held:
             return
         standing = self.order.standing
-        self._reported = standing.position
+        self._reported = standing.position, standing.start
         report = pb.AlignReport(
             number=self._held,
             position=standing.position,

@@ -10,7 +10,8 @@ least far, so nothing of the next iteration is in the weights of any set.
 
 A position is the sum of the next steps of all ordered sets. It is comparable between workers, and over restarts.
 
-If the members change, all of it starts again, because a push may then be applied without the worker that left.
+If the members change, all of it starts again, because a push may then be applied without the worker that left. So it
+does if another set is trained.
 
 Runs with one such set, and those whose workers do not wait for each other, are never held. Nor are workers that train
 different sets, and so have no common order: each set is joined and cut by itself.
@@ -51,6 +52,8 @@ class Alignment:
     #: Who wants workers to be held, such as "stop" or "join worker-2".
     _wanted: dict[str, None] = field(default_factory=dict)
     _participants: dict[Identity, None] = field(default_factory=dict)
+    #: The sets that workers are asked about.
+    _names: tuple[str, ...] = ()
     _reports: dict[Identity, AlignReported] = field(default_factory=dict)
     _until: int | None = None
     #: Last command to each session.
@@ -69,6 +72,11 @@ class Alignment:
         return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
 
     @property
+    def is_opened(self) -> bool:
+        """True unless an ordered set has no members: workers that resume open their sets one after another."""
+        return all(e.members for e in self.registry.entries if e.ready and e.shards and e.spec.is_ordered)
+
+    @property
     def applies(self) -> bool:
         """True if the run trains several ordered parameter sets."""
         return len(self.names) > 1
@@ -76,7 +84,11 @@ class Alignment:
     @property
     def vector(self) -> dict[str, int] | None:
         """Step of each set at the position where all workers are held; None until they are."""
-        if self._until is None or any(report.position < self._until for report in self._reports.values()):
+        if (
+            self._until is None
+            or self._names != self.names
+            or any(report.position < self._until for report in self._reports.values())
+        ):
             return None
         return next((dict(r.next) for r in self._reports.values() if r.position == self._until), None)
 
@@ -122,8 +134,9 @@ class Alignment:
         if now < self._retry_at:
             return []
         participants = self._current_participants()
-        if participants.keys() != self._participants.keys() or not participants:
-            self._participants, self._until = participants, None
+        # Workers that begin open their sets one after another: a position is that of all sets only with the last one.
+        if participants.keys() != self._participants.keys() or self.names != self._names or not participants:
+            self._participants, self._names, self._until = participants, self.names, None
             self._reports.clear()
             self.number += 1
         if self._until is None and self._is_gathered:

@@ -65,7 +65,8 @@ class Tries:
         if not any(p.entry.members for p in stepped):
             return steps
         distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
-        moving = {p.name: p for p in stepped if is_trained(p) and p.name not in self.exact}
+        # Nobody moves a set that has no members yet, such as one that resumed workers have not opened.
+        moving = {p.name: p for p in stepped if is_trained(p) and p.entry.members and p.name not in self.exact}
         later = {name: steps[name] + (0 if stand_still(p, waiting) else distance) for name, p in moving.items()}
         return steps | (later if waiting else _common(later))
 

@@ -222,7 +222,8 @@ class Snapshots:
         end = self.end_snapshot
         if self._obstacle or self.catalog.replaced or end.state is EndState.TAKEN:
             return effects
-        is_even = self._alignment.is_even is not False or not self._alignment.applies
+        alignment = self._alignment
+        is_even = alignment.is_even is not False if alignment.applies else alignment.is_opened
         due = self.schedule.due(ready, self.waiters, end, self.catalog.saved_steps, now, is_even=is_even)
         if due is None:
             self._alignment.release(_NAME)

@@ -115,6 +115,64 @@ def test_one_set_alone_is_not_watched() -> None:
     assert not script.order.is_shared and script.order.is_at_start
 
 
+def test_a_worker_that_rejoins_within_an_iteration_skips_its_rest() -> None:
+    script = Script()
+    script.push("DGDGD")
+    script.order.lose_place()
+    assert script.order.drops_next and script.order.is_at_start
+    script.order.skip_push("G")
+    assert not script.order.drops_next and script.order.is_at_start
+
+
+def test_a_worker_that_rejoins_between_iterations_skips_the_next_one_whole() -> None:
+    script = Script()
+    script.push("DGDG")
+    script.order.lose_place()
+    script.order.outdated.add("G")
+    assert script.order.drops_next, "D would count in an iteration in which G does not"
+    script.order.skip_push("D")
+    assert script.order.drops_next and not script.order.outdated
+    script.order.skip_push("G")
+    assert not script.order.drops_next
+
+
+def test_weights_that_were_pulled_lose_no_iteration() -> None:
+    script = Script()
+    script.push("DGDG")
+    script.order.lose_place()
+    assert not script.order.drops_next
+
+
+def test_a_worker_that_rejoins_with_unknown_iterations_skips_until_they_are_known() -> None:
+    script = Script()
+    script.push("DGD")
+    script.order.lose_place()
+    assert script.order.drops_next
+    script.order.skip_push("G")
+    assert not script.order.drops_next and script.order.is_at_start
+
+
+def test_an_order_that_repeats_nothing_for_long_is_not_skipped() -> None:
+    script = Script()
+    script.push("D" * (PATIENCE - 1))
+    script.order.lose_place()
+    assert script.order.drops_next
+    script.push("GDDG")
+    script.order.lose_place()
+    assert not script.order.drops_next
+
+
+def test_no_start_is_known_before_all_sets_have_entered() -> None:
+    script = Script()
+    script.push("DGDGD")
+    script.order.start_incarnation()
+    script.order.enter("D", PushSequence(1, BSP()))
+    assert script.order.standing.start is None, "it would be before the first position"
+    script.order.lose_place()
+    script.order.enter("G", PushSequence(1, BSP()))
+    assert script.order.standing.start == 0
+
+
 @given(st.text("ab", min_size=1, max_size=8), st.integers(2, 5), st.integers(0, 7))
 def test_the_period_is_the_shortest_that_explains_all(pattern: str, times: int, more: int) -> None:
     names = (pattern * (times + 1))[: len(pattern) * times + more % len(pattern)]

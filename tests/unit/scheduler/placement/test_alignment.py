@@ -147,6 +147,20 @@ def test_an_order_without_iterations_is_refused_with_its_remedy() -> None:
     assert not run.first_steps(joiner) and not run.proposals(run.servers[0][1])
 
 
+def test_another_set_that_is_trained_makes_them_choose_again() -> None:
+    run = Run()
+    alignment = run.cluster.machines.creation.joins.alignment
+    alignment.want("test")
+    run.tick()
+    for worker in run.workers:
+        run.stands(worker, At(4, 4))
+    assert alignment.vector == {"D": 4, "G": 4} and alignment.is_opened
+    for worker in run.workers:
+        run.create(worker, name="E")
+    run.ask(ev.CommitParameters, run.workers[0], "E")
+    assert alignment.names == ("D", "G", "E") and alignment.vector is None, "it says nothing of E"
+
+
 def test_a_refusal_withdraws_all_sets_and_looks_for_another_start() -> None:
     run = Run()
     joiner = run.joins()
