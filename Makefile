@@ -7,9 +7,10 @@
 #                 the end is one table. It takes smaller numbers than sim and chaos take by themselves, unless they are
 #                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
 #   make long     the tests that make test leaves out, and hypothesis with more examples
-#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 500 with
-#                 snapshots (SNAPSHOT_SEEDS=n), 500 that lose the scheduler's store or snapshots (LOST_SEEDS=n), each fault
-#                 of a storage, and each safeguard taken away in turn
+#   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
+#                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
+#                 the scheduler's store or snapshots (LOST_SEEDS=n), each fault of a storage, and each safeguard taken away
+#                 in turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
@@ -39,6 +40,7 @@ INTERRUPTS ?= 25
 ROUNDS ?= 2000
 SEEDS ?= 10000
 ORDINARY_SEEDS ?= 10000
+SETS_SEEDS ?= 5000
 SNAPSHOT_SEEDS ?= 500
 LOST_SEEDS ?= 500
 INPUTS ?= 10000000
@@ -112,6 +114,8 @@ sim: $(VENV)/.dev kernels
 	$(BIN)/python -m tests.simulation --ablations
 	$(BIN)/python -m tests.simulation ordinary --seeds $(ORDINARY_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation ordinary --ablations
+	$(BIN)/python -m tests.simulation sets --seeds $(SETS_SEEDS) --first $(FIRST)
+	$(BIN)/python -m tests.simulation sets --ablations
 	$(BIN)/python -m tests.simulation snapshots --seeds $(SNAPSHOT_SEEDS) --first $(FIRST)
 	$(BIN)/python -m tests.simulation snapshots --faults
 	$(BIN)/python -m tests.simulation snapshots --ablations

@@ -24,6 +24,7 @@ ROOT: Final = Path(__file__).resolve().parents[1]
 NUMBERS: Final = {
     "SEEDS": "4000",
     "ORDINARY_SEEDS": "4000",
+    "SETS_SEEDS": "1000",
     "SNAPSHOT_SEEDS": "200",
     "LOST_SEEDS": "200",
     "KILLS": "25",
@@ -48,8 +49,8 @@ PARTS: Final = (
     Part("long", "the other tests, and hypothesis with more examples"),
     Part(
         "sim",
-        "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that "
-        "lose their record or snapshots; ablations",
+        "{SEEDS} simulated runs, {ORDINARY_SEEDS} of ordinary life, {SETS_SEEDS} with several sets, "
+        "{SNAPSHOT_SEEDS} with snapshots, {LOST_SEEDS} that lose their record or snapshots; ablations",
     ),
     Part("chaos", "{KILLS} faults and {INTERRUPTS} interrupts of each kind, {ROUNDS} barriers, on real processes"),
     Part("fuzz", "{INPUTS} payloads for each group of decoders, and some with bounds checked"),

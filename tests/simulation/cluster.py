@@ -475,14 +475,18 @@ class World:
 
     def check_copies(self) -> None:
         """All copies of a shard are equal, byte for byte, and so are their tables."""
+        self.check_copies_of(NAME)
+
+    def check_copies_of(self, name: str) -> None:
+        """Compare the copies of one parameter set."""
         assert self.scheduler is not None
         hosts = {host.me: host for number, host in self.hosts.items() if not self.server_nodes[number].dead}
-        entry = self.scheduler.cluster.map.entry(NAME)
+        entry = self.scheduler.cluster.map.entry(name)
         assert entry is not None
         for number, shard in enumerate(entry.shards):
-            primary = hosts[shard.primary].admission.store(NAME)
+            primary = hosts[shard.primary].admission.store(name)
             for replica in shard.backups:
-                copy = hosts[replica].admission.store(NAME)
+                copy = hosts[replica].admission.store(name)
                 self.counts["copies compared"] += 1
                 for index in range(number, entry.slicing.count, len(entry.shards)):
                     if primary.dense.digest(index) != copy.dense.digest(index):
@@ -499,7 +503,7 @@ class World:
         if shard.slices[index].busy:
             return
         for host in self.hosts.values():
-            copy = host.stores.get(NAME)
+            copy = host.stores.get(primary.entry.spec.name)
             other = copy.backups.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue

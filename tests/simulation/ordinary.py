@@ -443,7 +443,8 @@ async def _faults(world: OrdinaryWorld, nemesis: SnapshotNemesis) -> None:
     nemesis.heal()
 
 
-async def _main(world: OrdinaryWorld) -> None:
+async def play_phases(world: OrdinaryWorld) -> None:
+    """All phases of a run, and what is left when they are over."""
     options, loop = world.options, world.loop
     world.begin()
     rng = options.stream("stops")
@@ -467,7 +468,7 @@ async def _main(world: OrdinaryWorld) -> None:
 def run(seed: int, options: OrdinaryOptions | None = None, *, trace: bool = False) -> scenario.Result:
     """Runs a seed. The environment must be installed."""
     options = options or draw(seed)
-    return snapshots.play(options, OrdinaryWorld, _main, CONVERGE_SECONDS, trace=trace)[0]
+    return snapshots.play(options, OrdinaryWorld, play_phases, CONVERGE_SECONDS, trace=trace)[0]
 
 
 def _has_sent(life: Life, wait: WaitFor, step: int) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final
 #: Seeds that a process takes at a time.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
-KINDS: Final = ("", "snapshots", "ordinary", "lost")
+KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets")
 
 
 @dataclass
@@ -58,16 +58,16 @@ class Summary:
 
 def runs_of(kind: str) -> Any:
     """The module with ``run`` and ``draw`` of a kind of runs."""
-    from tests.simulation import lost_runs, ordinary, scenario, snapshots
+    from tests.simulation import lost_runs, ordinary, scenario, sets, snapshots
 
-    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs), strict=True))[kind]
+    return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets), strict=True))[kind]
 
 
 def ablations_of(kind: str) -> Any:
     """The module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
-    from tests.simulation import ablations, lost_ablations, ordinary_ablations, snapshot_ablations
+    from tests.simulation import ablations, lost_ablations, ordinary_ablations, sets_ablations, snapshot_ablations
 
-    tables = (ablations, snapshot_ablations, ordinary_ablations, lost_ablations)
+    tables = (ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations)
     return dict(zip(KINDS, tables, strict=True))[kind]
 
 

@@ -245,7 +245,7 @@ class SnapshotOracle(Oracle):
         manifest = await reader.load_manifest(storage, found)
         state = next((state for state in manifest.parameters if state.spec.name == self._name), None)
         if state is None:
-            self.violation(f"{saved.record} does not have {self._name!r}")
+            self._lacks(saved)
             return
         slices = reader.SliceReader(storage, manifest)
         table = [await slices.slice(state, i) for i in range(self.slicing.count)]
@@ -254,6 +254,10 @@ class SnapshotOracle(Oracle):
         self._check_table(saved, state, table)
         if self._uses:
             self._check_data(saved, manifest)
+
+    def _lacks(self, saved: Saved) -> None:
+        """The snapshot does not have this parameter set."""
+        self.violation(f"{saved.record} does not have {self._name!r}")
 
     def _check_data(self, saved: Saved, manifest: Manifest) -> None:
         """What the data position has as done is in the weights. It may have less, where a worker was slow or died."""

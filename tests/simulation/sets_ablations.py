@@ -1,0 +1,125 @@
+"""Safeguards of runs with several parameter sets, taken away one at a time: the proof that ``sets`` sees something.
+
+As ``ablations``; ``hunt`` runs seeds until one is caught. Those of the second part bring back what psdist once did.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from psdist.client.core.program_order import ProgramOrder
+from psdist.client.session.iterations import Iterations
+from psdist_scheduler.coordination.stops import Stops
+from psdist_scheduler.placement.alignment import Alignment
+from psdist_scheduler.placement.join_proposals import Joins
+from psdist_scheduler.snapshots.snapshots import Snapshots
+from tests.simulation import sets
+from tests.simulation.ablations import Ablation, Put, noted_in, search
+
+#: An ablation must be caught within so many seeds.
+SEEDS = 300
+
+ABLATIONS: dict[str, Ablation] = {}
+_ablation = noted_in(ABLATIONS)
+
+
+def hunt(name: str, seeds: int = SEEDS) -> tuple[int, str]:
+    """See ``ablations.search``."""
+    return search(ABLATIONS[name], sets, seeds)
+
+
+_PEACE: dict[str, Any] = {"faults": (), "fault_count": 0, "storage_faults": 0.0, "busy_leases": 0.8, "lives": 40}
+_STOPS: dict[str, Any] = {
+    **_PEACE, "workers": 2, "stops": ("all",), "ends": 1, "declares": True, "saves": 0.0, "worker_lease_seconds": 8.0,
+}  # fmt: skip
+_SAVES: dict[str, Any] = {**_PEACE, "stops": (), "ends": 0, "declares": True, "saves": 0.0, "steps": 8}
+_KILLS: dict[str, Any] = {
+    "faults": ("kill worker",), "fault_count": 3, "lives": 40, "workers": 3, "declares": True, "steps": 8,
+    "storage_faults": 0.0, "saves": 0.0, "busy_leases": 0.8,
+}  # fmt: skip
+_EXPELLED: dict[str, Any] = {
+    **_KILLS, "faults": (), "fault_count": 0, "busy": 0.5, "busy_leases": 1.6, "worker_lease_seconds": 3.0,
+}  # fmt: skip
+
+
+# --- where workers are held -------------------------------------------------------------------------------------------
+
+
+@_ablation("workers that end are held where an iteration starts", **_STOPS)
+def _each_set_by_itself(put: Put) -> None:
+    put(Stops, "_is_aligning", property(lambda self: False))
+
+
+@_ablation("periodic snapshots are cut where an iteration starts", **_SAVES, save_steps=0, save_seconds=0.3)
+def _cut_anywhere(put: Put) -> None:
+    put(Snapshots, "_aligned", lambda self, due: due)
+
+
+@_ablation("all sets are joined together", **_KILLS)
+def _joined_one_by_one(put: Put) -> None:
+    begin = Joins.begin
+
+    def alone(self: Any, p: Any, call: int, worker: Any) -> Any:
+        alignment, self.alignment = self.alignment, _Nobody()
+        try:
+            return begin(self, p, call, worker)
+        finally:
+            self.alignment = alignment
+
+    put(Joins, "begin", alone)
+
+
+class _Nobody:
+    """Stands for an alignment that never applies."""
+
+    applies = False
+    names = ()
+
+
+@_ablation("workers run up to the chosen start before they are held", **_KILLS)
+def _held_where_they_are(put: Put) -> None:
+    put(Alignment, "_choose", lambda self: min(report.position for report in self._reports.values()))
+
+
+@_ablation("the rest of an iteration that lost a push is skipped", **_EXPELLED)
+def _never_skipped(put: Put) -> None:
+    put(ProgramOrder, "drops_next", property(lambda self: False))
+
+
+@_ablation("a worker that leaves by itself finishes its iteration", **{**_STOPS, "stops": ("some",), "workers": 3})
+def _leaves_within(put: Put) -> None:
+    async def until_start(self: Any) -> None:
+        """Lets the worker leave wherever it is."""
+
+    put(Iterations, "until_start", until_start)
+
+
+# --- defects that these runs have found -------------------------------------------------------------------------------
+
+
+@_ablation("a start is reported also where its position was reported before", **_SAVES, save_steps=0, save_seconds=0.3)
+def _position_only(put: Put) -> None:
+    def report(self: Any) -> None:
+        if self.order.position != self._reported[0]:
+            self._report()
+
+    put(Iterations, "_report_progress", report)
+
+
+@_ablation("a worker that rejoins within an iteration skips its rest", **_EXPELLED, pulls=0.5)
+def _place_kept(put: Put) -> None:
+    put(ProgramOrder, "lose_place", lambda self: None)
+
+
+@_ablation("no start is reported before all sets have entered", **_EXPELLED)
+def _too_early(put: Put) -> None:
+    standing = ProgramOrder.standing.fget  # type: ignore[attr-defined]
+
+    def early(self: Any) -> Any:
+        names, self._names = self._names, frozenset(self.sequences)
+        try:
+            return standing(self)
+        finally:
+            self._names = names
+
+    put(ProgramOrder, "standing", property(early))
