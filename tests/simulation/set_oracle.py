@@ -234,7 +234,7 @@ class SetsOracle:
             self._first.violation(f"{saved[0].record}: its sets began from different snapshots")
         elif any(self.order.number(position, start) is not None for start in (base, moved.get(era, base))):
             self.counts["cuts where an iteration starts"] += 1
-        elif cut.is_excused or era in emptied or self._is_lost(base):
+        elif cut.is_excused or era in emptied or self._is_lost(moved.get(era, base)):
             self.counts["cuts within an iteration, excused"] += 1
         else:
             self._first.violation(f"{saved[0].record} is cut at {position}, within an iteration; it began at {base}")
@@ -268,7 +268,9 @@ class SetsOracle:
         """All sets went back together, to snapshots that have all of them."""
         known = [{saved.directory for saved in one.commits} for one in self.by_name.values()]
         whole = set.intersection(*known)
-        bases = {name: [era.base for era in one.eras if era.base in whole] for name, one in self.by_name.items()}
+        begun = {name: [era.base for era in one.eras if era.base in whole] for name, one in self.by_name.items()}
+        # A set may be placed more than once before all of them have loaded the snapshot.
+        bases = {name: [base for base, _ in itertools.groupby(each)] for name, each in begun.items()}
         if any(each != bases[self.order.names[0]] for each in bases.values()):
             self._first.violation(f"the sets went back to different snapshots: {bases}")
 

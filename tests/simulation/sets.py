@@ -166,7 +166,10 @@ class SetsWorld(OrdinaryWorld):
         await super().stop(kind)
 
     def _check_loss(self, news: MemberLost) -> None:
-        super()._check_loss(news)
+        if (
+            self.options.busy_leases < 1.0 or news.role != "worker"
+        ):  # Else scripts are busy for longer than their lease.
+            super()._check_loss(news)
         self.disturbed |= news.role == "worker"
 
     def _created(self, path: str) -> None:
@@ -300,6 +303,11 @@ class SetsWorld(OrdinaryWorld):
             self.counts["joined again"] += 1
             self._joined_set(life, name, client, handle)
         return changed
+
+    def _circle_found(self, circle: list[Any]) -> None:
+        """See OrdinaryWorld. All workers push all sets in one order, so nobody waits for each other."""
+        waits = [f"{wait.worker.member_id} {wait.text}" for wait in circle]
+        self.oracle.violation(f"workers are said to wait for each other: {waits}")
 
     # --- the end ------------------------------------------------------------------------------------------------------
 
