@@ -115,6 +115,8 @@ class SetsWorld(OrdinaryWorld):
         self.oracle = loop.oracle = oracle
         #: Parts of each life, by its number and the set.
         self.parts: dict[int, dict[str, Part]] = {}
+        #: By life, where its script started its first iteration.
+        self._first: dict[int, Vector] = {}
         #: A worker was lost, stopped by itself or joined, so that some steps are not of all workers.
         self.disturbed = False
         self._is_restarting = False
@@ -238,6 +240,7 @@ class SetsWorld(OrdinaryWorld):
         return tuple(handle.step for handle in handles.values())
 
     def _note_start(self, life: Life, handles: dict[str, AsyncParameters], position: Vector) -> None:
+        self._first.setdefault(life.number, position)
         incarnations = {_incarnation_of(handle) for handle in handles.values()}
         if len(incarnations) == 1:  # Else one of them has not heard of the newest yet, and its next push is dropped.
             self.oracle.starts_iteration(life.worker_id, *incarnations, position)
@@ -340,10 +343,25 @@ class SetsWorld(OrdinaryWorld):
             for phase, commits in self.stopped_phases.items():
                 oracle.check_stopped(phase, commits, parts)
             dropped = sorted({push.life.worker_id for push in oracle.pushes.values() if push.dropped})
+            self._check_left()
             if dropped:
                 oracle.violation(f"pushes of {dropped} were dropped in peace")
         if self.bucket.overwritten:
             oracle.violation(f"written again: {self.bucket.overwritten}")
+
+    def _check_left(self) -> None:
+        """Workers that were asked to end have made whole iterations, if psdist could know them."""
+        for life in self.lives:
+            first = self._first.get(life.number)
+            known = self.options.declares or len(life.pushes) >= 2 * self.order.period + 2
+            if first is None or not known or not getattr(life, "stopped", False):
+                continue
+            parts = self.parts[life.number].values()
+            made = [sum(push.acked for push in part.pushes) for part in parts]
+            position = tuple(step + count for step, count in zip(first, made, strict=True))
+            self.counts["left after whole iterations"] += 1
+            if self.order.number(position, first) is None:
+                self.oracle.violation(f"{life.worker_id} left within an iteration: it began at {first} and made {made}")
 
 
 def _incarnation_of(handle: AsyncParameters) -> int:

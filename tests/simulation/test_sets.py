@@ -20,6 +20,7 @@ PATHS = (
     "began from a snapshot",
     "stopped all",
     "stopped some",
+    "left after whole iterations",
     "kill worker",
     "join worker",
     "dropped",
