@@ -86,14 +86,6 @@ def _never_skipped(put: Put) -> None:
     put(ProgramOrder, "drops_next", property(lambda self: False))
 
 
-@_ablation("a worker that leaves by itself finishes its iteration", **{**_STOPS, "stops": ("some",), "workers": 3})
-def _leaves_within(put: Put) -> None:
-    async def until_start(self: Any) -> None:
-        """Lets the worker leave wherever it is."""
-
-    put(Iterations, "until_start", until_start)
-
-
 # --- defects that these runs have found -------------------------------------------------------------------------------
 
 
