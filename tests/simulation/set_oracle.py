@@ -13,7 +13,6 @@ iterations; the end of a run that is disturbed while it ends; and sets that have
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -128,7 +127,7 @@ class SetsOracle:
         self.by_name = {name: SetOracle(name, optimizer, slices, slots, noise) for name in order.names}
         self._first = next(iter(self.by_name.values()))
         self.slice_elements = self._first.slice_elements
-        self.counts: Counter[str] = Counter()
+        self.counts = self._first.counts
         #: Starts, cuts and losses of all members, as they came.
         self.events: list[Start | Cut | Emptied] = []
         self.made: list[SetPush] = []
