@@ -148,8 +148,8 @@ class LostWorld(SnapshotWorld):
         #: Processes that were to end, by name, and lives of workers that have.
         self._alive: set[str] = set()
         self._told: set[int] = set()
-        #: Commits before the loss.
-        self._commits = 0
+        #: Commits before the loss, and the era in which it came.
+        self._commits = self._era = 0
         self._kept_files: dict[str, tuple[bytes, float]] = {}
         self._newest_disk = self.disk
         self._chance_of_loss = options.stream("loss")
@@ -287,7 +287,7 @@ class LostWorld(SnapshotWorld):
         options = self.options
         self.healed, self.lost_at, self.ends = True, self.loop.time(), []
         self._alive = {*self.running} - {"scheduler"}
-        self._commits = len(self.oracle.commits)
+        self._commits, self._era = len(self.oracle.commits), len(self.oracle.eras) - 1
         self.counts[options.lost] += 1
         self.loop.trace(options.lost)
         if options.damages:
@@ -357,10 +357,15 @@ class LostWorld(SnapshotWorld):
             return not self.bucket.directories
         if self.readable.intersection(self.bucket.directories):
             return False
-        if len(self.oracle.commits) > self._commits:  # One was under way.
+        if options.lost.startswith("servers lost") and self._was_under_way:
             return False
         # Nothing is left that says that there was a run.
         return not (options.how == "emptied" and options.lost == "started again, snapshots damaged")
+
+    @property
+    def _was_under_way(self) -> bool:
+        """True if the scheduler that lost its servers committed one more snapshot of what they had trained."""
+        return any(saved.era == self._era for saved in self.oracle.commits[self._commits :])
 
     @property
     def is_unknown(self) -> bool:

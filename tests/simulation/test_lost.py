@@ -9,7 +9,7 @@ from tests.simulation import lost_runs, runner
 from tests.simulation.storage import DAMAGES
 
 FIRST = 400_000
-SEEDS = 30
+SEEDS = 60
 #: Paths that so many seeds must have taken.
 PATHS = (
     *lost_runs.KINDS,
