@@ -110,7 +110,7 @@ def draw(seed: int) -> LostOptions:
             "save_seconds": 0.0 if save_steps or not storage else rng.choice((0.3, 1.0)),
             "saves": base.saves if storage else 0.0,
             "storage_faults": rng.choice((0.0, 0.0, 0.05)),
-            "storage_kinds": ("error before", "error after", "torn, error"),
+            "storage_kinds": ("error before", "error after"),  # A torn record is damage.
             "data": base.data and lost != "older store",
             "lost": lost,
             "how": rng.choice(damages),
@@ -142,7 +142,7 @@ class LostWorld(SnapshotWorld):
         self.ends: list[End] = []
         #: When it happened.
         self.lost_at = math.inf
-        #: Directories of snapshots that were damaged with the paths of their records, and of those that can be read.
+        #: Directories of snapshots that were damaged with the paths of their records, and of those that could be read.
         self.damaged: dict[str, str] = {}
         self.readable: set[str] = set()
         #: Processes that were to end, by name, and lives of workers that have.
@@ -150,6 +150,8 @@ class LostWorld(SnapshotWorld):
         self._told: set[int] = set()
         #: Commits before the loss, and the era in which it came.
         self._commits = self._era = 0
+        #: Lives of workers that trained then.
+        self._needing: set[int] = set()
         self._kept_files: dict[str, tuple[bytes, float]] = {}
         self._newest_disk = self.disk
         self._chance_of_loss = options.stream("loss")
@@ -208,8 +210,10 @@ class LostWorld(SnapshotWorld):
         """See World."""
         if isinstance(error, RUN_ENDING):
             self._ended(node.name, error)
-        else:
-            super().judge_server_end(node, error)
+            return
+        super().judge_server_end(node, error)
+        if not self.options.damages:  # It holds no map that is not on record, and its registration is not either.
+            self._alive.discard(node.name)
 
     def server_ended(self, number: int, node: Node) -> None:
         """See World."""
@@ -288,6 +292,8 @@ class LostWorld(SnapshotWorld):
         self.healed, self.lost_at, self.ends = True, self.loop.time(), []
         self._alive = {*self.running} - {"scheduler"}
         self._commits, self._era = len(self.oracle.commits), len(self.oracle.eras) - 1
+        self._needing = {life.number for life in self.lives if not life.over}
+        self.readable = set(self.bucket.directories)
         self.counts[options.lost] += 1
         self.loop.trace(options.lost)
         if options.damages:
@@ -307,6 +313,7 @@ class LostWorld(SnapshotWorld):
         self.lost_at, self.ends = self.loop.time(), []
         self.start_scheduler()
         self.start_members()
+        self._alive = {*self.running} - {"scheduler"}
 
     def _lose_record(self) -> None:
         rng, down = self._chance_of_loss, self._chance_of_loss.uniform(0.05, 1.0)
@@ -339,9 +346,9 @@ class LostWorld(SnapshotWorld):
             self._later(rng.uniform(0.05, 1.0), self._server_again, number)
 
     def _damage(self) -> None:
-        before, self._kept_files = set(self.bucket.directories), dict(self.bucket.files)
+        self._kept_files = dict(self.bucket.files)
         self.damaged = self.bucket.damage(self.options.how, self.options.newest, self._chance_of_loss)
-        self.readable = before - self.damaged.keys()
+        self.readable -= self.damaged.keys()
         self.oracle.only_readable(self.readable)
         self.counts[f"damaged snapshots: {self.options.how}"] += len(self.damaged)
 
@@ -354,10 +361,10 @@ class LostWorld(SnapshotWorld):
         if options.lost == "older store":
             return True
         if options.lost == "store lost":
-            return not self.bucket.directories
-        if self.readable.intersection(self.bucket.directories):
+            return not self.readable
+        if self.readable:
             return False
-        if options.lost.startswith("servers lost") and self._was_under_way:
+        if options.lost.startswith("servers lost") and (self._was_under_way or self.is_done):
             return False
         # Nothing is left that says that there was a run.
         return not (options.how == "emptied" and options.lost == "started again, snapshots damaged")
@@ -366,6 +373,11 @@ class LostWorld(SnapshotWorld):
     def _was_under_way(self) -> bool:
         """True if the scheduler that lost its servers committed one more snapshot of what they had trained."""
         return any(saved.era == self._era for saved in self.oracle.commits[self._commits :])
+
+    @property
+    def is_done(self) -> bool:
+        """True if all workers had done their work, and none needs the lost servers."""
+        return all(life.over for life in self.lives) and self._told.isdisjoint(self._needing)
 
     @property
     def is_unknown(self) -> bool:
@@ -498,7 +510,7 @@ async def _continues(world: LostWorld) -> bool:
     elif world.options.lost == "store lost":
         await world.until_left()
         world.start_the_missing()
-    return True
+    return bool(world.readable) or not world.is_done  # Else there is nothing to begin from.
 
 
 def run(seed: int, options: LostOptions | None = None, *, trace: bool = False) -> scenario.Result:

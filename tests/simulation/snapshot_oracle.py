@@ -92,6 +92,8 @@ class SnapshotOracle(Oracle):
         self._schedulers: set[str] = set()
         #: From a number of an era on: of so many commits only those in these directories can be read.
         self._readable: list[tuple[int, int, frozenset[str]]] = [(0, 0, frozenset())]
+        #: Eras whose base could be read only later. What the run gave up before it came to that stays given up.
+        self._begun_again: set[int] = set()
         #: Maps and primaries are not checked: nobody is to follow the scheduler that publishes them.
         self.is_paused = False
 
@@ -118,6 +120,8 @@ class SnapshotOracle(Oracle):
     def only_readable(self, directories: Iterable[str], *, again: bool = False) -> None:
         """Of the snapshots so far exactly these can be read from now on. again: True if the last era could not begin
         before, and can now."""
+        if again:
+            self._begun_again.add(len(self.eras) - 1)
         self._readable.append((len(self.eras) - again, len(self.commits), frozenset(directories)))
 
     def _readable_in(self, era: int) -> list[str]:
@@ -234,7 +238,7 @@ class SnapshotOracle(Oracle):
                 continue  # It was found out before anybody trained.
             if era.base not in ("", *whole):
                 self.violation(f"era {number} began with {era.base}, which is no readable snapshot that was committed")
-            elif era.base != newest:
+            elif era.base != newest and number not in self._begun_again:
                 self.violation(f"era {number} began with {era.base!r}, though {newest!r} was committed")
 
     async def _check_commit(self, storage: SimStorage, saved: Saved) -> None:
