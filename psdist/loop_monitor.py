@@ -77,11 +77,17 @@ class LoopMonitor:
         self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _sample(self) -> None:
-        """Count the loop's stacks while it is late. Runs in a thread of its own, until the loop is closed."""
+        """Count the loop's stacks while it is late. Runs in a thread of its own, until the loop is closed.
+
+        A loop that does not run is not late, and who holds the frames of other threads holds their arrays.
+        """
         slept = time.monotonic()
         while not self._loop.is_closed():
             time.sleep(_TICK_SECONDS)
             now = time.monotonic()
+            if not self._loop.is_running():
+                slept = now
+                continue
             frames = sys._current_frames()
             if now - self._ticked > 3 * _TICK_SECONDS and (frame := frames.get(self._thread)) is not None:
                 self._stacks[_text(frame)] += 1

@@ -53,10 +53,10 @@ async def reported(directory: Path, block: Callable[[], None]) -> list[dict[str,
 
 
 @pytest.mark.parametrize(("block", "part"), [(work, "cpu"), (wait, "waited")])
-async def test_a_blocked_turn_is_reported_with_its_stack_and_what_it_did(
+def test_a_blocked_turn_is_reported_with_its_stack_and_what_it_did(
     tmp_path: Path, block: Callable[[], None], part: str
 ) -> None:
-    started, *turns = await reported(tmp_path, block)
+    started, *turns = asyncio.run(reported(tmp_path, block))  # The monitor ends with its loop.
     assert started.keys() == {"started"}
     longest = max(turns, key=lambda turn: float(turn["late"]))
     assert longest["late"] > BLOCK_SECONDS / 2 and longest[part] > BLOCK_SECONDS / 2
