@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from psdist_scheduler.members.suspicion import LAST_COPY_LEASES
 from tests.simulation.cluster import READER, World
 from tests.simulation.loop import Node
 from tests.simulation.network import KEEPALIVE
-from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS
+from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, HARMLESS
 from tests.simulation.oracle import Life
 
 #: Without a second copy a server must not be silent for so large a part of its lease.
@@ -442,7 +443,11 @@ class Nemesis:
 
     def _long(self) -> float:
         """The length of a fault of half a second to a minute, mostly of a few leases."""
-        seconds = self._rng.choice((self._rng.uniform(0.5, 4.0 * self._lease), self._rng.uniform(0.5, 60.0)))
+        longest = CUT_OFF_SECONDS
+        if not HARMLESS.issuperset(self._world.options.faults):
+            # Some may still reach the scheduler, and then it gives up the last copy of a shard at some point.
+            longest = min(longest, 0.8 * LAST_COPY_LEASES * self._lease)
+        seconds = self._rng.choice((self._rng.uniform(0.5, 4.0 * self._lease), self._rng.uniform(0.5, longest)))
         self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
         return seconds
 

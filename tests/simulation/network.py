@@ -104,6 +104,8 @@ class Network:
         self._connections: dict[Connection, None] = {}
         #: Paths that nothing passes, by when that began.
         self._blocked: dict[tuple[str, str], float] = {}
+        #: Cuts that lie on a blocked path at the same time.
+        self._blocks: Counter[tuple[str, str]] = Counter()
         #: Nodes whose host died with them.
         self._silent: set[Node] = set()
         self._slow: dict[str, float] = {}
@@ -180,6 +182,7 @@ class Network:
 
     def block(self, source: str, target: str) -> None:
         """From now on nothing of ``source`` reaches ``target``."""
+        self._blocks[source, target] += 1
         if (source, target) not in self._blocked:
             self._blocked[source, target] = self.loop.time()
             self.watch_silence(source, target)
@@ -187,14 +190,17 @@ class Network:
     def heal(self) -> None:
         """All paths are free and fast again; what waited for them arrives."""
         self._blocked.clear()
+        self._blocks.clear()
         self._slow.clear()
         self._late.clear()
         self._release()
 
     def unblock(self, source: str, target: str) -> None:
-        """The path is free again; what waited for it arrives."""
-        self._blocked.pop((source, target), None)
-        self._release()
+        """One cut is over. After the last one, what waited for the path arrives."""
+        self._blocks[source, target] -= 1
+        if self._blocks[source, target] <= 0:
+            self._blocked.pop((source, target), None)
+            self._release()
 
     def _release(self) -> None:
         for connection in list(self._connections):
