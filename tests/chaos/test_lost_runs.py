@@ -16,8 +16,8 @@ from tests.chaos.lost_runs import CASES
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 #: The scheduler knows its commit records, and what they name is whole.
 CONTINUES = ("store kept", "store lost, snapshots", "snapshots records")
-#: Cases that differ from another one in what is damaged only.
-LONG = ("store memory", "snapshots manifests", "snapshots records", "snapshots empty", "snapshots gone")
+#: Cases that differ from another one in what is damaged only, and one that every test with a killed scheduler has.
+LONG = ("store kept", "store memory", "snapshots manifests", "snapshots records", "snapshots empty", "snapshots gone")
 
 
 @pytest.mark.timeout(120 + 240 * ROUNDS)

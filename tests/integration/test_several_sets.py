@@ -60,10 +60,10 @@ def final(path: Path) -> bytes:
 
 @pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
 def test_interrupted_runs_resume_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
-    steps = 60
+    steps = 40
     expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)
     path = tmp_path / "interrupted"
-    for interrupt in range(5):
+    for interrupt in range(3):
         run = start(path, runs, steps, d_steps)
         run.until(r"rank 0 is at", 2 * (d_steps + 1))
         for _ in range(1 + interrupt % (d_steps + 1)):  # before, within and after an iteration
@@ -84,14 +84,14 @@ def worker_of(run: Run, rank: int) -> psutil.Process:
 
 
 def test_a_worker_that_was_killed_joins_all_sets_in_one_iteration(tmp_path: Path, runs: list[Run]) -> None:
-    run = start(tmp_path / "killed", runs, 400, 1, "--max-restarts", "5")
+    run = start(tmp_path / "killed", runs, 150, 1, "--max-restarts", "5")
     for _ in range(2):
         run.until(r"rank 1 is at", 20)
         worker_of(run, 1).kill()
         run.until(r"rank 1 begins at")
     text = end(run)
     assert "wait for each other" not in text, text
-    assert "rank 0 ends 400 400" in text and "rank 1 ends 400 400" in text, text
+    assert "rank 0 ends 150 150" in text and "rank 1 ends 150 150" in text, text
 
 
 def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: list[Run]) -> None:
@@ -114,7 +114,7 @@ def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: li
 
 @pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
 def test_periodic_snapshots_are_cut_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
-    steps = 600 // d_steps
+    steps = 300 // d_steps
     expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)
     path = tmp_path / "saved"
     run = start(path, runs, steps, d_steps, "--save-interval", "1s", "--keep-last", "50")

@@ -24,7 +24,7 @@ from psdist_scheduler.events.records import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.placement import alignment
 
-SEEDS = int(os.environ.get("SEEDS", "150"))
+SEEDS = int(os.environ.get("SEEDS", "60"))
 #: Orders that repeat, by the sets of an iteration; None is one that depends on data, and is declared.
 ORDERS = ("DG", "DDDDDG", "DGE", "DDGDGE", None)
 
