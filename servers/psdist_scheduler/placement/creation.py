@@ -111,7 +111,11 @@ class Creation:
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
-        if p is None or p.record is None or p.record.committed or not self._resume.on_loaded(event, server, p.entry):
+        if p is None or p.record is None:
+            return []
+        # Servers report once in a session, so this counts even if it is needed only after another server is lost.
+        are_loaded = self._resume.on_loaded(event, server, p.entry)
+        if p.record.committed or not are_loaded:
             return []
         p.commit()
         return [ev.LogEvent(f"parameters {p.name!r} are loaded")]

@@ -198,6 +198,28 @@ def test_a_scheduler_that_is_started_again_while_values_are_loaded_goes_on() -> 
     assert again.entry().ready and again.state(call) == ev.ParametersReady(7)
 
 
+def test_what_servers_load_counts_after_a_restart_and_the_loss_of_another() -> None:
+    """Servers say once in a session what they have loaded; the scheduler may have stored already that all is loaded."""
+    before = saved_run(7)
+    d = resumed(before, servers_min=2, replicas=2)
+    d.begin()
+    d.go_on()
+    entry = d.entry()
+    assert not entry.ready and not d.cluster.registry.resume.missing(entry)
+    base = history_of(before).newest
+    again = SnapshotDriver(d.stored, d.now, history=replace(history_of(before), base=base), replicas=2)
+    for member in (*d.cluster.members.servers, *d.cluster.members.workers):
+        again.open(member)
+    again.go_on()
+    for number, shard in enumerate(entry.shards):
+        session = again.cluster.members.sessions.of(shard.primary.server_id)
+        again.on(sn.Loaded(session, "mlp", entry.generation, (number,), (shard.term,)))
+    victim, loaded = entry.primaries[0], entry.primaries[1]
+    lose(again, victim)
+    assert victim not in again.entry().primaries
+    assert 1 not in again.cluster.registry.resume.missing(again.entry()).get(loaded, [])
+
+
 def test_a_scheduler_without_its_storage_makes_nothing_anew() -> None:
     """Parameters that were saved must not begin from a worker's values because the storage was away for a moment."""
     before = saved_run(7)
