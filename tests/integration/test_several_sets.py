@@ -112,7 +112,8 @@ def test_workers_are_added_to_all_sets_in_one_iteration(tmp_path: Path, runs: li
     assert "rank 0 ends 600 600" in text, text
 
 
-@pytest.mark.parametrize("d_steps", [1, pytest.param(5, marks=pytest.mark.long)])  # long: only a longer iteration
+@pytest.mark.long  # The simulation of several sets cuts such snapshots, too.
+@pytest.mark.parametrize("d_steps", [1, 5])
 def test_periodic_snapshots_are_cut_where_an_iteration_starts(tmp_path: Path, runs: list[Run], d_steps: int) -> None:
     steps = 300 // d_steps
     expected = undisturbed(tmp_path / "undisturbed", runs, steps, d_steps)

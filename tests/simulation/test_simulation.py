@@ -75,7 +75,6 @@ QUICK = (
     "contributions are added in rank order",
     "the bound of SSP",
     "what is published is durable",
-    "a replica refuses an old term",
     "a report on an earlier filling does not count",
 )
 
