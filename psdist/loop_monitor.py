@@ -79,7 +79,7 @@ class LoopMonitor:
     def _sample(self) -> None:
         """Count the loop's stacks while it is late. Runs in a thread of its own, until the loop is closed.
 
-        A loop that does not run is not late, and who holds the frames of other threads holds their arrays.
+        Frames keep the arrays of their threads alive, so none are taken while the loop does not run.
         """
         slept = time.monotonic()
         while not self._loop.is_closed():

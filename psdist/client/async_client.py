@@ -434,7 +434,7 @@ def _spec(
 
 @asynccontextmanager
 async def _report_done(datasets: Iterable[AsyncDataset]) -> AsyncIterator[None]:
-    """Reports what is done by now, so that it is done in the snapshot. What is said later comes too late for it."""
+    """Report the ranges that are done, so that the snapshot has them. Later reports would miss it."""
     for data in datasets:
         await data.report()
     yield

@@ -14,7 +14,7 @@ from psdist.settings.exit_codes import INFRASTRUCTURE
 from tests.chaos.lost_runs import CASES
 
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
-#: The scheduler knows its commit records, and what they name is whole.
+#: Nothing is lost in these: a scheduler with its store knows its commits without their records.
 CONTINUES = ("store kept", "store lost, snapshots", "snapshots records")
 #: The simulation of lost runs plays all of them; with real processes ``make test`` plays one of each kind.
 SHORT = ("store lost", "snapshots flip")

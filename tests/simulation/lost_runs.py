@@ -95,7 +95,7 @@ def draw(seed: int) -> LostOptions:
     rng = random.Random(f"{seed}/lost")
     lost = rng.choice(KINDS)
     storage = lost.endswith("damaged") or rng.random() < 0.5
-    # A scheduler that lives needs no record of what it committed.
+    # A running scheduler knows its commits, so damaged records of them change nothing.
     damages = [how for how in DAMAGES if how != "flipped record" or not lost.startswith("servers lost")]
     save_steps = rng.choice((0, 1, 2)) if storage and isinstance(base.consistency, BSP) else 0
     return LostOptions(
@@ -125,7 +125,7 @@ def draw(seed: int) -> LostOptions:
 
 @dataclass(frozen=True)
 class End:
-    """How a process ended. seconds: since the run lost something."""
+    """The end of a process. seconds: between the loss and this end."""
 
     name: str
     error: PsdistError
@@ -371,7 +371,7 @@ class LostWorld(SnapshotWorld):
 
     @property
     def _was_under_way(self) -> bool:
-        """True if the scheduler that lost its servers committed one more snapshot of what they had trained."""
+        """True if a snapshot of the lost servers was still committed after the loss."""
         return any(saved.era == self._era for saved in self.oracle.commits[self._commits :])
 
     @property

@@ -444,7 +444,7 @@ async def _faults(world: OrdinaryWorld, nemesis: SnapshotNemesis) -> None:
 
 
 async def play_phases(world: OrdinaryWorld) -> None:
-    """All phases of a run, and what is left when they are over."""
+    """Play all phases of a run, and its end."""
     options, loop = world.options, world.loop
     world.begin()
     rng = options.stream("stops")

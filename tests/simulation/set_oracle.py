@@ -30,7 +30,7 @@ from tests.simulation.storage import Bucket
 
 @dataclass
 class Part(Life):
-    """What a worker's process does in one parameter set. slots: of its pushes so far."""
+    """One life of a worker in one parameter set. slots: those of its pushes so far."""
 
     name: str = ""
     slots: Any = field(default_factory=list)
@@ -71,7 +71,7 @@ class Emptied:
 
 
 class SetOracle(SnapshotOracle):
-    """Of one parameter set."""
+    """Judges one parameter set."""
 
     def __init__(self, name: str, optimizer: Optimizer, slices: int, slots: int, noise: np.random.Generator) -> None:
         super().__init__(name, BSP(), optimizer, slices, slots, noise)
@@ -118,7 +118,7 @@ class SetOracle(SnapshotOracle):
 
 
 class SetsOracle:
-    """Of all sets; the same for the rest of the simulation as that of one."""
+    """Judges all sets of a run. The rest of the simulation uses it like the oracle of one set."""
 
     exact = True
 
@@ -134,19 +134,19 @@ class SetsOracle:
         #: Whether a snapshot that is committed now may be cut within an iteration.
         self.is_excused = False
 
-    # --- what one oracle has, too -------------------------------------------------------------------------------------
+    # --- the interface of one oracle ----------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._first, name)
 
     @property
     def violations(self) -> list[str]:
-        """Of all sets."""
+        """The violations of all sets."""
         return [f"{name}: {text}" for name, one in self.by_name.items() for text in one.violations]
 
     @property
     def pushes(self) -> dict[tuple[str, int], Push]:
-        """Of all sets, by set and slot."""
+        """The pushes of all sets, by set and slot."""
         return {(name, slot): push for name, one in self.by_name.items() for slot, push in one.pushes.items()}
 
     @property
@@ -246,7 +246,7 @@ class SetsOracle:
         return None if len(directories) > 1 and any(position) else position
 
     def _is_lost(self, base: Vector) -> bool:
-        """Whether a script that draws its iterations begins within one."""
+        """True if a script that draws its iterations begins within one."""
         return not self.order.pattern and self.order.number(base) is None
 
     def _check_start(self, start: Start, moved: Vector | None) -> None:

@@ -179,7 +179,7 @@ class SetsWorld(OrdinaryWorld):
         super()._created(path)
 
     def _is_excused(self) -> bool:
-        """Whether psdist may save sets now where each of them stands."""
+        """True if psdist may save the sets in the middle of an iteration now."""
         lives = [life for life in self.lives if life.phase == self.oracle.phase]
         ended = self.stopping or not any(life.joined and not life.over for life in lives)
         if ended and not self.options.peaceful:
@@ -300,7 +300,7 @@ class SetsWorld(OrdinaryWorld):
             oracle.saw(part, handle.exchange.participation.sequence.versions, weights, (), acked)
 
     def _note_incarnation(self, life: Life, name: str, client: AsyncClient, handle: AsyncParameters) -> bool:
-        """Whether this worker has another incarnation than before."""
+        """Count a worker that joined again. Returns True if it did."""
         changed = self.parts[life.number][name].incarnation != _incarnation_of(handle)
         if changed:
             self.counts["joined again"] += 1

@@ -105,7 +105,7 @@ def _place_kept(put: Put) -> None:
 
 @_ablation("no start is reported before all sets have entered", **_EXPELLED)
 def _too_early(put: Put) -> None:
-    standing = ProgramOrder.standing.fget  # type: ignore[attr-defined]
+    standing: Any = vars(ProgramOrder)["standing"].fget
 
     def early(self: Any) -> Any:
         names, self._names = self._names, frozenset(self.sequences)

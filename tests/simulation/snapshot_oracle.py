@@ -118,8 +118,7 @@ class SnapshotOracle(Oracle):
         self._schedulers.clear()
 
     def only_readable(self, directories: Iterable[str], *, again: bool = False) -> None:
-        """Of the snapshots so far exactly these can be read from now on. again: True if the last era could not begin
-        before, and can now."""
+        """Record which of the snapshots so far can still be read. again: True if the last era could begin only now."""
         if again:
             self._begun_again.add(len(self.eras) - 1)
         self._readable.append((len(self.eras) - again, len(self.commits), frozenset(directories)))

@@ -75,6 +75,7 @@ QUICK = (
     "contributions are added in rank order",
     "the bound of SSP",
     "what is published is durable",
+    "a replica refuses an old term",
     "a report on an earlier filling does not count",
 )
 
@@ -94,7 +95,7 @@ def test_some_seeds() -> None:
 
 
 def _until_taken(path: str) -> tuple[str, str]:
-    """Runs seeds with faults that lead to a path until one takes it; returns what is wrong. In a prepared process."""
+    """Run seeds with the faults of a path until one takes it. Returns the path and its failure, empty for none."""
     for seed in range(FIRST, FIRST + SEEDS_MAX):
         options = replace(draw(seed), servers=3, workers=3, replicas=2, lives=7, faults=RARE[path], fault_count=5)
         result = scenario.run(seed, options)

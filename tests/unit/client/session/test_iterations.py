@@ -1,4 +1,4 @@
-"""What a worker reports of its iterations while it is held."""
+"""Reports of a held worker on its iterations."""
 
 from __future__ import annotations
 

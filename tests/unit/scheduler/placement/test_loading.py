@@ -1,4 +1,4 @@
-"""The scheduler's machine while servers load a parameter set from a snapshot: what they report, and who is lost."""
+"""Loading a parameter set from a snapshot: reports of servers, lost servers, and schedulers that are restarted."""
 
 from __future__ import annotations
 
