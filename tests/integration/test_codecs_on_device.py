@@ -64,12 +64,13 @@ def test_arrays_are_taken_and_given_where_they_lie(device: CudaDevice, library: 
     vectors.register(out)
     vectors.copy_out(found, out)
     np.testing.assert_array_equal(out, values)
-    elsewhere = {name: 2 * array for name, array in buffers.items()}
-    vectors.copy_out(vectors.gather(elsewhere), out)
-    np.testing.assert_array_equal(out, 2 * values)
     doubles = {
         name: array.astype("float64") if library == "cupy" else array.double() for name, array in buffers.items()
     }
+    elsewhere = {name: 2 * array for name, array in buffers.items()}
+    # The vector lies in the memory of the buffers, so this writes over them.
+    vectors.copy_out(vectors.gather(elsewhere), out)
+    np.testing.assert_array_equal(out, 2 * values)
     tiny = next(iter(doubles.values())).reshape(-1)
     tiny[:2] = -3e-45  # CuPy's own conversion would flush it to zero.
     vectors.copy_out(vectors.gather(doubles), out)
