@@ -214,7 +214,8 @@ class ChaosCluster:
         command = spec.argv
         if self.network is not None:
             host = self.network.address(number)
-            command = (*self.network.inside(number), *command, "--host", host, *self._insecure())
+            # All of them have this machine's name: the scheduler would number them in the order in which they come.
+            command = (*self.network.inside(number), *command, "--host", host, "--server-id", name, *self._insecure())
             command = (*command, "--scheduler", self.address)
         elif self.settings.reach is Reach.PROXY:
             port = free_port(_LOOPBACK)

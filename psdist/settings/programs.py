@@ -321,7 +321,8 @@ def server_line() -> CommandLine:
             SCHEDULER_FLAG,
             SCHEDULER_FILE_FLAG,
             *_LISTEN_FLAGS,
-            Flag("--server-id", "id of this server; the scheduler chooses one otherwise", _name_text, "", "ID"),
+            Flag("--server-id", "id of this server (default: the name of its host, with a number from the second "
+                 "server of a host on; server-N on loopback)", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
             Flag("--transport", "how servers keep copies of shards: auto, shm, tcp, or grpc, which is used where the "
                  "others cannot be had", one_of(*get_args(TransportName)), "auto", "NAME"),

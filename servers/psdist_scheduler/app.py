@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import uvloop
+from grpc_health.v1 import health
 
 from psdist import logs, loop_monitor
 from psdist.errors import ConfigurationError, PsdistError, StorageError
@@ -28,7 +29,7 @@ from psdist.settings.programs import SchedulerSettings
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.storage import Storage
 from psdist.wire import channels, limits
-from psdist.wire.standard_services import add_standard_services
+from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
 from psdist_scheduler.events.records import ClusterSettings, StoredState
@@ -86,16 +87,25 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
         settings.token, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
     server.add_generic_rpc_handlers((Service(scheduler).handler(),))
-    await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
+    probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
+    readiness = asyncio.create_task(_follow_readiness(scheduler, probe))
     try:
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
         address = settings.advertise or _local_address(settings.host, port)
         return await _until_the_end(settings, scheduler, address)
     finally:
+        readiness.cancel()
         scheduler.stop()
         await server.stop(_STOP_SECONDS)
         scheduler.close()
+
+
+async def _follow_readiness(scheduler: Scheduler, probe: health.aio.HealthServicer) -> None:
+    """Keeps ``psdist.ready`` up to date, for ever."""
+    while True:
+        await set_ready(probe, ready=scheduler.cluster.is_ready)
+        await asyncio.sleep(scheduler.cluster.settings.tick_seconds)
 
 
 async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, address: str) -> int:

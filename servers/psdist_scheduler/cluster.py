@@ -89,6 +89,11 @@ class Cluster:
         return self._calls.texts
 
     @property
+    def is_ready(self) -> bool:
+        """True while the run has the members that it needs and nothing is lost."""
+        return not (self.registry.lost_text or self.paused or self.demand.shortage(begun=bool(self.registry.entries)))
+
+    @property
     def phase(self) -> str:
         """One sentence about where the run stands, with the reason if it does not go on."""
         if lost := self.registry.lost_text:

@@ -29,7 +29,7 @@ from psdist.settings.config import is_loopback, parse_address
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
 from psdist.wire import channels, malloc_options
-from psdist.wire.standard_services import add_standard_services
+from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.scheduler_session import ServerSession
@@ -135,6 +135,7 @@ async def _until_stopped(
     session = asyncio.create_task(link.run(host))
     stopped = asyncio.create_task(stop.wait())
     run_ended = asyncio.create_task(link.run_ended.wait())
+    readiness = asyncio.create_task(_follow_readiness(link, probe))
     await asyncio.wait({session, stopped, run_ended}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if session.done() and (error := session.exception()):
@@ -144,16 +145,24 @@ async def _until_stopped(
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
         await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)
         draining.cancel()
+    readiness.cancel()
     await probe.enter_graceful_shutdown()
     if code == 0:
         await link.leave("stopped")
     for task in (session, stopped, run_ended):
         task.cancel()
-    await asyncio.gather(session, stopped, run_ended, return_exceptions=True)
+    await asyncio.gather(session, stopped, run_ended, readiness, return_exceptions=True)
     service.disconnect()
     await server.stop(_GRACE_SECONDS)
     await host.close()
     return code
+
+
+async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -> None:
+    """Keeps ``psdist.ready`` up to date, for ever."""
+    while True:
+        await set_ready(probe, ready=link.in_session)
+        await asyncio.sleep(link.registration.heartbeat_seconds)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:

@@ -49,7 +49,8 @@ class ServerSession:
         self.registration = ServerRegistration(run_id, server_id)
         #: Set when the scheduler says that no worker is left, and that what was trained is saved.
         self.run_ended = asyncio.Event()
-        self._in_session = False
+        #: True while the session is open and its first map was followed.
+        self.in_session = False
         self._leaving = False
         #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
@@ -96,7 +97,7 @@ class ServerSession:
         does not want this incarnation any more, and an error of RUN_ENDING if the run cannot continue."""
         backoff, reason = Backoff.of_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
-            self._in_session = False
+            self.in_session = False
             server.snapshot_writer.session_ended()
             try:
                 await self._session(server)
@@ -111,7 +112,7 @@ class ServerSession:
                 reason = "a heartbeat could not be made"
             if self._leaving:
                 return
-            if self._in_session:  # One line is enough: it is not repeated for the attempts that follow.
+            if self.in_session:  # One line is enough: it is not repeated for the attempts that follow.
                 backoff.reset()
                 _log.warning("session broken, trying again", scheduler=self._connection.address, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
@@ -161,8 +162,8 @@ class ServerSession:
         match response.WhichOneof("command"):
             case "map":
                 await server.follow(convert.map_from_proto(response.map))
-                if not self._in_session:
-                    self._in_session = True
+                if not self.in_session:
+                    self.in_session = True
                     for parameters, worker_id in self._stale:
                         server.withdraw(parameters, worker_id)
             case "join_proposal":

@@ -1,18 +1,29 @@
-"""The health probe against real gRPC servers, and against nobody; as a program, because that is what an engine runs."""
+"""The health probe against real gRPC servers, and against nobody; as a program, because that is what an engine runs.
+What a scheduler and a server say of themselves, as real processes.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from psdist.launch.process import free_port
 from psdist.settings import exit_codes
+from psdist.settings.config import await_address
+from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
+from psdist.wire import auth, limits
+from psdist.wire.standard_services import LIVE, READY
 
 
 @pytest.fixture
@@ -60,3 +71,52 @@ def test_a_wrong_command_line_says_how(arguments: list[str]) -> None:
     done = probe(*arguments)
     assert done.returncode == exit_codes.USAGE
     assert "usage: python -m psdist.cli.health HOST:PORT" in done.stderr
+
+
+def test_a_service_is_asked_for_by_name(server: tuple[health.HealthServicer, str]) -> None:
+    servicer, address = server
+    servicer.set(READY, health_pb2.HealthCheckResponse.SERVING)
+    assert probe(address, "3", READY).returncode == exit_codes.OK
+    done = probe(address, "3", "ready")
+    assert done.returncode == exit_codes.UNAVAILABLE and "no health service is named 'ready'" in done.stdout
+
+
+def watch(stack: ExitStack, address: str, service: str) -> Iterator[str]:
+    """The states of a service, as they change."""
+    channel = stack.enter_context(grpc.insecure_channel(address))
+    request = health_pb2.HealthCheckRequest(service=service)
+    watched = health_pb2_grpc.HealthStub(channel).Watch(
+        request, metadata=auth.metadata("secret"), wait_for_ready=True, timeout=120
+    )
+    for answer in watched:
+        yield health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+
+
+def test_a_scheduler_that_waits_is_live_and_not_ready_and_so_is_a_server_without_it(tmp_path: Path) -> None:
+    environment = os.environ | {"PSDIST_TOKEN": "secret"}
+    file, port = tmp_path / "address", free_port("127.0.0.1")
+    with ExitStack() as stack:
+
+        def start(*command: str) -> subprocess.Popen[bytes]:
+            process = subprocess.Popen([sys.executable, "-m", *command], env=environment)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        scheduler = start("psdist_scheduler", "--address-file", str(file))
+        address = await_address(file, 60)
+        ready = watch(stack, address, READY)
+        assert next(ready) == "NOT_SERVING" and next(watch(stack, address, LIVE)) == "SERVING"
+        server = start("psdist_server", "--scheduler", address, "--port", str(port))
+        server_ready = watch(stack, f"127.0.0.1:{port}", READY)
+        while next(server_ready) != "SERVING":
+            pass
+        stub = scheduler_pb2_grpc.SchedulerServiceStub(stack.enter_context(grpc.insecure_channel(address)))
+        worker = scheduler_pb2.RegisterRequest(
+            protocol_version=limits.PROTOCOL_VERSION, role=scheduler_pb2.ROLE_WORKER, host="box", pid=7
+        )
+        stub.Register(worker, metadata=auth.metadata("secret"))
+        assert next(ready) == "SERVING"
+        scheduler.send_signal(signal.SIGKILL)
+        assert next(server_ready) == "NOT_SERVING" and server.poll() is None
+        assert next(watch(stack, f"127.0.0.1:{port}", LIVE)) == "SERVING"

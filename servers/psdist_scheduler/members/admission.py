@@ -8,7 +8,9 @@ Not here: the members (``membership``), what else follows from a registration (`
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from psdist.errors import (
     DuplicateMemberError,
@@ -21,6 +23,11 @@ from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, PROTOCOL_VERSION, WOR
 from psdist_scheduler.events.cluster_events import Register
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
+
+#: A label of a host name that can be an id.
+_HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
+#: Ids of workers, which hosts can have as names, too.
+_WORKER: Final = re.compile(r"worker-\d+")
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class MemberAdmission:
             member_id = event.member_id or f"worker-{rank}"
         else:
             rank = 0
-            member_id = event.member_id or self._free_server_id(reserved)
+            member_id = event.member_id or self._server_id(event, reserved)
         before = self._members.get(member_id)
         self._check_free(member_id, event, before)
         return Member(
@@ -89,7 +96,22 @@ class MemberAdmission:
             return before.rank
         return next(rank for rank in range(MEMBERS_MAX + 1) if rank not in taken)
 
-    def _free_server_id(self, reserved: frozenset[str]) -> str:
+    def _server_id(self, event: Register, reserved: frozenset[str]) -> str:
+        """The id of a server that asks for none: the name of its host, by which operators know it.
+
+        From the second server of a host on there is a number behind it. A server that is started again gets its id
+        again. On loopback all are of one host, and have numbers alone.
+        """
+        host = event.host.partition(".")[0]
+        if _is_loopback(event.address) or not _HOST.fullmatch(host) or _WORKER.fullmatch(host):
+            return self._numbered_id(reserved)
+        names = [host, *(f"{host}-{number}" for number in range(2, MEMBERS_MAX + 2))]
+        held = {member.member_id: member for name in names if (member := self._members.get(name)) is not None}
+        ended = [name for name, member in held.items() if member.role == "server" and not member.live]
+        here = [name for name in ended if held[name].address == event.address]
+        return next(name for name in (*here, *names) if name not in held or name in ended)
+
+    def _numbered_id(self, reserved: frozenset[str]) -> str:
         for number in range(KNOWN_IDS_MAX + 1):
             member_id = f"server-{number}"
             member = self._members.get(member_id)
@@ -130,3 +152,9 @@ class MemberAdmission:
             host=holder.host,
             pid=holder.pid,
         )
+
+
+def _is_loopback(address: str) -> bool:
+    """True if only its own host can reach ``address`` (host:port)."""
+    host = address.rpartition(":")[0].strip("[]")
+    return host in ("", "localhost", "::1") or host.startswith("127.")

@@ -1,15 +1,17 @@
-"""Registrations that come together, and how often members are to be heard."""
+"""Registrations that come together, ids of servers, and how often members are to be heard."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from scheduler_driver import Driver
 
 from psdist import errors
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.worker_events import Caller
 
 
 def test_workers_that_register_together_share_an_epoch() -> None:
@@ -47,3 +49,49 @@ def test_many_workers_beat_less_often() -> None:
     for role, expected in (("worker", 4.0), ("server", 0.5)):
         d.on(ev.Register(call := d.number(), PROTOCOL_VERSION, "", role))
         assert d.told[call][-1].heartbeat_seconds == expected
+
+
+def server_at(d: Driver, host: str, address: str) -> str:
+    """The id of a server that registers from a host, without asking for one."""
+    return d.register("server", host=host, address=address).member_id
+
+
+def lose(d: Driver, member_id: str) -> None:
+    member = d.cluster.members.get(member_id)
+    assert member is not None
+    d.on(ev.Leave(d.number(), Caller("", member_id, member.incarnation), "killed"))
+
+
+def test_servers_are_named_by_their_hosts() -> None:
+    d = Driver()
+    assert server_at(d, "gpu-a.cluster.local", "10.0.0.1:5000") == "gpu-a"
+    assert server_at(d, "gpu-b", "10.0.0.2:5000") == "gpu-b"
+    assert [server_at(d, "gpu-a.cluster.local", f"10.0.0.1:{port}") for port in (5001, 5002)] == ["gpu-a-2", "gpu-a-3"]
+
+
+def test_a_server_that_is_started_again_has_its_name_again() -> None:
+    d = Driver()
+    for host, port in (("a", 1), ("b", 2), ("b", 3)):
+        server_at(d, host, f"10.0.0.9:{port}")
+    for name in ("b", "b-2"):
+        lose(d, name)
+    # The second one first: its address tells them apart.
+    assert [server_at(d, "b", f"10.0.0.9:{port}") for port in (3, 2)] == ["b-2", "b"]
+    lose(d, "b-2")
+    assert server_at(d, "b", "10.0.0.9:77") == "b-2", "at another port it has the free name of its host"
+    assert d.cluster.members.get("b-2").incarnation == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("box", "127.0.0.1:5"), ("box", "[::1]:5"), ("box", "localhost:5"), ("", "10.0.0.1:5"), ("worker-1", "10.0.0.1:5"),
+     ("two words", "10.0.0.1:5"), ("x" * 80, "10.0.0.1:5")],
+)  # fmt: skip
+def test_servers_of_one_machine_or_of_hosts_that_name_nothing_have_numbers(host: str, address: str) -> None:
+    assert server_at(Driver(), host, address) == "server-0"
+
+
+def test_a_host_with_the_name_of_a_member_gets_a_number_behind_it() -> None:
+    d = Driver()
+    d.register("worker", member_id="box")
+    assert server_at(d, "box", "10.0.0.1:5") == "box-2"
