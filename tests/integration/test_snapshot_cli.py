@@ -157,14 +157,11 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     assert "the run goes on" not in text and "begins at" not in text
 
 
-def test_a_renamed_parameter_set_is_told_at_once_and_ends_with_a_status(stage: Stage) -> None:
+def test_another_script_under_a_run_id_with_snapshots_is_refused_at_its_start(stage: Stage) -> None:
     status, text = stage.train("train.py")
     assert status == 0 and text.splitlines()[-1].endswith(f"snapshots are in {stage.path / 'psdist-runs' / 'digits'}")
     status, text = stage.train("train.py", "rename")
-    assert status == 74 and "'renamed' is not in snapshot" in text and "The snapshot has 'model'" in text, text
-    assert "'model', which the snapshot before has, was not created" in text, text
-    assert "what was trained since the last snapshot is not saved; the run ends with exit status 74" in text, text
-    assert "training goes on" not in text and "exit code 1" not in text, text
+    assert status == 78 and "which has 'model' and not 'renamed'" in text and "another --run-id" in text, text
 
 
 @pytest.mark.long

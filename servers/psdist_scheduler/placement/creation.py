@@ -68,7 +68,7 @@ class Creation:
         if p is not None:
             self._check_lost(p)
             p.check_same(event)
-        self._resume.check(event.spec, event.layout)
+        self._resume.check(event.spec, event.layout, self._registry.names)
         if p is None or p.spec is None:
             placement.check_overrides(event.layout, event.spec.optimizer.overrides)
             placement.choose_slicing(event.layout.total, event.spec.slice_elements)
@@ -218,7 +218,7 @@ class Creation:
     def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
         assert p.spec is not None and p.layout is not None
         try:  # It may be another snapshot than when they asked, or none was known.
-            self._resume.check(p.spec, p.layout)
+            self._resume.check(p.spec, p.layout, self._registry.names)
         except PsdistError as error:
             return self._refuse(error, p.creators)
         saved, base = self._resume.state(p.name), self._resume.base

@@ -240,6 +240,11 @@ class Registry:
         return tuple(self._all.values())
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all parameter sets that were asked for."""
+        return tuple(self._all)
+
+    @property
     def entries(self) -> tuple[ParametersEntry, ...]:
         """What the cluster map shows."""
         return tuple(self._all[name].entry for name in self._placed)

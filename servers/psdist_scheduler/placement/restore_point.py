@@ -10,13 +10,15 @@ took itself resets nothing again. Snapshots that the run did not take itself hav
 those that it took record in their settings whether it was to reset.
 
 Invariants: a parameter set with other tensors, or with settings that the values in the snapshot do not allow, is
-refused. A shard counts as loaded only when the primary of its current term has reported it.
+refused, and so is one of another name before any that the snapshot has. A shard counts as loaded only when the primary
+of its current term has reported it.
 
 Not here: placing (``registry``), which snapshot (``schedule``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 
 from psdist.changes import changes
@@ -70,11 +72,15 @@ class Resume:
         state = self.state(spec.name)
         return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
 
-    def check(self, spec: ParametersSpec, layout: Layout) -> None:
+    def check(self, spec: ParametersSpec, layout: Layout, others: Iterable[str]) -> None:
         """Raises SettingsMismatchError, LayoutMismatchError where parameters of these settings cannot have the values
-        of the snapshot."""
+        of the snapshot. others: names of the parameter sets that were asked for before."""
         state = self.state(spec.name)
-        if state is None or self.found is None:
+        if self.found is None:
+            return
+        if state is None:
+            if self.since is None and not any(self.state(name) for name in others):
+                raise self._foreign(spec.name)
             return
         whose = f"{spec.name!r} as snapshot {self.found.commit.directory} has it"
         if state.layout != layout:
@@ -90,6 +96,18 @@ class Resume:
                 "psdist.torch, on every worker, which begins the optimizer's state anew from the snapshot's weights; "
                 f"or {_REMEDY}"
             )
+
+    def _foreign(self, name: str) -> SettingsMismatchError:
+        """The script that begins with this name seems to be another than the one whose snapshot is resumed from. At its
+        end nothing could be saved: a snapshot has all parameter sets of the one before."""
+        assert self.found is not None
+        there = name_some([repr(state.spec.name) for state in self.found.manifest.parameters])
+        return SettingsMismatchError(
+            f"the run resumes from snapshot {self.found.commit.directory}, which has {there} and not {name!r}: is this "
+            "another script? Start it under another --run-id or with another --storage-path. A parameter set resumes "
+            "under the name that it was saved by, and one that is new in this run is created after those of the "
+            "snapshot"
+        )
 
     def resets(self, spec: ParametersSpec) -> bool:
         """Whether the optimizer's state begins anew. What a snapshot of this run has was reset before, if it was to."""

@@ -127,10 +127,11 @@ def test_another_configuration_is_refused(
 
 def test_parameters_of_another_name_begin_anew() -> None:
     d = resumed(saved_run(7))
-    (worker,) = d.begin(name="new")
-    assert d.entry("new").restore is None and d.entry("new").ready
-    d.create(worker)
+    (worker,) = d.begin()
+    d.create(worker, name="new")
+    d.ask(ev.CommitParameters, worker, "new")
     d.go_on()
+    assert d.entry("new").restore is None and d.entry("new").ready
     assert d.entry().ready and d.entry().members[0].first_step == 7
 
 
@@ -517,7 +518,11 @@ def test_what_is_still_to_be_loaded_is_not_deleted() -> None:
     before = saved_run(7)
     d = resumed(before, policy=SavePolicy(steps=1, keep_last=1))
     base = before.cluster.snapshots.catalog.commits[0]
-    (worker,) = d.begin(name="new")
+    d.join("server")
+    worker, _ = d.join()
+    d.ask(ev.Describe, worker)  # So this script is no stranger, but its "mlp" has not begun.
+    d.create(worker, name="new")
+    d.ask(ev.CommitParameters, worker, "new")
     d.go_on()
     d.train(1, "new")
     d.train(2, "new")

@@ -89,12 +89,22 @@ def test_with_the_same_settings_nothing_is_announced() -> None:
     assert noted(d) == [] and told(d) == [""]
 
 
-def test_a_name_that_the_snapshot_lacks_is_announced_as_soon_as_it_is_created() -> None:
+def test_a_script_that_begins_with_a_name_that_the_snapshot_lacks_is_refused() -> None:
     d = resumed(saved_run(7))
-    d.begin(name="renamed")
+    text = str(refused(d, name="renamed"))
+    assert f"resumes from snapshot {first_snapshot(d)}, which has 'mlp' and not 'renamed'" in text, text
+    assert "another --run-id" in text and d.cluster.registry.all == (), "something has changed"
+
+
+def test_a_name_that_the_snapshot_lacks_is_announced_where_it_comes_after_one_that_it_has() -> None:
+    d = resumed(saved_run(7))
+    (worker,) = d.begin()
     d.go_on()
-    text = f"'renamed' is not in snapshot {first_snapshot(d)}, from which the run goes on, and begins anew"
-    (notice,) = told(d)
+    call = d.create(worker, name="added")
+    d.ask(ev.CommitParameters, worker, "added")
+    d.go_on()
+    text = f"'added' is not in snapshot {first_snapshot(d)}, from which the run goes on, and begins anew"
+    notice = d.state(call).notice
     assert notice.startswith(text) and "The snapshot has 'mlp'" in notice and notice in d.notes
 
 
@@ -212,7 +222,9 @@ def test_without_a_snapshot_a_reset_does_nothing() -> None:
 
 def test_parameters_that_are_not_in_the_snapshot_are_not_reset() -> None:
     d = resumed(saved_run(7))
-    d.begin(name="new", optimizer=ADAM, reset_optimizer=True)
+    (worker,) = d.begin()
+    d.create(worker, name="new", optimizer=ADAM, reset_optimizer=True)
+    d.ask(ev.CommitParameters, worker, "new")
     assert d.entry("new").ready and d.entry("new").state_since == 0 and noted(d) == []
 
 
