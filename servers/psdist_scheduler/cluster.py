@@ -140,15 +140,17 @@ class Cluster:
             # Heartbeats come by the thousand, and no waiting call depends on them.
             accepted = accepted or not isinstance(event, ev.Heartbeat | Heard | we.ServerChecked)
         if self.failed is not None:
-            return self._end_run(self.failed, now) + effects
+            return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects
 
-    def _end_run(self, error: PsdistError, now: float) -> list[Effect]:
-        """The run cannot continue: all members and callers are told why, and nothing else follows from anything."""
-        effects = self.machines.scaling.progress(now)
+    def _end_run(self, error: PsdistError, before: list[Effect], now: float) -> list[Effect]:
+        """The run cannot continue: all members and callers are told why, and nothing else follows from anything.
+        before: effects of the events that led to this."""
+        effects = before + self.machines.scaling.progress(now)
         if self._has_ended:
             return effects
         self._has_ended = True
+        self._calls.settle(effects)
         sessions, calls = [*self.members.sessions], self._calls.all
         for call in calls:
             self._end(call)
@@ -340,10 +342,12 @@ class Cluster:
         alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
+        if self.failed is None:
+            effects += self._end_calls_of_the_gone() + machines.replica_manager.lose(epoch)
+            machines.rollback.end_if_lost()
         if self.failed is not None:
-            return self._end_run(self.failed, now) + effects
-        effects += self._end_calls_of_the_gone()
-        effects += machines.replica_manager.lose(epoch) + machines.replica_manager.plan(epoch, now)
+            return self._end_run(self.failed, effects, now)
+        effects += machines.replica_manager.plan(epoch, now)
         effects += alignment.progress(now) + machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
         effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)

@@ -36,7 +36,10 @@ with psdist.init() as context:
     if context.rank == 0:
         print("starts at step", p.step, flush=True)
     while True:
-        p.push_pull({"w": np.full(4096, -1, np.float32)})
+        try:
+            p.push_pull({"w": np.full(4096, -1, np.float32)})
+        except psdist.errors.ServerLostError as error:
+            raise RuntimeError("training failed") from error  # As scripts do.
         if context.rank == 0:
             print("step", p.step, flush=True)
         pace.wait(0.02)
@@ -229,6 +232,18 @@ def _put_back(path: Path) -> None:
         file.rename(path / file.name.removeprefix("older-"))
 
 
+def lose_server(path: Path) -> Outcome:
+    """Kills a server of a run with one copy that saves nothing, and starts another in its place."""
+    programs = Programs(path, 2, "--storage-path", "none")
+    try:
+        programs.start("--store", "memory")
+        programs.kill("server-0")
+        programs.start_server(0)
+        return programs.outcome(lambda: False)
+    finally:
+        programs.stop()
+
+
 def damage_snapshots(path: Path, *, how: str, servers: int = 2) -> Outcome:
     """Damages every snapshot of a run with one copy, and kills a server, which is started again. how: "flip" (a bit of
     each shard file), "manifests", "records", "empty" (no file is left), or "gone" (nor the directory)."""
@@ -265,6 +280,7 @@ CASES: Final[Mapping[str, Callable[[Path], Outcome]]] = {
     "store lost, snapshots": lambda path: restart_scheduler(path, store="lost", storage=True),
     **{f"snapshots {how}": lambda path, how=how: damage_snapshots(path, how=how)  # type: ignore[misc]
        for how in ("flip", "manifests", "records", "empty", "gone")},
+    "nothing saved": lose_server,
 }  # fmt: skip
 
 

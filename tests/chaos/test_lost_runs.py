@@ -17,7 +17,7 @@ ROUNDS = int(os.environ.get("ROUNDS", "1"))
 #: Nothing is lost in these: a scheduler with its store knows its commits without their records.
 CONTINUES = ("store kept", "store lost, snapshots", "snapshots records")
 #: The simulation of lost runs plays all of them; with real processes ``make test`` plays one of each kind.
-SHORT = ("store lost", "snapshots flip")
+SHORT = ("store lost", "snapshots flip", "nothing saved")
 
 
 @pytest.mark.timeout(120 + 240 * ROUNDS)
@@ -32,5 +32,7 @@ def test_a_run_continues_or_ends_everywhere(case: str, tmp_path: Path) -> None:
         if expected and case.startswith("snapshots"):
             directories = [file.name for file in path.glob("*/snapshots/*")] or ["snapshot"]
             assert "held shard" in outcome.text and any(name in outcome.text for name in directories), outcome.text
+        elif case == "nothing saved":
+            assert "server-0 held shard" in outcome.text and "restart the run" in outcome.text, outcome.text
         elif expected:
             assert "the scheduler's record of this run is gone" in outcome.text, outcome.text

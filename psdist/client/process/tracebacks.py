@@ -56,9 +56,10 @@ def status_of(error: BaseException) -> int:
         return exit_codes.LATE
     if isinstance(error, SchedulerUnreachableError):
         return exit_codes.UNAVAILABLE
-    if isinstance(error, RUN_ENDING):
-        # The next attempt finds a run that has resumed from a snapshot.
-        return 0 if "snapshot" in error.details else exit_codes.INFRASTRUCTURE
+    for each in _chain(error):  # The script may have raised one of its own from it.
+        if isinstance(each, RUN_ENDING):
+            # The next attempt finds a run that has resumed from a snapshot.
+            return 0 if "snapshot" in each.details else exit_codes.INFRASTRUCTURE
     return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 

@@ -3,8 +3,8 @@
 Shards without another replica are lost with their server. If a snapshot has all parameter sets that are in use, and
 workers are there that need them, the whole run continues from it, in one epoch. Parameter sets gather again, under
 higher terms and the next generation. Data sets return to their positions in the snapshot. All incarnations of workers
-end, because what they know of steps and leases is no longer true. Without such a snapshot the shards stay lost
-(``replica_manager``).
+end, because what they know of steps and leases is no longer true. Without such a snapshot the run ends everywhere with
+``ServerLostError``: what was trained is gone.
 
 The run rolls back to the newest committed snapshot. While the storage is committing one, nobody knows which that is,
 and the loss waits (``deferred_losses``). Only if the storage does not answer for too long does the run use the snapshot
@@ -62,6 +62,13 @@ class Rollback:
             return self._fail(catalog.unreadable)
         names = {p.name for p in self._registry.all if p.state == "ready"}
         return self._roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
+
+    def end_if_lost(self) -> None:
+        """Ends the run if shards are lost for good: no snapshot has them, and workers miss them."""
+        text, catalog = self._registry.lost_text, self._snapshots.catalog
+        is_unknown = catalog.newest is None and (self._snapshots.doubt or catalog.is_searching)
+        if text and self._members.workers and not is_unknown:
+            self._registry.resume.fail(ServerLostError(text))
 
     def _is_needed(self) -> bool:
         """True if shards are lost that nobody else holds, and workers miss them."""

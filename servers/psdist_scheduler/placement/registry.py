@@ -108,7 +108,8 @@ class ParameterSet:
         """A sentence about the shards that are lost with their servers; empty if none are."""
         shards = self.entry.shards if self.record else ()
         gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
-        return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone" for owner, n in gone.items())
+        version = f" (at version {self.version})" if gone else ""
+        return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone{version}" for owner, n in gone.items())
 
     @property
     def is_unused(self) -> bool:

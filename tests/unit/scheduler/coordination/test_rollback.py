@@ -114,3 +114,13 @@ def test_a_scheduler_that_was_started_again_and_can_read_no_snapshot_ends_the_ru
     lost = d.cluster.failed
     assert isinstance(lost, ServerLostError) and f"2-damaged ({why})" in lost.message and not d.shards_lost
     assert "server-1 is gone and held shard" in lost.message
+
+
+def test_shards_that_nobody_misses_end_the_run_only_for_who_comes_later() -> None:
+    d = SnapshotDriver(unwritable="no space")
+    (worker,) = d.begin()
+    d.on(ev.Leave(d.number(), caller(worker), "closed"))
+    lose(d, "server-1")
+    assert d.cluster.failed is None
+    d.register("worker")
+    assert isinstance(d.cluster.failed, ServerLostError)

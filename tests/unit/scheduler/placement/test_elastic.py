@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.errors import DuplicateMemberError
+from psdist.errors import DuplicateMemberError, ServerLostError
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
 from tests.support.scheduler_driver import Driver
@@ -92,10 +92,10 @@ def test_who_was_not_heard_of_since_a_restart_gives_way_to_a_process_of_its_host
     """Killed while the scheduler was away, and started again by its launcher before the lease was over."""
     run, _ = elastic()
     again = Driver(run.stored, workers_min=1)
-    server = again.register("server", member_id="server-0", host="s")
     worker = again.register(rank=0, world_size=2, host="h")
+    server = again.register("server", member_id="server-0", host="s")
     assert (server.incarnation, worker.member_id, worker.incarnation) == (2, "worker-0", 2)
-    assert again.map.servers[0].incarnation == 2 and again.map.parameters[0].shards[0].lost
+    assert isinstance(again.cluster.failed, ServerLostError), "it held shards alone"
 
 
 def test_another_host_or_one_that_came_back_keeps_its_place() -> None:

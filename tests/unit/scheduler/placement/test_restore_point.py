@@ -205,12 +205,13 @@ def test_the_last_server_is_waited_for() -> None:
     assert d.entry().ready
 
 
-def test_without_a_snapshot_shards_stay_lost() -> None:
+def test_without_a_snapshot_the_run_ends() -> None:
     d = SnapshotDriver()
     d.begin()
     lose(d, "server-1")
     assert not d.rolled_back and d.shards_lost and "--save-interval" in d.shards_lost[0].text
-    assert isinstance(d.state(d.save()), errors.SnapshotFailedError)
+    assert isinstance(d.cluster.failed, errors.ServerLostError)
+    assert isinstance(d.state(d.save()), errors.ServerLostError)
 
 
 def test_a_snapshot_that_lacks_parameters_is_not_gone_back_to() -> None:
