@@ -9,7 +9,7 @@ from tests.simulation import lost_runs, runner
 from tests.simulation.storage import DAMAGES
 
 FIRST = 400_000
-SEEDS = 60
+SEEDS = 30
 #: Paths that so many seeds must have taken.
 PATHS = (
     *lost_runs.KINDS,

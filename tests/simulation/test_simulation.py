@@ -164,6 +164,7 @@ def test_a_seed_gives_the_same_run_in_newer_pythons() -> None:
     assert _hashes(_python("3.12"), "0") == _hashes(_python("3.13"), "1")
 
 
+@pytest.mark.long  # make sim takes away each of them, and these with it.
 def test_missing_safeguards_are_seen() -> None:
     missed = [name for name, seeds, _ in runner.hunt_all("", QUICK, processes=2) if not seeds]
     assert not missed
