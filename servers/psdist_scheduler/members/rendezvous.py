@@ -2,8 +2,8 @@
 
 Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents are there, or when
 ``nodes_min`` are and none has come for the grace period. Later rounds work likewise, and their ranks follow those that
-were given. An agent that asks again gets the same ranks. Where all places are given, an agent takes that of a node
-whose workers came and have been gone for a while, as those of a machine that was lost.
+were given. An agent that asks again gets the same ranks. If all places are given, an agent takes that of a node of its own
+host whose workers are gone, or of another whose workers have been gone for a while: that machine was lost.
 
 Invariants: no two nodes have a rank. An agent waits in at most one call. A call that ended waits nowhere.
 """
@@ -34,6 +34,8 @@ class Rendezvous:
         self._vacant = vacant_seconds
         #: By agent, since when its workers are gone, or it has its place.
         self._empty_since: dict[str, float] = {}
+        #: Agents that took a node's place and whose workers have not come yet.
+        self._starting: set[str] = set()
         self._waiting: dict[str, EnterRendezvous] = {}
         self._last_arrival = now
         #: Formed since the cluster last took them.
@@ -58,6 +60,7 @@ class Rendezvous:
         owners = {rank: node.agent_id for node in self._nodes.values() for rank in range(node.first_rank, _end(node))}
         empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in there}
         self._empty_since = {agent: self._empty_since.get(agent, now) for agent in empty if agent is not None}
+        self._starting &= self._empty_since.keys()
 
     def end(self, call: int) -> None:
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
@@ -153,7 +156,8 @@ class Rendezvous:
         empty = [(since, self._nodes[agent]) for agent, since in self._empty_since.items()]
         empty.sort(key=lambda pair: (pair[0], pair[1].node_rank))
         fitting = [(since, node) for since, node in empty if node.processes == event.processes]
-        if not fitting or now - fitting[0][0] < self._vacant:
+        fitting.sort(key=lambda pair: not self._is_again(event, pair[1]))
+        if not fitting or (now - fitting[0][0] < self._vacant and not self._is_again(event, fitting[0][1])):
             raise LimitExceededError(
                 f"{event.nodes_max} of {event.nodes_max} nodes have joined already{self._hint(empty, fitting, now)}",
                 nodes_max=event.nodes_max,
@@ -164,9 +168,15 @@ class Rendezvous:
         self._nodes[node.agent_id] = node
         # Its workers take a while to come.
         self._empty_since[node.agent_id] = now
+        self._starting.add(node.agent_id)
         self.changed.append(node)
-        text = f"node {node.node_rank}, whose workers on {left.host} are gone, is on {node.host} now"
+        where = "started again" if left.host == node.host else f"on {node.host} now"
+        text = f"node {node.node_rank}, whose workers on {left.host} are gone, is {where}"
         return [self._formed(event.call, node), LogEvent(text)]
+
+    def _is_again(self, event: EnterRendezvous, node: Node) -> bool:
+        """True if the agent seems to be that of a node without workers, started again: it is on the same host."""
+        return node.host == event.host and node.agent_id not in self._starting
 
     def _hint(self, empty: list[tuple[float, Node]], fitting: list[tuple[float, Node]], now: float) -> str:
         """What an agent for which there is no place can do."""

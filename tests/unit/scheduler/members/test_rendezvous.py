@@ -9,9 +9,9 @@ from psdist_scheduler.events import cluster_events as ev
 from tests.support.scheduler_driver import Driver, caller
 
 
-def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2)) -> int:
+def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2), host: str = "") -> int:
     call = d.number()
-    d.on(ev.EnterRendezvous(call, "", agent, f"host-{agent}", processes, *nodes))
+    d.on(ev.EnterRendezvous(call, "", agent, host or f"host-{agent}", processes, *nodes))
     return call
 
 
@@ -104,6 +104,22 @@ def test_the_place_of_a_node_whose_workers_are_gone_is_given_to_another(nodes: t
     again = Driver(d.stored, join_grace_seconds=0.0)
     assert ranks(again, enter(again, "c", 1, nodes)) == ranks(d, third)
     assert isinstance(again.errors[enter(again, "b", 1, nodes)], errors.LimitExceededError)
+
+
+def test_an_agent_that_is_started_again_on_its_host_has_its_place_at_once() -> None:
+    d = Driver(join_grace_seconds=0.0)
+    for agent in ("a", "b"):
+        enter(d, agent, 1, host="box")
+    _, lives = d.join(rank=0)
+    gone(d, 1)
+    elsewhere = enter(d, "c", 1, host="other")
+    assert "Its place is free in 30 s" in str(d.errors[elsewhere])
+    again = enter(d, "d", 1, host="box")
+    assert ranks(d, again) == (1, 2, 1, 2)
+    assert "free in 30 s" in str(d.errors[enter(d, "e", 1, host="box")]), "its workers are starting"
+    d.beat(lives)
+    gone(d, 1)
+    assert ranks(d, enter(d, "f", 1, host="box")) == (1, 2, 1, 2)
 
 
 def test_a_node_whose_workers_have_not_come_or_are_done_keeps_its_place() -> None:
