@@ -45,6 +45,7 @@ class MembershipChanges:
 
     def register(self, event: ev.Register, now: float) -> list[ev.Effect]:
         """A server or a worker wants to take part. Raises what ``MemberAdmission.accept`` raises."""
+        self.silent.on_wanted(event, now)
         self.deferred.check(event, now)
         member = self._admission.accept(event, self._registry.lost_owners)
         self._members.add(member, now)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from psdist.types import Replica
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
-from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Probe, Probed, Wait
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Probe, Probed, Register, Wait
 from psdist_scheduler.events.records import ClusterSettings, Identity, Member, ProbeResult
 from psdist_scheduler.events.worker_events import CheckServer
 from psdist_scheduler.members.membership import Membership
@@ -32,6 +32,7 @@ class Findings:
 
     probe: what the last connection to its port met. probing: the next one is under way.
     heard: when a worker that was asked has reached it last. asked: when workers were asked last.
+    wanted_since, wanted_until: when another process asked for its id first, and last.
     is_logged: the log says why it is not expelled.
     """
 
@@ -39,6 +40,8 @@ class Findings:
     probing: bool = False
     heard: float = float("-inf")
     asked: float = float("-inf")
+    wanted_since: float = float("inf")
+    wanted_until: float = float("-inf")
     is_logged: bool = False
 
 
@@ -69,6 +72,16 @@ class SilentMembers:
         """A worker that was asked has reached this server."""
         if (findings := self._findings.get((server.server_id, server.incarnation))) is not None:
             findings.heard = now
+
+    def on_wanted(self, event: Register, now: float) -> None:
+        """A process registers. If it asks for the place of a member, it counts as evidence that this one is gone."""
+        member = self._members.get(event.member_id) or next(
+            (worker for worker in self._members.workers if event.role == "worker" and worker.rank == event.rank), None
+        )
+        if member is None or not member.live or member.role != event.role:
+            return
+        findings = self._findings.setdefault(member.identity, Findings())
+        findings.wanted_since, findings.wanted_until = min(findings.wanted_since, now), now
 
     def probe(self, member: Member) -> list[Effect]:
         """Tries a connection to a server's port, unless one is under way."""
@@ -154,4 +167,5 @@ class SilentMembers:
             ended=liveness.ended_by_member,
             heard=now - findings.heard <= self._settings.lease_seconds,
             last_copy=takes_part and self._deferred.has_last_copy(member, silent),
+            asked_for=findings.wanted_until - findings.wanted_since,
         )

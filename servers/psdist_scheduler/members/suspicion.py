@@ -10,7 +10,8 @@ scheduler itself may be cut off. So the rule asks three questions before it expe
    its loss would take the last copy of a shard, the scheduler waits much longer, because a member that comes back
    brings everything with it.
 
-A process that is gone needs no patience: its kernel ends its session, and refuses connections to its port.
+A process that is gone needs no patience: its kernel ends its session, and refuses connections to its port. Nor does a
+member whose id another process asks for: whoever starts members has replaced it, and the question has reached us.
 
 Not here: who is silent (``sessions``), where the evidence comes from (``membership_changes``).
 """
@@ -42,6 +43,7 @@ class Evidence:
     ended: its session was ended by its own side while the connection worked, as a dying process does.
     heard: others have heard from it since.
     last_copy: a shard has no other complete copy on a server that is not silent itself.
+    asked_for: seconds during which another process has asked for its id.
     """
 
     overdue: float
@@ -51,11 +53,14 @@ class Evidence:
     ended: bool = False
     heard: bool = False
     last_copy: bool = False
+    asked_for: float = 0.0
 
 
 def is_lost(e: Evidence) -> bool:
     """Whether the member is to be expelled now."""
     if e.probe == "refused" and (e.others or e.ended):
+        return True
+    if e.asked_for >= e.lease and e.overdue > 0:
         return True
     return e.others and e.overdue > (_leases(e) - 1) * e.lease
 

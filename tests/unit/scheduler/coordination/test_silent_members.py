@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 import pytest
 
+from psdist import errors
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.records import ProbeResult
 from psdist_scheduler.events.worker_events import CheckServer, ServerChecked
@@ -153,3 +154,45 @@ def test_an_answer_about_an_earlier_silence_means_nothing() -> None:
     run.d.on(ev.Probed("server-9", 1, "refused"))
     pass_time(run, 3.0)
     assert not run.d.lost
+
+
+def until_admitted(run: Run, seconds: float, silent: Collection[str], role: str, **fields: object) -> float | None:
+    """Register a process again and again. Returns the seconds until it is admitted, None if it never is."""
+    for tries in range(round(seconds / 0.5)):
+        try:
+            run.d.register(role, **fields)
+        except errors.DuplicateMemberError:
+            pass_time(run, 0.5, silent=silent)
+        else:
+            return 0.5 * tries
+    return None
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_successor_is_evidence_where_nobody_else_reaches_the_scheduler(replicas: int) -> None:
+    """A node with everything but the scheduler is lost, and a StatefulSet starts its server elsewhere, under its id."""
+    run = Run(replicas=replicas, servers=replicas)
+    run.d.probed = "silent"
+    took = until_admitted(run, 20.0, (*ALL, "workers"), "server", member_id="server-0")
+    assert took is not None and 2.0 <= took <= 5.0
+    assert [news.member_id for news in run.d.lost] == ["server-0"]
+
+
+@pytest.mark.parametrize("fields", [{"member_id": "worker-0"}, {"rank": 0}])
+def test_a_successor_of_a_worker_is_evidence_too(fields: dict[str, object]) -> None:
+    run = Run(replicas=1, servers=1)
+    run.d.probed = "silent"
+    lease = run.d.settings.lease_of("worker")
+    took = until_admitted(run, 2 * lease, (*ALL, "workers"), "worker", **fields)
+    assert took is not None and took <= lease + 5.0
+
+
+def test_a_server_that_is_heard_keeps_its_id() -> None:
+    run = Run(replicas=1, servers=1)
+    run.d.probed = "silent"
+    assert until_admitted(run, 20.0, (), "server", member_id="server-0") is None
+    pass_time(run, 1.5, silent=ALL)
+    assert not run.d.lost, "what was asked before this silence means nothing"
+    assert until_admitted(run, 1.0, ALL, "server", member_id="server-0") is None
+    pass_time(run, 5.0, silent=ALL)
+    assert not run.d.lost, "one that asks no more may have been a late call"

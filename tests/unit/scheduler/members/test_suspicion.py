@@ -36,6 +36,9 @@ CASES: list[tuple[dict[str, Any], float | None]] = [
     ({"last_copy": True, "heard": True}, None),
     ({"last_copy": True, "ended": True, "probe": "silent"}, LAST_COPY_LEASES),
     ({"last_copy": True, "ended": True, "probe": "accepted"}, LAST_COPY_LEASES),
+    ({"last_copy": True, "others": False, "asked_for": LEASE}, 1),
+    ({"last_copy": True, "heard": True, "asked_for": LEASE}, 1),
+    ({"others": False, "asked_for": 0.9 * LEASE}, None),
 ]
 
 
