@@ -103,8 +103,8 @@ class Creation:
         """Commits in progress go on, or begin anew where their parameter set has changed."""
         effects, changed = self.commits.check()
         for commit in changed:
-            try:
-                effects += self.commit(commit.event, commit.worker)
+            try:  # A worker that was expelled meanwhile is told so, and nothing else.
+                effects += self.commit(commit.event, self._members.check_caller(commit.event.caller))
             except PsdistError as error:
                 effects.append(ev.Refuse(commit.event.call, error))
         return effects

@@ -84,7 +84,7 @@ def test_a_commit_of_a_worker_that_is_lost_is_over() -> None:
     d, worker, _, _ = uploading()
     commit = d.ask(ev.CommitParameters, worker)
     d.on(ev.Leave(d.number(), caller(worker)))
-    assert isinstance(d.errors[commit], errors.PsdistError)
+    assert isinstance(d.errors[commit], errors.FencedError), "a client joins again only after this error"
     while d.checks:
         d.answer_check()
     assert not d.map.parameters[0].ready
