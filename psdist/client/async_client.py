@@ -112,7 +112,7 @@ class AsyncClient(ProcessBound):
             self.local_rank, self._transport = settings.local_rank, settings.transport
             session = WorkerSession(target, __version__, self._rng, self._connections, rejoins=self._rejoin)
             session.activities.is_alone = self._is_alone
-            self.handles = Handles(session, self._rng)
+            self.handles = Handles(session)
             self.snapshots = SnapshotRequests(session, self._quiesce)
             self.session = session
             await session.connect(self._connect_timeout)

@@ -78,7 +78,7 @@ class Exchange:
         )
         preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
         self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
-        self.path = DataPath(self._transports, view, waits, session.activities.reachability, session.calls.rng)
+        self.path = DataPath(session, self._transports)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
         #: All handles of this client that take part. They rejoin together: others may wait for any of them.

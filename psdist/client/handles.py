@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from random import Random
 from typing import Final
 
 from numpy.typing import ArrayLike
@@ -54,11 +53,10 @@ class OwnChoice:
 class Handles:
     """The handles of one client, and the gRPC transport that they share."""
 
-    def __init__(self, session: WorkerSession, rng: Random) -> None:
+    def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._grpc = GrpcTransport(session.calls.metadata, lambda: session.calls.silence_seconds)
         session.activities.reachability.call = self._grpc.call_server
-        self._rng = rng
         self._by_name: dict[str, AsyncParameters] = {}
         #: With what the handles of ``_by_name`` were opened.
         self._choices: dict[str, OwnChoice] = {}
@@ -114,11 +112,7 @@ class Handles:
             return handle
 
     def _creator(self) -> ParametersCreator:
-        session = self._session
-        path = DataPath(
-            Transports(self._grpc), session.membership.view, session.waits, session.activities.reachability, self._rng
-        )
-        return ParametersCreator(self._session, path)
+        return ParametersCreator(self._session, DataPath(self._session, Transports(self._grpc)))
 
     def _exchange(
         self, creator: ParametersCreator, created: CreatedParameters, options: Options, *, is_member: bool

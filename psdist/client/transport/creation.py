@@ -92,8 +92,9 @@ class ParametersCreator:
                 # In a thread, because heartbeats go on meanwhile. Only values that are uploaded must be finite.
                 await in_thread(partial(partition.check_initial, layout, values))
                 await self._upload(spec.name, values, placed)
-                # A server that is gone by now had some of them: the scheduler asks again.
-                with suppress(StaleEpochError):
+                # A server that is gone by now had some of them: the scheduler asks again. One that was started again
+                # without its record, and knows no such parameters, ends the run by the session.
+                with suppress(StaleEpochError, UnknownParametersError):
                     await self._commit(spec.name)
             elif response.state == pb.CreateParametersResponse.STATE_READY:
                 # An answer that was long on its way is none to this worker's new incarnation.

@@ -14,20 +14,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from random import Random
 from typing import Any, Final
 
 from psdist.client.core.routing import Route, RoutingPlan
-from psdist.client.session.cluster_view import ClusterView
-from psdist.client.session.reachability import Reachability
-from psdist.client.session.wait_tracker import Wait, WaitTracker
+from psdist.client.session.scheduler_session import WorkerSession
+from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Transports
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError, StaleEpochError, StaleEstimateError, again
+from psdist.errors import (
+    InternalError,
+    PsdistError,
+    ServerUnreachableError,
+    StaleEpochError,
+    StaleEstimateError,
+    UnknownParametersError,
+    again,
+)
 from psdist.wire.backoff import Backoff
 
 #: A newer map is waited for at most so long; then the route is tried again, in case it was the server that was behind.
 _NEWER_MAP_SECONDS: Final = 1.0
+#: A server that denies the parameters is believed after so many answers in a row while the scheduler is heard.
+_DENIALS: Final = 10
 
 #: Where slices go, by the newest map. Raises why the call cannot go on.
 Planner = Callable[[Sequence[int]], RoutingPlan]
@@ -36,14 +44,13 @@ Planner = Callable[[Sequence[int]], RoutingPlan]
 class DataPath:
     """The way of one handle's requests."""
 
-    def __init__(
-        self, transports: Transports, view: ClusterView, waits: WaitTracker, reachability: Reachability, rng: Random
-    ) -> None:
+    def __init__(self, session: WorkerSession, transports: Transports) -> None:
+        self._session = session
         self._transports = transports
-        self.view = view
-        self._waits = waits
-        self._reachability = reachability
-        self._rng = rng
+        self.view = session.membership.view
+        self._waits = session.waits
+        self._reachability = session.activities.reachability
+        self._rng = session.calls.rng
         #: Slices that were sent more than once.
         self.resent = 0
         #: What the last call waited for when it was given up.
@@ -89,7 +96,7 @@ class DataPath:
 
     async def _deliver_route(self, request: Request, planner: Planner, route: Route) -> None:
         """Gets the slices of ``route`` answered, by whoever holds them in the end."""
-        backoff = Backoff(self._rng)
+        backoff, denials = Backoff(self._rng), 0
         sends = isinstance(request, PushRequest) and not request.abstains
         with self._waits.open_request(f"for {route.peer} to answer {request.title}", sends=sends) as wait:
             while True:
@@ -104,6 +111,13 @@ class DataPath:
                     if not isinstance(request, PushRequest) or request.encoded is None:
                         raise InternalError(f"{route.peer} takes {request.title} for a difference")
                     request.encoded.send_whole(left)
+                elif isinstance(broken, UnknownParametersError):
+                    denials = denials + 1 if self._session.is_heard else 0
+                    if denials >= _DENIALS:
+                        raise broken
+                    reason = f"for {self._session.calls.peer} to say what became of the parameters of {request.title}"
+                    wait.update_reason(f"{reason}: {broken.message}")
+                    await self.view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
                 elif isinstance(broken, StaleEpochError):
                     wait.update_reason(f"for a newer cluster map, for {request.title}: {broken.message}")
                     await self.view.newer_than(route.epoch, _NEWER_MAP_SECONDS)
@@ -131,7 +145,7 @@ class DataPath:
             if loss.done():
                 raise again(loss.result())
             await self._transports.choose(route).exchange(request, route, wait, loss)
-        except (StaleEpochError, StaleEstimateError, ServerUnreachableError) as error:
+        except (StaleEpochError, StaleEstimateError, ServerUnreachableError, UnknownParametersError) as error:
             if isinstance(error, ServerUnreachableError) and not loss.done():
                 self._reachability.attempt_broke(route.server)
             return error

@@ -13,6 +13,7 @@ from client_fakes import Break, FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
+from psdist.client.transport import data_path
 from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -411,3 +412,20 @@ async def test_closing_leaves_and_closes_once(setup: Setup, caplog: pytest.LogCa
     for call in (weights.pull(), setup.client.barrier(), setup.client.connect()):
         with pytest.raises(errors.ClosedError, match="closed"):
             await call
+
+
+@pytest.mark.parametrize("method", ["push", "push_pull"])
+async def test_a_server_that_denies_the_parameters_is_asked_again(
+    setup: Setup, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It follows a scheduler that was started with an older record, which the session finds out."""
+    monkeypatch.setattr(data_path, "_NEWER_MAP_SECONDS", 0.01)
+    weights = await setup.create()
+    denial = errors.UnknownParametersError("server-0 holds nothing of parameters 'p'")
+    setup.servers[0].breaks = [Break(0, denial), Break(1, denial)]
+    await getattr(weights, method)(gradient())
+    assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
+    setup.servers[0].breaks = [Break(0, denial) for _ in range(100)]
+    with pytest.raises(errors.UnknownParametersError):
+        await getattr(weights, method)(gradient())
+    assert len(setup.servers[0].breaks) == 100 - data_path._DENIALS, "believed while the scheduler is heard"
