@@ -174,7 +174,7 @@ async def _delete(given: Namespace) -> int:
     if given.step is None and not given.snapshot and given.keep_last is None:
         raise ConfigurationError("say which with --step N, --snapshot NAME or --keep-last N")
     storage = _open(given)
-    doomed = (await _records(storage, given))[given.keep_last or 0 :]
+    doomed = _beyond(await _records(storage, given), given.keep_last or 0)
     names = [one.path if isinstance(one, Unreadable) else one.directory for one in doomed]
     if doomed and not given.yes:
         _confirm(f"Delete {', '.join(names)} from {storage.url}?")
@@ -185,6 +185,14 @@ async def _delete(given: Namespace) -> int:
             await storage.delete(file.path for file in files)
     show(given.format, {"storage": storage.url, "deleted": names}, snapshot_table.show_deleted)
     return OK
+
+
+def _beyond(records: Sequence[Any], keep_last: int) -> Sequence[Any]:
+    """Those of ``records`` (the newest first) that are older than the newest ``keep_last`` readable ones."""
+    readable = [at for at, record in enumerate(records) if not isinstance(record, Unreadable)]
+    if keep_last > len(readable):
+        return ()
+    return records[readable[keep_last - 1] + 1 if keep_last else 0 :]
 
 
 def _confirm(question: str) -> None:

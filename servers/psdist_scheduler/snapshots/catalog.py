@@ -112,7 +112,7 @@ class Catalog:
 
     def prune(self, policy: SavePolicy, pinned: Collection[str]) -> list[Effect]:
         """Deletes what is not kept. ``pinned``: directories that are in use."""
-        old = surplus(self.commits, policy, pinned)
+        old = surplus(self.commits, policy, pinned, self.bad.keys() | self.unreadable.keys())
         untidy, self._is_untidy = self._is_untidy, False
         return [sn.Prune(old, untidy)] if old or untidy else []
 
@@ -157,12 +157,21 @@ class Catalog:
         return sn.ReadHistory(restore.directory if restore is not None and self._resume.unread else "", tuple(self.bad))
 
 
-def surplus(commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str]) -> tuple[CommitRecord, ...]:
-    """Those of ``commits`` (the newest first) that are not kept, the oldest first. ``pinned``: directories that are in
-    use. Kept are the newest ``keep_last``, and of every ``keep_every`` steps the first that is there."""
-    kept = {commit.directory for commit in commits[: policy.keep_last]} | set(pinned)
+def surplus(
+    commits: Sequence[CommitRecord], policy: SavePolicy, pinned: Collection[str], damaged: Collection[str] = ()
+) -> tuple[CommitRecord, ...]:
+    """Those of ``commits`` (the newest first) that are not kept, the oldest first.
+
+    Kept are the newest ``keep_last``, and of every ``keep_every`` steps the first that is there.
+    pinned: directories that are in use. damaged: directories that cannot be read. They do not count, and go with those
+    that are as old: until then somebody may want to repair them.
+    """
+    readable = [commit for commit in commits if commit.directory not in damaged]
+    newest = readable[: policy.keep_last]
+    oldest = newest[-1].sequence if len(newest) == policy.keep_last else 0
+    kept = {commit.directory for commit in commits if commit.sequence >= oldest} | set(pinned)
     stretches: set[int] = set()
-    for commit in reversed(commits):
+    for commit in reversed(readable):
         step = max(commit.steps.values(), default=0)
         if policy.keep_every and (stretch := step // policy.keep_every) not in stretches:
             stretches.add(stretch)

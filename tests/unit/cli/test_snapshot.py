@@ -177,6 +177,16 @@ def test_a_record_that_cannot_be_read_can_be_deleted(storage: str, commits: list
     assert [one["sequence"] for one in loaded("list", storage, "--format", "json", output=capsys)] == [3, 1]
 
 
+def test_records_that_cannot_be_read_do_not_count_as_kept(
+    storage: str, commits: list[CommitRecord], capsys: Output
+) -> None:
+    (Path(storage) / commits[2].path).write_bytes(b"{}")
+    for kept, left in (("2", [3, 2, 1]), ("1", [3, 2]), ("0", [])):
+        assert call("delete", storage, "--keep-last", kept, "--yes") == 0
+        assert [int(file.stem) for file in sorted((Path(storage) / "commits").iterdir(), reverse=True)] == left
+    capsys.readouterr()
+
+
 @pytest.mark.parametrize(
     ("argv", "status", "words"),
     [

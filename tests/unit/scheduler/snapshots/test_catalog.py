@@ -7,6 +7,7 @@ from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.records import Member
+from psdist_scheduler.snapshots.catalog import surplus
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready
 
@@ -40,6 +41,38 @@ def test_old_snapshots_are_deleted_when_a_new_one_is_there() -> None:
     for step in range(10, 110, 10):
         d.train(step)
     assert [steps["mlp"] for steps in d.steps] == [10, 30, 60, 90, 100]
+
+
+def test_damaged_snapshots_do_not_count_as_kept() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=1))
+    commits = []
+    for step in (10, 20, 30, 40):
+        d.train(step)
+        commits.insert(0, d.cluster.snapshots.catalog.commits[0])
+    policy = SavePolicy(keep_last=2)
+
+    def left(*damaged: int, policy: SavePolicy = policy) -> list[int]:
+        names = [commit.directory for commit in commits if commit.sequence in damaged]
+        gone = surplus(commits, policy, (), names)
+        return [commit.sequence for commit in commits if commit not in gone]
+
+    assert [commit.sequence for commit in commits] == [4, 3, 2, 1]
+    assert left() == [4, 3]
+    assert left(4) == [4, 3, 2] and left(4, 3) == [4, 3, 2, 1] and left(3) == [4, 3, 2]
+    assert left(2) == left(1) == [4, 3], "one that is damaged goes with those that are as old"
+    assert left(4, 3, 2) == left(4, 3, 2, 1) == [4, 3, 2, 1], "nothing goes while too few can be read"
+    assert left(1, policy=SavePolicy(keep_last=1, keep_every=100)) == [4, 2], "the first that can be read is kept"
+
+
+def test_a_snapshot_that_could_not_be_loaded_does_not_count_as_kept() -> None:
+    d = ready(policy=SavePolicy(steps=10, keep_last=1))
+    d.train(10)
+    d.train(20)
+    catalog = d.cluster.snapshots.catalog
+    catalog.bad[catalog.commits[0].directory] = "it is damaged"
+    assert not catalog.prune(SavePolicy(keep_last=1), ())
+    d.train(30)
+    assert d.steps == [{"mlp": 30}]
 
 
 def test_what_could_not_be_deleted_is_tried_again() -> None:
