@@ -9,7 +9,7 @@ from tests.simulation import lost_runs, runner
 from tests.simulation.storage import DAMAGES
 
 FIRST = 400_000
-SEEDS = 30
+SEEDS = 60
 #: Seeds that once showed a defect: a server, and a scheduler, that knew nothing of parameters ended a worker by
 #: UnknownParametersError.
 REGRESSIONS = (1082, 700163)
