@@ -38,6 +38,9 @@ class Nemesis:
         self._quiet_until = 0.0
         #: Until then a long fault lasts that must not be healed sooner.
         self._lasts_until = 0.0
+        #: Until then the scheduler is cut off, or all servers are paused, or not all were heard again since. Two of
+        #: these in a row are one that is longer, and members may wait no longer than one lasts.
+        self._apart_until = 0.0
         #: Servers that something happens to, or did lately.
         self._struck: set[int] = set()
         #: The end of a fault that lasts beyond the time of faults.
@@ -444,6 +447,8 @@ class Nemesis:
     def _long(self) -> float:
         """The length of a fault of half a second to a minute, mostly of a few leases."""
         longest = CUT_OFF_SECONDS
+        if not self._world.created:  # A member that has not registered yet gives up after as long.
+            longest *= 0.8
         if not HARMLESS.issuperset(self._world.options.faults):
             # Some may still reach the scheduler, and then it gives up the last copy of a shard at some point.
             longest = min(longest, 0.8 * LAST_COPY_LEASES * self._lease)
@@ -451,25 +456,46 @@ class Nemesis:
         self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
         return seconds
 
+    def _is_apart(self) -> bool:
+        """True if the fault before may not be over for all."""
+        return self._loop.time() < self._apart_until
+
+    def _set_apart(self, seconds: float) -> None:
+        self._apart_until = self._loop.time() + seconds + 2.0 * self._lease
+
     def _cut_scheduler_off(self) -> bool:
         """Nobody and the scheduler reach each other."""
-        self._part(["scheduler"], self._names(), self._long(), one_way=False)
+        if self._is_apart():
+            return False
+        seconds = self._long()
+        self._set_apart(seconds)
+        self._part(["scheduler"], self._names(), seconds, one_way=False)
         return True
 
     def _cut_scheduler_off_from_some(self) -> bool:
         """Some members and the scheduler do not reach each other, or one way does not work."""
+        if self._is_apart():
+            return False
         names = self._names()
         some = self._rng.sample(names, self._rng.randint(1, len(names)))
-        self._part(["scheduler"], some, self._long(), one_way=self._rng.random() < 0.5)
+        seconds = self._long()
+        self._set_apart(seconds)
+        for server in self._world.server_nodes:
+            if f"server-{server}" in some:  # It may be given up, so that no other copy may be lost beside it.
+                self._strike(server, seconds)
+        self._part(["scheduler"], some, seconds, one_way=self._rng.random() < 0.5)
         return True
 
     def _pause_servers(self, least: int) -> bool:
         """So many servers stand still together, or all."""
-        running = [node for _, node in sorted(self._world.server_nodes.items()) if not node.dead and not node.paused]
-        if not running:
+        living = [node for _, node in sorted(self._world.server_nodes.items()) if not node.dead]
+        running = [node for node in living if not node.paused]
+        # All together, or it would be a pause of some of them.
+        if not running or (least >= len(living) and (len(running) < len(living) or self._is_apart())):
             return False
         seconds = self._rng.uniform(1.2, 6.0) * self._lease
         self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
+        self._set_apart(seconds)
         count = len(running) if least >= len(running) else self._rng.randint(least, len(running))
         for node in self._rng.sample(running, count):
             self._pause(node, seconds * self._rng.uniform(0.9, 1.0))

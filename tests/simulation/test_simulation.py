@@ -27,9 +27,10 @@ SEEDS = 60
 RUNS = 16
 #: Seeds that once showed a defect, of psdist or of the simulation: in the network's order, lives of workers, servers
 #: drained early, copies given up too early, drains without workers, confirmations, ends of memberships, late answers,
-#: entries of duplicate tables that say nothing, commits of expelled workers.
+#: entries of duplicate tables that say nothing, commits of expelled workers, long cuts and pauses in a row.
 REGRESSIONS = (
-    642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421, 200866,
+    642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421, 200866, 201004,
+    201891, 311078,
 )  # fmt: skip
 #: Seeds after which every path must have been taken. Some are taken by one seed in a hundred; which ones, changes with
 #: every change to the order of messages.
