@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 _RETRY_SECONDS: Final = 0.25
-#: After so long without any answer it is said who is waited for.
+#: Whenever there was no answer for so long, it is said who is waited for.
 _SILENCE_SECONDS: Final = 5.0
 
 
@@ -49,24 +49,53 @@ def _print(values: dict[str, Any]) -> None:
     print(json.dumps(values), flush=True)
 
 
+class _Silence:
+    """Says every few seconds whom this node waits for, and why, until the scheduler answers."""
+
+    def __init__(self, request: RankRequest) -> None:
+        self._text = f"for a scheduler to answer at {request.scheduler}"
+        self._limit = f"given up after {request.timeout_seconds:g} s"
+        self.reason = ""
+        self._next()
+
+    def end(self) -> None:
+        """Somebody answered, or nobody waits any more."""
+        self._timer.cancel()
+
+    def _next(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_SILENCE_SECONDS, self._say)
+
+    def _say(self) -> None:
+        last = f"; last: {self.reason}" if self.reason else ""
+        _print({"waiting_for": f"{self._text}{last}; {self._limit}"})
+        self._next()
+
+
 async def _ask(request: RankRequest, token: str) -> Place:
+    from psdist import addresses
     from psdist.errors import SchedulerUnreachableError
     from psdist.wire.scheduler_client import scheduler_at
 
     deadline = time.monotonic() + request.timeout_seconds
-    text = f"for a scheduler to answer at {request.scheduler}; given up after {request.timeout_seconds:g} s"
-    silence = asyncio.get_running_loop().call_later(_SILENCE_SECONDS, _print, {"waiting_for": text})
+    silence = _Silence(request)
+
+    def on_failure(reason: str) -> None:
+        silence.reason = reason
+
     try:
+        # Before gRPC looks the name up: after a failure that waits for up to two minutes before it looks again.
+        await addresses.await_name(addresses.parse_address(request.scheduler)[0], request.timeout_seconds, on_failure)
+        silence.reason = ""
         async with scheduler_at(request.scheduler, token) as call:
             while True:
                 try:
-                    return await _rendezvous(call, request, silence.cancel)
+                    return await _rendezvous(call, request, silence.end)
                 except SchedulerUnreachableError:
                     if time.monotonic() >= deadline:
                         raise
                 await asyncio.sleep(_RETRY_SECONDS)
     finally:
-        silence.cancel()
+        silence.end()
 
 
 async def _rendezvous(call: Callable[..., Any], request: RankRequest, on_answer: Callable[[], None]) -> Place:

@@ -9,7 +9,6 @@ argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file that ``PSD
 
 from __future__ import annotations
 
-import ipaddress
 import math
 import os
 import re
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Final, Literal, cast, get_args
 from urllib.parse import quote
 
+from psdist.addresses import is_loopback as is_loopback
+from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
@@ -76,17 +77,6 @@ class MetricsSettings:
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
-def parse_address(value: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[v6]:port``. Raises ConfigurationError."""
-    host, separator, port = value.strip().rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not separator or not bare or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ConfigurationError(f"{value!r:.200} is not an address: write HOST:PORT", address=value[:200])
-    if ":" in bare and bare == host:
-        raise ConfigurationError(f"{value!r:.200} is ambiguous: write an IPv6 address as [ADDRESS]:PORT")
-    return bare, int(port)
-
-
 def device_text(value: str) -> str:
     """Where a server has its weights: cpu, cuda or cuda:N, in any case. Raises InvalidArgumentError."""
     name = value.strip().lower()
@@ -104,16 +94,6 @@ def address_text(value: str) -> str:
     """``value`` if it is an address; for flags."""
     parse_address(value)
     return value
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def check_run_id(value: str) -> str:

@@ -330,8 +330,8 @@ def server_line() -> CommandLine:
                  device_text, "cpu", "NAME"),
             *grouped(
                 TIMEOUTS_TITLE,
-                Flag("--start-timeout", "longest wait for the file of --scheduler-file", seconds(),
-                     START_TIMEOUT_SECONDS, "SECONDS"),
+                Flag("--start-timeout", "longest wait for the scheduler: its address file, its name, its answer",
+                     seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
                 Flag("--drain-timeout", "when told to end, longest wait for its shards to be moved to other servers",
                      seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
             ),

@@ -16,6 +16,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
+from psdist import addresses
 from psdist.errors import (
     ClosedError,
     PsdistError,
@@ -109,6 +110,7 @@ class MemberConnection:
 
         Afterwards there is a new channel, which gives connections up by the run's lease.
         """
+        await self._await_name(timeout)
         request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
         try:
             response: pb.RegisterResponse = await self.stub.Register(request, metadata=self.metadata, timeout=timeout)
@@ -129,6 +131,19 @@ class MemberConnection:
             self._open()
             await before.close()
         return response
+
+    async def _await_name(self, timeout: float) -> None:
+        """Return if the scheduler's name resolves. Raises ServerUnreachableError.
+
+        gRPC would look it up itself, but after a failure it waits for up to two minutes before it looks again.
+        """
+        host = self.address.rpartition(":")[0]
+        try:
+            async with asyncio.timeout(timeout):
+                await addresses.look_up(host)
+        except OSError as error:  # TimeoutError is an OSError.
+            reason = error.strerror or f"no answer of the resolver in {timeout:g} s"
+            raise ServerUnreachableError(f"the scheduler's name {host} does not resolve: {reason}") from None
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""

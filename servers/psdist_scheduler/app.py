@@ -21,7 +21,7 @@ from pathlib import Path
 import uvloop
 from grpc_health.v1 import health
 
-from psdist import logs, loop_monitor
+from psdist import addresses, logs, loop_monitor
 from psdist.errors import ConfigurationError, PsdistError, StorageError
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
@@ -41,7 +41,6 @@ from psdist_scheduler.store import Store, open_store
 
 log = logging.getLogger("psdist.scheduler")
 
-_WILDCARDS = ("0.0.0.0", "::", "[::]")
 #: Answers in progress may be finished for so long after the end was asked for.
 _STOP_SECONDS = 0.25
 #: A run that cannot continue is answered for this long: members whose sessions broke try again at least every second.
@@ -92,7 +91,7 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     try:
         port = channels.bind(server, settings.host, settings.port, settings.insecure)
         await server.start()
-        address = settings.advertise or _local_address(settings.host, port)
+        address = settings.advertise or _own_address(settings.host, port)
         return await _until_the_end(settings, scheduler, address)
     finally:
         readiness.cancel()
@@ -260,9 +259,9 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
     )
 
 
-def _local_address(host: str, port: int) -> str:
-    """Where processes of this machine reach a server that listens at ``host``."""
-    return f"{'127.0.0.1' if host in _WILDCARDS else host}:{port}"
+def _own_address(host: str, port: int) -> str:
+    """Where others reach a scheduler that listens at ``host``."""
+    return addresses.format_address(addresses.own_address() if addresses.is_wildcard(host) else host, port)
 
 
 def _write_address(path: Path, address: str) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Coroutine
 from typing import Final, TypeVar
@@ -20,15 +19,16 @@ import structlog
 import uvloop
 from grpc_health.v1.health import aio as health
 
-from psdist import logs, loop_monitor
+from psdist import addresses, logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
 from psdist.gpu.device import open_device
 from psdist.settings import exit_codes
-from psdist.settings.config import is_loopback, parse_address
+from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
 from psdist.types import ClusterMap
-from psdist.wire import channels, malloc_options
+from psdist.wire import channels, limits, malloc_options
+from psdist.wire.backoff import LogPacer
 from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
@@ -86,14 +86,18 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     loop_monitor.watch("server")
     stop = asyncio.Event()
     _stop_on_signals(stop, settings.lifeline_fd)
-    compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
-    compiler.add(kernels.KERNELS, "all optimizers")
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
-    advertise = settings.advertise or f"{_reachable_host(settings.host, scheduler)}:{port}"
+    deadline = asyncio.get_running_loop().time() + settings.start_timeout_seconds
+    advertise = settings.advertise or await _unless(stop, _own_address(settings, scheduler, port))
+    if not advertise:
+        return exit_codes.OK
+    compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
+    compiler.add(kernels.KERNELS, "all optimizers")
     link = ServerSession(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
     try:
-        first_map = await _unless(stop, link.register(settings.start_timeout_seconds))
+        left = max(0.0, deadline - asyncio.get_running_loop().time())
+        first_map = await _unless(stop, link.register(left))
         if first_map is None:
             return 0
         threads = settings.kernel_threads or default_kernel_threads(first_map, advertise)
@@ -165,6 +169,18 @@ async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -
         await asyncio.sleep(link.registration.heartbeat_seconds)
 
 
+async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> str:
+    """Where others reach this server. Raises SchedulerUnreachableError if the scheduler's name does not resolve."""
+    now, pacer = asyncio.get_running_loop().time, LogPacer(limits.REPORT_WAIT_SECONDS)
+
+    def on_failure(reason: str) -> None:
+        if pacer.note(now()):
+            _log.warning("waiting for the scheduler", address=scheduler, reason=reason)
+
+    timeout = settings.start_timeout_seconds
+    return addresses.format_address(await addresses.reachable_host(settings.host, scheduler, timeout, on_failure), port)
+
+
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
     """The outcome of ``work``, or None where ``stop`` came first."""
     working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
@@ -174,17 +190,6 @@ async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | No
     finally:
         working.cancel()
         stopped.cancel()
-
-
-def _reachable_host(host: str, scheduler: str) -> str:
-    """The address others can reach this server by: what it is bound to, or, where that is every address, the one that
-    this machine uses towards the scheduler."""
-    if host not in ("0.0.0.0", "::", "[::]"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(parse_address(scheduler))  # Sends nothing: asks the kernel for the route.
-        address: str = probe.getsockname()[0]
-    return address
 
 
 def _stop_on_signals(stop: asyncio.Event, lifeline_fd: int | None) -> None:

@@ -72,6 +72,15 @@ def test_help_begins_with_the_five_flags_that_matter(program: str, first: list[s
     assert next(iter(groups)) == "most used" and "timeouts" in groups and list(groups)[-1] == "other flags"
 
 
+def test_a_server_waits_for_the_name_of_its_scheduler_and_then_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the resolver refuses the name or does not answer at all."""
+    monkeypatch.setenv("PSDIST_TOKEN", "secret")
+    flags = ("--host", "0.0.0.0", "--insecure", "--start-timeout", "0.5", "--scheduler", "scheduler.invalid:7000")
+    status, _, text = call(*flags, program="server")
+    assert status == 69 and "the scheduler's name scheduler.invalid did not resolve within 0.5 s" in text
+    assert "Traceback" not in text
+
+
 def test_version() -> None:
     status, text, _ = call("version")
     assert status == 0 and text.startswith("psdist ")

@@ -15,10 +15,10 @@ from psdist.launch.process import free_port
 def test_an_absent_scheduler_is_named_while_it_is_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_SILENCE_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_SILENCE_SECONDS", 0.05)
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
     request = rendezvous.RankRequest(address, "run", "agent", 1, 1, 1, "host", timeout_seconds=0.5)
     with pytest.raises(SchedulerUnreachableError, match=r"Is it running, .* set PSDIST_SCHEDULER=HOST:PORT"):
         asyncio.run(rendezvous._ask(request, "token"))
-    (line,) = capsys.readouterr().out.splitlines()
+    line, *_ = capsys.readouterr().out.splitlines()
     assert json.loads(line) == {"waiting_for": f"for a scheduler to answer at {address}; given up after 0.5 s"}

@@ -1,4 +1,4 @@
-"""The end of a scheduler whose run is over: it is withdrawn where the machine refuses it, and else it is the end."""
+"""The scheduler's process: the address that it tells others, and its end when its run is over."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from psdist import addresses
 from psdist.errors import SnapshotFailedError
 from psdist_scheduler import app
 from psdist_scheduler.events import cluster_events as ev
@@ -35,3 +38,19 @@ async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
     scheduler.is_over.set()
     await asyncio.wait_for(ending, 30)
     assert [event.servers for event in asked] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("host", "own", "told"),
+    [
+        ("127.0.0.1", "10.0.0.3", "127.0.0.1:7000"),
+        ("0.0.0.0", "10.0.0.3", "10.0.0.3:7000"),
+        ("[::]", "2001:db8::7", "[2001:db8::7]:7000"),
+        ("0.0.0.0", "127.0.0.1", "127.0.0.1:7000"),
+    ],
+)
+def test_the_address_file_holds_an_address_that_others_can_use(
+    host: str, own: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "own_address", lambda: own)
+    assert app._own_address(host, 7000) == told

@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from psdist import addresses
 from psdist.errors import PsdistError, ServerUnreachableError
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.v1 import scheduler_pb2_grpc
@@ -57,6 +58,26 @@ async def test_a_registration_that_the_transport_ended_is_tried_again(
     answer = await connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
     assert answer.member_id == "worker-0"
     assert [type(failure) for failure in failures] == [ServerUnreachableError, ServerUnreachableError]
+
+
+async def test_a_name_that_does_not_resolve_yet_is_looked_up_again(
+    scheduler: tuple[Scheduler, MemberConnection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, connection = scheduler
+    made.hold.set()
+    outcomes: list[OSError | None] = [OSError(0, "Name or service not known"), TimeoutError(), None]
+
+    async def look_up(host: str) -> tuple[str, ...]:
+        if (outcome := outcomes.pop(0)) is not None:
+            raise outcome
+        return (host,)
+
+    monkeypatch.setattr(addresses, "look_up", look_up)
+    failures: list[PsdistError] = []
+    answer = await connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
+    assert answer.member_id == "worker-0" and not outcomes
+    assert "does not resolve: Name or service not known" in failures[0].message
+    assert "no answer of the resolver" in failures[1].message
 
 
 async def test_a_client_that_closes_while_it_registers_does_not_try_again(

@@ -1,0 +1,205 @@
+"""Addresses: which one of this host others can use, and names that do not resolve yet.
+
+A process that listens on every address (``0.0.0.0`` or ``::``) must tell others one of them: the address by which this
+host sends to a peer, or, if that is loopback or there is no peer, the one by which it sends anywhere else. ``choose``
+decides; the kernel answers which address that is, and nothing is sent.
+
+Invariants: nothing looks up an address or ``localhost``, so that what runs on one machine needs no resolver. A lookup
+never blocks an event loop, nor the end of its process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import ipaddress
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from psdist.errors import ConfigurationError, SchedulerUnreachableError
+
+_WILDCARDS: Final = ("0.0.0.0", "::")
+_LOOPBACK: Final = "127.0.0.1"
+#: Addresses of documentation (RFC 5737 and 3849). A route to one is the default route.
+_ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
+_RETRY_SECONDS: Final = 0.25
+_SIOCGIFADDR: Final = 0x8915
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def parse_address(value: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[v6]:port``. Raises ConfigurationError."""
+    host, separator, port = value.strip().rpartition(":")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not separator or not bare or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ConfigurationError(f"{value!r:.200} is not an address: write HOST:PORT", address=value[:200])
+    if ":" in bare and bare == host:
+        raise ConfigurationError(f"{value!r:.200} is ambiguous: write an IPv6 address as [ADDRESS]:PORT")
+    return bare, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """``host:port``, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def literal(host: str) -> Address | None:
+    """The address that ``host`` stands for without a lookup; None for any other name."""
+    if host == "localhost":
+        return ipaddress.ip_address(_LOOPBACK)
+    with suppress(ValueError):
+        return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    return None
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach ``host``."""
+    address = literal(host)
+    return address is not None and address.is_loopback
+
+
+def is_wildcard(host: str) -> bool:
+    """True if ``host`` means every address of this machine."""
+    return host.strip("[]") in _WILDCARDS
+
+
+def choose(candidates: Iterable[str]) -> str:
+    """The first of this host's addresses that others can use; loopback if there is none."""
+    usable = (each for each in candidates if (address := literal(each)) is not None and _is_usable(address))
+    return next(usable, _LOOPBACK)
+
+
+def _is_usable(address: Address) -> bool:
+    # A link-local address means something else on each host.
+    return not (address.is_loopback or address.is_unspecified or address.is_link_local or address.is_multicast)
+
+
+def global_addresses(table: str) -> list[str]:
+    """The addresses of global scope in the text of ``/proc/net/if_inet6``."""
+    rows = (line.split() for line in table.splitlines())
+    return [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if len(row) == 6 and row[3] == "00"]
+
+
+# --- this host --------------------------------------------------------------------------------------------------------
+
+
+def own_address(peers: Iterable[str] = ()) -> str:
+    """The address of this host that others can use: if possible the one by which it sends to one of ``peers``.
+
+    peers: addresses, not names.
+    """
+    routes = (route_source(peer) for peer in (*peers, *_ELSEWHERE))
+    return choose([*filter(None, routes), *_interface_addresses()])
+
+
+def route_source(peer: str) -> str:
+    """The address by which this host sends to the address ``peer``; empty if it has no route."""
+    family = socket.AF_INET6 if ":" in peer else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((peer, 9))  # Sends nothing: asks the kernel for the route.
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def _interface_addresses() -> list[str]:
+    """The addresses of all interfaces: a private network may have no default route."""
+    found = []
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(socket.inet_ntoa(answer[20:24]))
+    with suppress(OSError):  # no IPv6
+        found += global_addresses(Path("/proc/net/if_inet6").read_text())
+    return found
+
+
+def loopback() -> str:
+    """The loopback address of this host: a host may have ``::1`` alone."""
+    for family, address in ((socket.AF_INET, _LOOPBACK), (socket.AF_INET6, "::1")):
+        with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((address, 0))
+            return address
+    return _LOOPBACK
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+async def look_up(host: str) -> tuple[str, ...]:
+    """The addresses that ``host`` stands for. Raises OSError if it does not resolve, at least not now."""
+    if (address := literal(host)) is not None:
+        return (str(address),)
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[str, ...]] = loop.create_future()
+
+    def settle(addresses: tuple[str, ...], error: OSError | None) -> None:
+        if answer.done():
+            return
+        if error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(addresses)
+
+    def ask() -> None:
+        addresses, failure = _resolved(host)
+        with suppress(RuntimeError):  # The loop has ended meanwhile.
+            loop.call_soon_threadsafe(settle, addresses, failure)
+
+    # A thread of the loop's executor would hold up the end of the process until the resolver gives up.
+    threading.Thread(target=ask, name="lookup", daemon=True).start()
+    return await answer
+
+
+def _resolved(host: str) -> tuple[tuple[str, ...], OSError | None]:
+    try:
+        places = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return (), error
+    except UnicodeError:
+        return (), OSError(0, "is not a name of a host")
+    return tuple(dict.fromkeys(str(place[4][0]) for place in places)), None
+
+
+async def await_name(host: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> tuple[str, ...]:
+    """The addresses of ``host``, which may not resolve yet: machines and their names come up in any order.
+
+    on_failure: gets the reason of each failed lookup. Raises SchedulerUnreachableError after ``timeout_seconds``.
+    """
+    reason = "the resolver does not answer"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                try:
+                    return await look_up(host)
+                except OSError as error:
+                    reason = error.strerror or str(error)
+                    on_failure(f"the name {host} does not resolve: {reason}")
+                await asyncio.sleep(_RETRY_SECONDS)
+    except TimeoutError:
+        raise SchedulerUnreachableError(
+            f"the scheduler's name {host} did not resolve within {timeout_seconds:g} s (--start-timeout): {reason}. "
+            "Check the name, or pass --scheduler with an address in its place",
+            host=host,
+        ) from None
+
+
+async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> str:
+    """The host by which others reach a process that listens at ``host`` and talks to the scheduler at ``scheduler``.
+
+    Waits for the scheduler's name if it needs the route there; see ``await_name``.
+    """
+    if not is_wildcard(host):
+        return host
+    return own_address(await await_name(parse_address(scheduler)[0], timeout_seconds, on_failure))
