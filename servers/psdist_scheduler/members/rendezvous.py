@@ -2,8 +2,8 @@
 
 Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents are there, or when
 ``nodes_min`` are and none has come for the grace period. Later rounds work likewise, and their ranks follow those that
-were given. An agent that asks again gets the same ranks. If all places are given, an agent takes that of a node of its own
-host whose workers are gone, or of another whose workers have been gone for a while: that machine was lost.
+were given. An agent that asks again gets the same ranks. If all places are given, an agent takes that of a node of its
+own host whose workers are gone, or of another whose workers have been gone for a while: that machine was lost.
 
 Invariants: no two nodes have a rank. An agent waits in at most one call. A call that ended waits nowhere.
 """
