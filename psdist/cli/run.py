@@ -86,7 +86,8 @@ def script_flags() -> tuple[Flag, ...]:
         TIMEOUTS_TITLE,
         Flag("--stop-timeout", "longest wait for workers that were told to stop", seconds(), STOP_TIMEOUT_SECONDS,
              "SECONDS"),
-        Flag("--start-timeout", "longest wait for the scheduler", seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
+        Flag("--start-timeout", "longest wait for the scheduler, by this program and by scripts", seconds(),
+             START_TIMEOUT_SECONDS, "SECONDS"),
     )  # fmt: skip
     output = grouped(
         "output",
@@ -120,7 +121,8 @@ def local_flags() -> tuple[Flag, ...]:
             Flag("--nservers", "servers that share the parameters", integer(1, 1024), 2, "N"),
             Flag("--replicas", "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
                  integer(1, REPLICAS_MAX), 1, "N"),
-            Flag("--kernel-threads", "threads of each server (default: cores / servers)", integer(1, 1024), None, "N"),
+            Flag("--kernel-threads", "threads of each server (default: the cores divided by --nservers)",
+                 integer(1, 1024), None, "N"),
             Flag("--server-device", "where servers have weights and the optimizer's state: cpu, cuda or cuda:N. "
                  "Several, with commas between them, are taken in turn", devices_text, ("cpu",), "NAMES",
                  shown_default="cpu"),

@@ -323,7 +323,8 @@ def server_line() -> CommandLine:
             *_LISTEN_FLAGS,
             Flag("--server-id", "id of this server (default: the name of its host, with a number from the second "
                  "server of a host on; server-N on loopback)", _name_text, "", "ID"),
-            Flag("--kernel-threads", "threads that apply updates (default: one per core)", integer(1, 1024), None, "N"),
+            Flag("--kernel-threads", "threads that apply updates (default: one per core, shared with servers that "
+                 "are on this host already)", integer(1, 1024), None, "N"),
             Flag("--transport", "how servers keep copies of shards: auto, shm, tcp, or grpc, which is used where the "
                  "others cannot be had", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--device", "where weights and the optimizer's state lie, and updates are made: cpu, cuda or cuda:N",

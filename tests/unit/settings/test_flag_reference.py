@@ -1,0 +1,75 @@
+"""The reference of flags, each program's help and the defaults that the code uses come from one declaration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from psdist.settings.flags import CommandLine
+from psdist.settings.programs import scheduler_settings, server_settings
+from tests.flag_reference import command_lines, page
+
+LINES = {line.program: line for line in command_lines()}
+
+
+def test_the_page_has_what_the_code_declares() -> None:
+    path = Path(__file__).parents[3] / "docs" / "flags.md"
+    assert path.read_text(encoding="utf-8") == page(), "run: python -m tests.flag_reference > docs/flags.md"
+
+
+@pytest.mark.parametrize("program", LINES)
+def test_the_help_has_every_flag_with_its_default(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    line: CommandLine = LINES[program]
+    with pytest.raises(SystemExit) as ended:
+        line.parse(["--help", *["STORAGE"][: len(line.words)]], {})
+    words = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    for flag in line.flags:
+        assert flag.name in words
+        # argparse may break a line within a word with a hyphen.
+        told = f"{flag.help} (default {flag.default_text})" if flag.default_text else flag.help
+        assert _squeezed(told) in _squeezed(words), flag.name
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def test_without_flags_programs_have_the_declared_defaults() -> None:
+    scheduler, server = scheduler_settings([], {}), server_settings(["--scheduler", "127.0.0.1:1"], {})
+    by_name = {flag.name: flag.default for line in ("psdist-scheduler", "psdist-server") for flag in LINES[line].flags}
+    assert scheduler.failure_timeout_seconds == by_name["--failure-timeout"]
+    assert scheduler.worker_timeout_seconds == by_name["--worker-timeout"]
+    assert scheduler.idle_timeout_seconds == by_name["--idle-timeout"]
+    assert (scheduler.workers_min, scheduler.servers_min) == (by_name["--min-workers"], by_name["--min-servers"])
+    assert scheduler.policy.keep_last == by_name["--keep-last"]
+    assert server.start_timeout_seconds == by_name["--start-timeout"]
+    assert server.drain_timeout_seconds == by_name["--drain-timeout"]
+    assert (server.transport, server.device) == (by_name["--transport"], by_name["--device"])
+
+
+@pytest.mark.parametrize(
+    ("program", "given", "meant"),
+    [
+        ("psdist run", "--nproc", "--nproc-per-node"),
+        ("psdist run", "--nproc-per-nod", "--nproc-per-node"),
+        ("psdist-worker", "--n-nodes", "--nnodes"),
+        ("psdist-worker", "--max_restart", "--max-restarts"),
+        ("psdist-server", "--schedular", "--scheduler"),
+        ("psdist-scheduler", "--min-worker", "--min-workers"),
+    ],
+)
+def test_a_misspelled_flag_is_answered_with_the_one_that_was_meant(
+    program: str, given: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        LINES[program].parse([given, "2", "train.py"] if LINES[program].script else [given, "2"], {})
+    assert f"{given}: did you mean {meant}?" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_like_no_other_is_only_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        LINES["psdist-server"].parse(["--zzz", "2"], {})
+    told = capsys.readouterr().err
+    assert "--zzz" in told and "did you mean" not in told
