@@ -95,6 +95,8 @@ class ServerSettings(ProgramSettings):
     drain_timeout_seconds: float
     #: How updates travel between servers.
     transport: TransportName = "auto"
+    #: Port of direct connections; 0 takes a free one.
+    data_port: int = 0
     #: Where weights and the optimizer's state lie: "cpu", "cuda" or "cuda:N".
     device: str = "cpu"
 
@@ -321,6 +323,11 @@ def server_line() -> CommandLine:
             SCHEDULER_FLAG,
             SCHEDULER_FILE_FLAG,
             *_LISTEN_FLAGS,
+            *grouped(
+                _NETWORK_TITLE,
+                Flag("--data-port", "port of direct connections (the transport tcp); 0 takes a free one",
+                     integer(0, 65535), 0, "PORT"),
+            ),
             Flag("--server-id", "id of this server (default: the name of its host, with a number from the second "
                  "server of a host on; server-N on loopback)", _name_text, "", "ID"),
             Flag("--kernel-threads", "threads that apply updates (default: one per core, shared with servers that "

@@ -96,6 +96,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     compiler.add(kernels.KERNELS, "all optimizers")
     link = ServerSession(scheduler, settings.token, advertise, settings.server_id, settings.run_id)
     try:
+        listener = TcpListener()
+        await listener.open(settings.host, settings.data_port)
         left = max(0.0, deadline - asyncio.get_running_loop().time())
         first_map = await _unless(stop, link.register(left))
         if first_map is None:
@@ -106,8 +108,6 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         logs.identify(id=me.server_id, run=me.run_id)
         # The map is followed in the session: memory for large shards takes longer than the scheduler waits for one.
         # Requests wait for the map.
-        listener = TcpListener()
-        await listener.open(settings.host)
         service = ServerService(host, listener)
         server.add_generic_rpc_handlers((service.handler(),))
         probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))

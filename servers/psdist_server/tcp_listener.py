@@ -21,7 +21,8 @@ from typing import Protocol
 
 import structlog
 
-from psdist.errors import InvalidArgumentError, PsdistError, TcpUnavailableError
+from psdist import addresses
+from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, TcpUnavailableError
 from psdist.v1 import server_pb2
 from psdist.wire import frames, limits
 from psdist.wire.backoff import LogPacer
@@ -48,18 +49,28 @@ class TcpListener:
         self._server: asyncio.Server | None = None
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
 
-    async def open(self, host: str) -> None:
-        """Listens on a free port of ``host``. Where that cannot be, workers use gRPC."""
+    async def open(self, host: str, port: int = 0) -> None:
+        """Listens on ``port`` of ``host``; 0 takes a free one, and where that cannot be, workers use gRPC.
+
+        Raises ConfigurationError if the port was given, for a firewall, and cannot be had.
+        """
         loop = asyncio.get_running_loop()
         try:
-            info = await loop.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             # Of one address alone: each would have a free port of its own.
-            family, address = info[0][0], str(info[0][4][0])
-            self._server = await loop.create_server(self._accept, address, 0, family=family)
+            address = (await addresses.look_up(host))[0]
+            listening = _listening_socket(address, port)
+            self._server = await loop.create_server(self._accept, sock=listening)
         except OSError as error:
-            _log.warning("no direct connections", host=host, reason=error.strerror or str(error))
+            reason = error.strerror or str(error)
+            if port:
+                raise ConfigurationError(
+                    f"--data-port {port} of {host} cannot be bound: {reason}. Choose another port, or 0 for a free one",
+                    host=host,
+                    port=port,
+                ) from None
+            _log.warning("no direct connections", host=host, reason=reason)
             return
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = listening.getsockname()[1]
 
     def close(self) -> None:
         """Lets nobody in any more."""
@@ -105,6 +116,14 @@ class TcpListener:
     def forget(self, unidentified: _Unidentified) -> None:
         """A connection was identified, or has ended."""
         self._unidentified.pop(unidentified, None)
+
+
+def _listening_socket(address: str, port: int) -> socket.socket:
+    """A socket that listens at an address, and for a wildcard at all addresses of both families, as gRPC does."""
+    if addresses.is_wildcard(address) and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family)
 
 
 class _Unidentified:
