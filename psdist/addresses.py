@@ -112,6 +112,23 @@ def route_source(peer: str) -> str:
         return ""
 
 
+def free_address(peers: Iterable[str], host: str = "") -> str:
+    """``host:port`` of this host that nobody listens at now, and that others can use.
+
+    host: how others call this one.
+    """
+    own = own_address(peers)
+    return format_address(host or own, free_port(own))
+
+
+def free_port(host: str) -> int:
+    """A TCP port of this host that nobody listens on now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
 def _interface_addresses() -> list[str]:
     """The addresses of all interfaces: a private network may have no default route."""
     found = []

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from psdist import loop_monitor
+from psdist import addresses, loop_monitor
 from psdist.errors import BY_CODE, InternalError
 from psdist.launch.local import announce, open_metrics, open_output, plural
 from psdist.launch.metrics.run_metrics import RunMetrics
@@ -74,7 +74,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
             script=script,
             link=link,
             connected_directory=directory,
-            master=parse_address(address),
+            master=parse_address(_master(place, address, environ)),
             first_rank=place.first_rank,
             world_size=place.world_size,
             node_rank=place.node_rank,
@@ -107,9 +107,23 @@ def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, 
         nodes_min=options.nodes_min,
         nodes_max=options.nodes_max,
         host=host,
+        local_address=options.local_address,
         timeout_seconds=options.script.start_timeout_seconds,
     )
     return ask_for_place(request, link.environment(environ))
+
+
+def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
+    """Where the script of rank 0 may listen, for torch.distributed.
+
+    Without a rendezvous nobody can agree on that: it is what the user set for all nodes.
+    """
+    if place.master_address:
+        return place.master_address
+    if place.nodes == 1:
+        return addresses.free_address(())
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    return addresses.format_address(host, int(port)) if host and port.isdigit() else scheduler
 
 
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
 
+from psdist.addresses import free_port as free_port
 from psdist.launch import reaper
 from psdist.launch.events import ProcessKey
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
@@ -212,11 +212,3 @@ class ReaperProcess:
         with contextlib.suppress(OSError):
             self._process.stdin.write(line)
             self._process.stdin.flush()
-
-
-def free_port(host: str) -> int:
-    """A TCP port of this host that nobody listens on now."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        port: int = probe.getsockname()[1]
-    return port

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 _RETRY_SECONDS: Final = 0.25
@@ -23,7 +23,10 @@ _SILENCE_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RankRequest:
-    """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes."""
+    """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
+
+    local_address: how the other nodes reach this one; if it is empty, that is found.
+    """
 
     scheduler: str
     run_id: str
@@ -33,16 +36,23 @@ class RankRequest:
     nodes_max: int
     host: str
     timeout_seconds: float
+    local_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a node in the world."""
+    """The place of a node in the world.
+
+    master_address: host:port where the script of rank 0 may listen, for torch.distributed; empty if nobody said.
+    run_id: of the scheduler's run.
+    """
 
     node_rank: int
     nodes: int
     first_rank: int
     world_size: int
+    master_address: str = ""
+    run_id: str = ""
 
 
 def _print(values: dict[str, Any]) -> None:
@@ -84,12 +94,14 @@ async def _ask(request: RankRequest, token: str) -> Place:
 
     try:
         # Before gRPC looks the name up: after a failure that waits for up to two minutes before it looks again.
-        await addresses.await_name(addresses.parse_address(request.scheduler)[0], request.timeout_seconds, on_failure)
+        host, _ = addresses.parse_address(request.scheduler)
+        peers = await addresses.await_name(host, request.timeout_seconds, on_failure)
         silence.reason = ""
+        master = addresses.free_address(peers, request.local_address)
         async with scheduler_at(request.scheduler, token) as call:
             while True:
                 try:
-                    return await _rendezvous(call, request, silence.end)
+                    return await _rendezvous(call, request, master, silence.end)
                 except SchedulerUnreachableError:
                     if time.monotonic() >= deadline:
                         raise
@@ -98,7 +110,9 @@ async def _ask(request: RankRequest, token: str) -> Place:
         silence.end()
 
 
-async def _rendezvous(call: Callable[..., Any], request: RankRequest, on_answer: Callable[[], None]) -> Place:
+async def _rendezvous(
+    call: Callable[..., Any], request: RankRequest, master: str, on_answer: Callable[[], None]
+) -> Place:
     import grpc
 
     from psdist.errors import InternalError, SchedulerUnreachableError
@@ -106,12 +120,13 @@ async def _rendezvous(call: Callable[..., Any], request: RankRequest, on_answer:
     from psdist.wire import status
     from psdist.wire.member_connection import FIND_SCHEDULER
 
-    others = {name: value for name, value in asdict(request).items() if name not in ("scheduler", "timeout_seconds")}
+    names = scheduler_pb2.RendezvousRequest.DESCRIPTOR.fields_by_name
+    values = {name: value for name, value in asdict(request).items() if name in names}
     try:
-        async for answer in call("Rendezvous", scheduler_pb2.RendezvousRequest(**others)):
+        async for answer in call("Rendezvous", scheduler_pb2.RendezvousRequest(**values, master_address=master)):
             on_answer()
             if answer.formed:
-                return Place(answer.node_rank, answer.nodes, answer.first_rank, answer.world_size)
+                return Place(**{each.name: getattr(answer, each.name) for each in fields(Place)})
             if answer.waiting_for:
                 _print({"waiting_for": answer.waiting_for})
     except grpc.aio.AioRpcError as error:

@@ -764,36 +764,42 @@ class BarrierResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class RendezvousRequest(_message.Message):
-    __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host")
+    __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host", "master_address")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
     NODES_MIN_FIELD_NUMBER: _ClassVar[int]
     NODES_MAX_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
+    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     agent_id: str
     processes: int
     nodes_min: int
     nodes_max: int
     host: str
-    def __init__(self, run_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., processes: _Optional[int] = ..., nodes_min: _Optional[int] = ..., nodes_max: _Optional[int] = ..., host: _Optional[str] = ...) -> None: ...
+    master_address: str
+    def __init__(self, run_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., processes: _Optional[int] = ..., nodes_min: _Optional[int] = ..., nodes_max: _Optional[int] = ..., host: _Optional[str] = ..., master_address: _Optional[str] = ...) -> None: ...
 
 class RendezvousResponse(_message.Message):
-    __slots__ = ("waiting_for", "formed", "node_rank", "nodes", "first_rank", "world_size")
+    __slots__ = ("waiting_for", "formed", "node_rank", "nodes", "first_rank", "world_size", "master_address", "run_id")
     WAITING_FOR_FIELD_NUMBER: _ClassVar[int]
     FORMED_FIELD_NUMBER: _ClassVar[int]
     NODE_RANK_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     FIRST_RANK_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    RUN_ID_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     formed: bool
     node_rank: int
     nodes: int
     first_rank: int
     world_size: int
-    def __init__(self, waiting_for: _Optional[str] = ..., formed: _Optional[bool] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ...) -> None: ...
+    master_address: str
+    run_id: str
+    def __init__(self, waiting_for: _Optional[str] = ..., formed: _Optional[bool] = ..., node_rank: _Optional[int] = ..., nodes: _Optional[int] = ..., first_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., master_address: _Optional[str] = ..., run_id: _Optional[str] = ...) -> None: ...
 
 class Connection(_message.Message):
     __slots__ = ("server_id", "parameters", "transport", "reason", "compression")

@@ -34,7 +34,7 @@ from psdist.wire.limits import (
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Role
+from psdist_scheduler.events.records import Node, Role
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -56,6 +56,10 @@ def make_message(cls: Any, value: object, **others: Any) -> Any:
     ``others``."""
     names = cls.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **others)
+
+
+def _ranks(node: Node) -> dict[str, int]:
+    return {"node_rank": node.node_rank, "first_rank": node.first_rank}
 
 
 def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
@@ -320,8 +324,9 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
             return cls(), True
         case ev.Withdrawn():
             return cls(withdrawn=True), True
-        case ev.Formed(node, nodes, world_size):
-            return make_message(cls, node, formed=True, nodes=nodes, world_size=world_size), True
+        case ev.Formed(node):
+            run_id = cluster_map.run_id
+            return make_message(cls, value, formed=True, run_id=run_id, **_ranks(node)), True
         case we.DatasetStanding():
             return dataset(value, cls), True
         case we.RangeGiven(None):

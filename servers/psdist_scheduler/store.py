@@ -42,7 +42,7 @@ from psdist_scheduler.events.records import (
 log = logging.getLogger("psdist.scheduler")
 
 #: Raised when an older program could misread the file.
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 
 _SCHEMA = """
 CREATE TABLE run (
@@ -60,7 +60,8 @@ CREATE TABLE parameters (
   uploader TEXT NOT NULL, committed INTEGER NOT NULL, layout BLOB NOT NULL);
 CREATE TABLE nodes (
   agent_id TEXT PRIMARY KEY, host TEXT NOT NULL, processes INTEGER NOT NULL, node_rank INTEGER NOT NULL,
-  first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL);
+  first_rank INTEGER NOT NULL, nodes_min INTEGER NOT NULL, nodes_max INTEGER NOT NULL,
+  master_address TEXT NOT NULL);
 CREATE TABLE barriers (
   worker_id TEXT NOT NULL, name TEXT NOT NULL, origin INTEGER NOT NULL, passed INTEGER NOT NULL,
   PRIMARY KEY (worker_id, name));

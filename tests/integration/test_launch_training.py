@@ -191,6 +191,24 @@ def test_status_of_the_run_on_this_machine(stage: Stage) -> None:
     assert status == 69 and "no run is running on this machine" in text
 
 
+#: Rank 0 listens where torch.distributed would open its store, and rank 1 finds it there.
+MEET = """
+import os, socket
+place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+if os.environ["RANK"] == "0":
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.create_server(place, family=family) as server:
+        server.accept()[0].close()
+else:
+    while True:
+        try:
+            socket.create_connection(place, 60).close()
+            break
+        except ConnectionRefusedError:
+            pass  # rank 0 starts at the same time
+"""
+
+
 def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
     """Two agents without node ranks are given different ones; what is wrong is said, and harms nobody."""
     scheduler, address = stage.scheduler("--min-workers", "2")
@@ -199,8 +217,9 @@ def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
     assert status == 78 and "token is missing or wrong" in text
     status, text = stage.run("psdist", "status", "--scheduler", address)
     assert status == 78 and "token is missing or wrong" in text
+    (stage.path / "meet.py").write_text(MEET + (stage.path / "train.py").read_text())
     flags = ("--rdzv-endpoint", address, "--nnodes", "2", "--rdzv-id", "by-hand")
-    agents = [stage.start("psdist-worker", *flags, "train.py", PSDIST_TOKEN="secret") for _ in range(2)]
+    agents = [stage.start("psdist-worker", *flags, "meet.py", PSDIST_TOKEN="secret") for _ in range(2)]
     ends = [stage.end(agent) for agent in agents]
     assert [status for status, _ in ends] == [0, 0], ends
     texts = sorted(re.search(r"\[worker \d\] (rank .*)", text)[1] for _, text in ends)

@@ -201,6 +201,8 @@ class EnterRendezvous:
     processes: int
     nodes_min: int
     nodes_max: int
+    #: host:port where the node's first script may listen, for torch.distributed.
+    master_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,8 @@ class Formed:
     node: Node
     nodes: int
     world_size: int
+    #: That of the node with the lowest ranks.
+    master_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,6 +146,7 @@ class Node:
     first_rank: int
     nodes_min: int
     nodes_max: int
+    master_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)

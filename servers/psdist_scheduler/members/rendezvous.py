@@ -163,7 +163,7 @@ class Rendezvous:
                 nodes_max=event.nodes_max,
             )
         left = fitting[0][1]
-        node = replace(left, agent_id=event.agent_id, host=event.host)
+        node = replace(left, agent_id=event.agent_id, host=event.host, master_address=event.master_address)
         del self._nodes[left.agent_id], self._empty_since[left.agent_id]
         self._nodes[node.agent_id] = node
         # Its workers take a while to come.
@@ -203,12 +203,14 @@ class Rendezvous:
             first_rank=first_rank,
             nodes_min=event.nodes_min,
             nodes_max=event.nodes_max,
+            master_address=event.master_address,
         )
         self._nodes[event.agent_id] = node
         self.changed.append(node)
 
     def _formed(self, call: int, node: Node) -> Answer:
-        return Answer(call, Formed(node, len(self._nodes), self.world_size))
+        first = min(self._nodes.values(), key=lambda node: node.first_rank)
+        return Answer(call, Formed(node, len(self._nodes), self.world_size, first.master_address))
 
 
 def _end(node: Node) -> int:

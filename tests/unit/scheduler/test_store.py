@@ -50,7 +50,7 @@ ENTRY = ParametersEntry(
 )
 RECORD = ParametersRecord(ENTRY, LAYOUT, "worker-0")
 MEMBER = Member("worker-0", "worker", 1, 0, 2, "", "box", 42)
-NODE = Node("agent", "box", 2, 0, 0, 1, 4)
+NODE = Node("agent", "box", 2, 0, 0, 1, 4, "box:7000")
 
 
 def test_what_was_written_is_loaded(tmp_path: Path) -> None:

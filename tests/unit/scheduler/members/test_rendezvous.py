@@ -11,7 +11,7 @@ from tests.support.scheduler_driver import Driver, caller
 
 def enter(d: Driver, agent: str, processes: int = 2, nodes: tuple[int, int] = (2, 2), host: str = "") -> int:
     call = d.number()
-    d.on(ev.EnterRendezvous(call, "", agent, host or f"host-{agent}", processes, *nodes))
+    d.on(ev.EnterRendezvous(call, "", agent, host or f"host-{agent}", processes, *nodes, f"{agent}:7000"))
     return call
 
 
@@ -27,6 +27,17 @@ def test_ranks_are_given_by_arrival() -> None:
     second = enter(d, "b", processes=2)
     assert ranks(d, first) == (0, 2, 0, 5)
     assert ranks(d, second) == (1, 2, 3, 5)
+
+
+def test_all_are_told_where_the_script_of_rank_0_may_listen() -> None:
+    d = Driver(join_grace_seconds=1.0)
+    calls = [enter(d, "a", 2, (1, 4)), enter(d, "b", 2, (1, 4))]
+    d.tick(1.25)
+    later = enter(d, "c", 2, (1, 4))
+    d.tick(1.25)
+    again = Driver(d.stored)
+    assert [d.state(call).master_address for call in (*calls, later)] == ["a:7000"] * 3
+    assert again.state(enter(again, "b", 2, (1, 4))).master_address == "a:7000"
 
 
 def test_an_elastic_world_forms_after_the_grace_and_grows() -> None:
