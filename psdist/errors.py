@@ -200,6 +200,10 @@ class RunLostError(PsdistError, code="run_lost", status="DATA_LOSS"):
     """The scheduler's record of the run is gone, or older than what members of the run know. They cannot continue."""
 
 
+class RunNotStartedError(PsdistError, code="run_not_started", status="FAILED_PRECONDITION"):
+    """The run ended before training had begun: workers or servers that it needs did not come."""
+
+
 class StorageError(PsdistError, code="storage", status="UNAVAILABLE"):
     """The storage of a run's snapshots cannot be read or written; the message says what failed, and why."""
 
@@ -252,8 +256,8 @@ class InternalError(PsdistError, code="internal"):
     """A defect of psdist, or an unexpected answer."""
 
 
-#: Errors after which a run ends everywhere, with exit status 70. SnapshotCorruptError: no snapshot to resume from.
-RUN_ENDING: Final = (ServerLostError, RunLostError, SnapshotCorruptError)
+#: Errors after which a run ends everywhere. SnapshotCorruptError: no snapshot to resume from.
+RUN_ENDING: Final = (ServerLostError, RunLostError, SnapshotCorruptError, RunNotStartedError)
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

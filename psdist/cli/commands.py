@@ -18,6 +18,7 @@ from psdist.errors import (
     InvalidArgumentError,
     PsdistError,
     RunLostError,
+    RunNotStartedError,
     SchedulerUnreachableError,
     ServerLostError,
     UnauthenticatedError,
@@ -86,8 +87,8 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
         fail(line.program, str(error), exit_codes.CONFIGURATION)
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)
-    except (RunLostError, ServerLostError) as error:
-        fail(line.program, str(error), exit_codes.INFRASTRUCTURE)
+    except (RunLostError, ServerLostError, RunNotStartedError) as error:
+        fail(line.program, str(error), exit_codes.of_ended_run(error))
     except PsdistError as error:
         fail(line.program, str(error), exit_codes.FAILURE)
     return status

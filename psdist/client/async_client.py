@@ -41,7 +41,7 @@ from psdist.errors import (
     InvalidArgumentError,
 )
 from psdist.optim import Optimizer
-from psdist.settings.config import TransportName
+from psdist.settings.config import TransportName, start_timeout
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
@@ -56,7 +56,8 @@ class AsyncClient(ProcessBound):
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
-    connect_timeout: seconds for which to look for the scheduler.
+    connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
+        set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
         gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
@@ -74,7 +75,7 @@ class AsyncClient(ProcessBound):
         run_id: str | None = None,
         worker_id: str | None = None,
         rank: int | None = None,
-        connect_timeout: float = 60.0,
+        connect_timeout: float | None = None,
         request_timeout: float | None = None,
         transport: TransportName | None = None,
         rejoin: bool = True,
@@ -85,7 +86,9 @@ class AsyncClient(ProcessBound):
         self._transport = transport
         self._rejoin = rejoin
         self._rng = random.Random()
-        self._connect_timeout = _positive("connect_timeout", connect_timeout)
+        self._connect_timeout = (
+            start_timeout(os.environ) if connect_timeout is None else _positive("connect_timeout", connect_timeout)
+        )
         self._request_timeout = None if request_timeout is None else _positive("request_timeout", request_timeout)
         #: The parts of a connected client, for tests and tools, and for ``Client``.
         self.session: WorkerSession | None = None

@@ -133,7 +133,7 @@ def init(
     run_id: str | None = None,
     worker_id: str | None = None,
     rank: int | None = None,
-    connect_timeout: float = 60.0,
+    connect_timeout: float | None = None,
     request_timeout: float | None = None,
     transport: TransportName | None = None,
     rejoin: bool = True,
@@ -147,7 +147,8 @@ def init(
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
     worker_id: this worker's name in the run; None lets the scheduler choose ``worker-<rank>``.
     rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
-    connect_timeout: seconds for which to look for the scheduler.
+    connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
+        set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto", "shm", "tcp" or "grpc", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
     rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.

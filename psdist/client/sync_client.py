@@ -44,7 +44,8 @@ class Client(ProcessBound):
     run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
-    connect_timeout: seconds for which to look for the scheduler.
+    connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
+        set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
         gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
@@ -65,7 +66,7 @@ class Client(ProcessBound):
         run_id: str | None = None,
         worker_id: str | None = None,
         rank: int | None = None,
-        connect_timeout: float = 60.0,
+        connect_timeout: float | None = None,
         request_timeout: float | None = None,
         transport: TransportName | None = None,
         rejoin: bool = True,

@@ -14,15 +14,18 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
+from typing import Final
 
 from psdist import addresses, loop_monitor
 from psdist.errors import BY_CODE, InternalError
+from psdist.launch.events import Finish
 from psdist.launch.local import announce, open_metrics, open_output, plural
 from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import stamped
@@ -32,8 +35,13 @@ from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.shutdown import RunPolicy
+from psdist.settings import exit_codes
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE
+
+#: Longest wait for a scheduler that is told that this agent gave up.
+_GIVE_UP_SECONDS: Final = 5.0
+_REASON_CHARACTERS: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +88,34 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
             node_rank=place.node_rank,
             metrics=metrics.environment,
         )
-        return asyncio.run(_supervise(options, environ, workers, place, metrics))
+        finish, has_connected = asyncio.run(_supervise(options, environ, workers, place, metrics))
     finally:
         metrics.close()
         shutil.rmtree(directory, ignore_errors=True)
+    if reason := why_given_up(finish, has_connected):
+        _tell_scheduler(reason, options, link, environ)
+    return finish.status
+
+
+def why_given_up(finish: Finish, has_connected: bool) -> str:
+    """Why other nodes need not wait for this one's workers; empty if the scheduler knows, or nobody has to.
+
+    has_connected: True if a worker of this node ever registered.
+    """
+    if finish.status == exit_codes.OK:
+        return "" if has_connected else "its scripts ended without having called psdist.init()"
+    is_known = finish.status in (exit_codes.INFRASTRUCTURE, exit_codes.UNAVAILABLE, exit_codes.LATE)
+    return "" if finish.culprit is None or is_known else finish.message
+
+
+def _tell_scheduler(reason: str, options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, str]) -> None:
+    request = replace(_request(options, link), gave_up=reason[:_REASON_CHARACTERS], timeout_seconds=_GIVE_UP_SECONDS)
+    process = spawn((*program("psdist.launch.rendezvous"), json.dumps(asdict(request))), link.environment(environ))
+    try:
+        process.communicate(timeout=2 * _GIVE_UP_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
 
 
 def _exit_on_sigterm() -> None:
@@ -98,8 +130,12 @@ def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, 
     if options.node_rank is not None:
         processes = options.script.processes
         return Place(options.node_rank, options.nodes_max, options.node_rank * processes, options.nodes_max * processes)
+    return ask_for_place(_request(options, link), link.environment(environ))
+
+
+def _request(options: AgentOptions, link: SchedulerAddress) -> RankRequest:
     host = options.local_address or socket.gethostname()
-    request = RankRequest(
+    return RankRequest(
         scheduler=link.address,
         run_id=options.run_id,
         agent_id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
@@ -110,7 +146,6 @@ def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, 
         local_address=options.local_address,
         timeout_seconds=options.script.start_timeout_seconds,
     )
-    return ask_for_place(request, link.environment(environ))
 
 
 def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
@@ -151,7 +186,8 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 
 async def _supervise(
     options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place, metrics: RunMetrics
-) -> int:
+) -> tuple[Finish, bool]:
+    """Runs the workers. Returns how they ended, and whether any of them ever registered."""
     loop_monitor.watch("agent", environ)
     script = options.script
     # Nodes may share the file system: the names of the files have the ranks.
@@ -181,8 +217,8 @@ async def _supervise(
         )
         announce(output, workers, environ)
         metrics.start(output)
-        status = (await runner.run()).status
+        finish = await runner.run()
         metrics.close()
-        return status
+        return finish, runner.has_connected
     finally:
         output.close()

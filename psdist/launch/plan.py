@@ -243,6 +243,8 @@ class ServicesPlan:
             *("--replicas", str(self.replicas)),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}"),
             *("--worker-timeout", f"{self.worker_timeout_seconds:g}", "--join-grace", "0"),
+            # The launcher sees how its own workers end, and PSDIST_START_TIMEOUT is theirs.
+            *("--start-timeout", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
             *(self.snapshots.flags() if self.snapshots is not None else ()),
             *self._shared(),

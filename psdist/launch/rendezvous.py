@@ -3,6 +3,7 @@
 ``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a ``RankRequest`` in JSON; the token comes from the
 environment. It prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
 ``{"error": ..., "code": ...}``. A scheduler that does not answer is asked again until the request's time is over.
+A request with ``gave_up`` prints nothing: it tells the scheduler that the agent ends.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
@@ -26,6 +28,7 @@ class RankRequest:
     """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
 
     local_address: how the other nodes reach this one; if it is empty, that is found.
+    gave_up: why the agent ends, if that is what the scheduler shall hear instead.
     """
 
     scheduler: str
@@ -37,6 +40,7 @@ class RankRequest:
     host: str
     timeout_seconds: float
     local_address: str = ""
+    gave_up: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +141,35 @@ async def _rendezvous(
     raise InternalError(f"scheduler {request.scheduler} ended the rendezvous without an answer")
 
 
+async def _give_up(request: RankRequest, token: str) -> None:
+    """Tells the scheduler, if it answers in time, that this agent ends."""
+    import grpc
+
+    from psdist.v1 import scheduler_pb2
+    from psdist.wire.scheduler_client import scheduler_at
+
+    message = scheduler_pb2.RendezvousRequest(
+        run_id=request.run_id,
+        host=request.host,
+        nodes_min=request.nodes_min,
+        nodes_max=request.nodes_max,
+        gave_up=request.gave_up,
+    )
+    async with scheduler_at(request.scheduler, token) as call:
+        with suppress(grpc.aio.AioRpcError):  # Its own exit status says more than that nobody could be told.
+            async for _ in call("Rendezvous", message, request.timeout_seconds):
+                return
+
+
 def main() -> None:
     """Prints the answer to the request of the command line."""
     from psdist.errors import PsdistError
     from psdist.settings.config import find_token
 
     request = RankRequest(**json.loads(sys.argv[1]))
+    if request.gave_up:
+        asyncio.run(_give_up(request, find_token(os.environ)))
+        return
     try:
         _print(asdict(asyncio.run(_ask(request, find_token(os.environ)))))
     except PsdistError as error:

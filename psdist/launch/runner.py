@@ -108,6 +108,11 @@ class Runner:
             self._output.say(finish.message)
         return finish
 
+    @property
+    def has_connected(self) -> bool:
+        """True if a worker ever registered at the scheduler."""
+        return self._supervisor.table.ever_connected
+
     def interrupt(self, signum: int) -> None:
         """Acts as if the signal had come."""
         self._loop.call_soon(self.happened, Interrupted(signum))

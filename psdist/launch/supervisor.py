@@ -68,6 +68,7 @@ _RECURRING: Final = {
     exit_codes.CONFIGURATION: " (wrong settings or use of psdist: not restarted)",
     exit_codes.LATE: " (training that it cannot join had begun: not restarted)",
     exit_codes.INFRASTRUCTURE: " (the run cannot continue: not restarted)",
+    exit_codes.NEVER_CONNECTED: " (the run ended before it had started: not restarted)",
 }
 _BEFORE_CONNECTING: Final = " (it failed before psdist.init() had connected, as it would again: not restarted)"
 #: Nobody sends these to itself: they do not predict how soon the process ends after its next start.

@@ -44,6 +44,7 @@ FAILURE_TIMEOUT_SECONDS: Final = 2.0
 WORKER_TIMEOUT_SECONDS: Final = 30.0
 DRAIN_TIMEOUT_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
+_CONNECT_SECONDS_MIN: Final = 1.0
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")
 #: The ``--storage-path`` that means no snapshots. A directory of this name is written ``./none``.
 _NO_STORAGE: Final = "none"
@@ -270,15 +271,16 @@ def client_settings(
     )
 
 
+def start_timeout(environ: Mapping[str, str]) -> float:
+    """How long a script looks for its scheduler, in seconds: as long as its launcher does, but at least for one
+    attempt. Raises ConfigurationError for a wrong value."""
+    value = _number(environ, "PSDIST_START_TIMEOUT", START_TIMEOUT_SECONDS)
+    return max(value, _CONNECT_SECONDS_MIN)
+
+
 def metrics_settings(environ: Mapping[str, str]) -> MetricsSettings:
     """What becomes of a script's metrics, from ``environ``. Raises ConfigurationError for a wrong value."""
-    text = environ.get("PSDIST_METRICS_INTERVAL") or f"{METRICS_INTERVAL_SECONDS:g}"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ConfigurationError(f"PSDIST_METRICS_INTERVAL={text!r:.80} is not a finite number of seconds from 0 on")
+    seconds = _number(environ, "PSDIST_METRICS_INTERVAL", METRICS_INTERVAL_SECONDS)
     progress = environ.get("PSDIST_PROGRESS") or "auto"
     if progress not in get_args(ProgressName):
         known = ", ".join(get_args(ProgressName))
@@ -293,6 +295,17 @@ def _find_transport(environ: Mapping[str, str], argument: str | None) -> Transpo
     if value not in get_args(TransportName):
         raise ConfigurationError(f"{source}={value!r:.80} is unknown: use one of {', '.join(get_args(TransportName))}")
     return cast(TransportName, value)
+
+
+def _number(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name) or f"{default:g}"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise ConfigurationError(f"{name}={text!r:.80} is not a finite number of seconds from 0 on")
+    return seconds
 
 
 def _integer(environ: Mapping[str, str], names: tuple[str, ...], minimum: int) -> int | None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
+from psdist.errors import RunNotStartedError
+
 OK: Final = 0
 #: A script failed in a way that has no status of its own.
 FAILURE: Final = 1
 #: The command line is wrong; nothing was started.
 USAGE: Final = 2
-#: A script ended without having connected, while others wait for it.
+#: A script ended without having connected, while others wait for it; or the run ended before all had come.
 NEVER_CONNECTED: Final = 65
 #: A worker came, or came again, when training that it cannot join had begun: it is not started again, and the others go
 #: on without it.
@@ -31,3 +33,8 @@ UNSAVED: Final = 74
 CONFIGURATION: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128
+
+
+def of_ended_run(error: BaseException) -> int:
+    """The exit status of every process of a run that ended with ``error``."""
+    return NEVER_CONNECTED if isinstance(error, RunNotStartedError) else INFRASTRUCTURE

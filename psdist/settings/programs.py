@@ -68,6 +68,7 @@ class SchedulerSettings(ProgramSettings):
     worker_timeout_seconds: float
     join_grace_seconds: float
     idle_timeout_seconds: float
+    start_timeout_seconds: float
     #: File of the store; None keeps it in memory.
     store_path: Path | None
     address_file: Path | None
@@ -132,6 +133,7 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
         worker_timeout_seconds=given.worker_timeout,
         join_grace_seconds=given.join_grace,
         idle_timeout_seconds=given.idle_timeout,
+        start_timeout_seconds=given.start_timeout,
         store_path=default_store(environ, given.run_id, given.port) if given.store is None else store_file(given.store),
         store_optional=given.store is None,
         token=_program_token(line.program, given, environ),
@@ -300,6 +302,9 @@ def scheduler_line() -> CommandLine:
                 Flag("--idle-timeout", "end, and the servers before, when no worker has been there for so long, after "
                      "some were; what was trained is saved first. Longer than a worker's restart; 0 never ends",
                      seconds(), 0.0, "SECONDS"),
+                Flag("--start-timeout", "end everywhere if the workers and servers to wait for have not come within "
+                     "this time, as when scripts fail before psdist.init(); 0 waits for ever", seconds(), 0.0,
+                     "SECONDS"),
             ),
             Flag("--store", "SQLite file by which a restarted scheduler continues the run, or memory for none "
                  "(default: a file below $XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It "

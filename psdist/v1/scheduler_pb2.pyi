@@ -764,7 +764,7 @@ class BarrierResponse(_message.Message):
     def __init__(self, waiting_for: _Optional[str] = ..., released: _Optional[bool] = ..., withdrawn: _Optional[bool] = ...) -> None: ...
 
 class RendezvousRequest(_message.Message):
-    __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host", "master_address")
+    __slots__ = ("run_id", "agent_id", "processes", "nodes_min", "nodes_max", "host", "master_address", "gave_up")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     AGENT_ID_FIELD_NUMBER: _ClassVar[int]
     PROCESSES_FIELD_NUMBER: _ClassVar[int]
@@ -772,6 +772,7 @@ class RendezvousRequest(_message.Message):
     NODES_MAX_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     MASTER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    GAVE_UP_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     agent_id: str
     processes: int
@@ -779,7 +780,8 @@ class RendezvousRequest(_message.Message):
     nodes_max: int
     host: str
     master_address: str
-    def __init__(self, run_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., processes: _Optional[int] = ..., nodes_min: _Optional[int] = ..., nodes_max: _Optional[int] = ..., host: _Optional[str] = ..., master_address: _Optional[str] = ...) -> None: ...
+    gave_up: str
+    def __init__(self, run_id: _Optional[str] = ..., agent_id: _Optional[str] = ..., processes: _Optional[int] = ..., nodes_min: _Optional[int] = ..., nodes_max: _Optional[int] = ..., host: _Optional[str] = ..., master_address: _Optional[str] = ..., gave_up: _Optional[str] = ...) -> None: ...
 
 class RendezvousResponse(_message.Message):
     __slots__ = ("waiting_for", "formed", "node_rank", "nodes", "first_rank", "world_size", "master_address", "run_id")

@@ -142,7 +142,9 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     await asyncio.gather(waiting, over, failed, *working, return_exceptions=True)
     for failure in failures:
         log.error("the scheduler ends, because it cannot go on safely: %s", failure, exc_info=failure)
-    return exit_codes.INFRASTRUCTURE if failures or lost is not None else exit_codes.OK
+    if failures:
+        return exit_codes.INFRASTRUCTURE
+    return exit_codes.OK if lost is None else exit_codes.of_ended_run(lost)
 
 
 async def _end_when_idle(scheduler: Scheduler) -> None:
@@ -254,6 +256,7 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
         unwritable=opened.unwritable,
         policy=policy,
         idle_timeout_seconds=settings.idle_timeout_seconds,
+        start_timeout_seconds=settings.start_timeout_seconds,
         salt=secrets.token_hex(6),
         store=str(settings.store_path) if settings.store_optional and settings.store_path is not None else "",
     )

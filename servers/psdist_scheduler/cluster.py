@@ -204,6 +204,9 @@ class Cluster:
                 return machines.replica_manager.on_filled(event)
             case ev.ReplicaUnreachable():
                 return machines.replica_manager.on_unreachable(event, now)
+            case ev.GiveUp():
+                self.members.check_run(event.run_id)
+                return machines.changes.start.give_up(event)
             case ev.Drain() | ev.Stop():
                 return machines.shutdown.hold(event, now)
             case StopReported():
@@ -345,6 +348,7 @@ class Cluster:
         if self.failed is None:
             effects += self._end_calls_of_the_gone() + machines.replica_manager.lose(epoch)
             machines.rollback.end_if_lost()
+            effects += machines.changes.start.progress(now)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
         effects += machines.replica_manager.plan(epoch, now)

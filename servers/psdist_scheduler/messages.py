@@ -146,8 +146,11 @@ def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
     return make_event(ev.Register, call, request, role=role)
 
 
-def _rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous:
-    _check_texts(request, "host")
+def _rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous | ev.GiveUp:
+    _check_texts(request, "host", "gave_up")
+    if request.gave_up:
+        elastic = request.nodes_min < request.nodes_max
+        return ev.GiveUp(call, request.run_id, request.host, request.gave_up, elastic)
     return make_event(ev.EnterRendezvous, call, request)
 
 

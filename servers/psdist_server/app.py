@@ -58,7 +58,7 @@ def main(settings: ServerSettings) -> int:
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
         if isinstance(error, RUN_ENDING):
-            return exit_codes.INFRASTRUCTURE
+            return exit_codes.of_ended_run(error)
         recurs = isinstance(error, UnauthenticatedError | DeviceUnavailableError)
         return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
 
@@ -144,7 +144,7 @@ async def _until_stopped(
     code = 0
     if session.done() and (error := session.exception()):
         _log.error("the scheduler ended the membership of this server", reason=str(error))
-        code = exit_codes.INFRASTRUCTURE
+        code = exit_codes.of_ended_run(error)
     if code == 0 and not run_ended.done():
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
         await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)

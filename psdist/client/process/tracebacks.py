@@ -59,7 +59,7 @@ def status_of(error: BaseException) -> int:
     for each in _chain(error):  # The script may have raised one of its own from it.
         if isinstance(each, RUN_ENDING):
             # The next attempt finds a run that has resumed from a snapshot.
-            return 0 if "snapshot" in each.details else exit_codes.INFRASTRUCTURE
+            return 0 if "snapshot" in each.details else exit_codes.of_ended_run(each)
     return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 

@@ -16,6 +16,7 @@ from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.silent_members import SilentMembers
+from psdist_scheduler.coordination.start import RunStart
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.datasets.datasets import Datasets
@@ -99,9 +100,9 @@ class Machines:
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
         unreachable = UnreachableServers(settings, members, registry)
         silent = SilentMembers(settings, members, deferred)
-        changes = MembershipChanges(
-            settings, members, demand, registry, joins, snapshots, stops, admission, deferred, unreachable, silent, now
-        )
+        start = RunStart.begin(settings, demand, registry, now)
+        follow = (deferred, unreachable, silent, start, now)
+        changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, admission, *follow)
         barriers = Barriers(members, demand, stored.barriers)
         mutual_waits = MutualWaits(members, registry, barriers)
         held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)

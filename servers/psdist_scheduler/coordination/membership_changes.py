@@ -2,7 +2,7 @@
 
 A member whose lease is over, or whose session ended, is suspected, and lost only on evidence (``silent_members``). A
 worker whose session ended while its messages came regularly is lost at once: its kernel ended it. A loss that must wait
-for the storage is deferred (``deferred_losses``).
+for the storage is deferred (``deferred_losses``). Members that never come are waited for, or end the run (``start``).
 
 Not here: who is a member (``membership``), what becomes of shards (``replica_manager``), data (``datasets``) and the
 run (``rollback``).
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.silent_members import SilentMembers
+from psdist_scheduler.coordination.start import RunStart
 from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.events import cluster_events as ev
@@ -41,6 +42,7 @@ class MembershipChanges:
     deferred: DeferredLosses
     unreachable: UnreachableServers
     silent: SilentMembers
+    start: RunStart
     _ticked: float
 
     def register(self, event: ev.Register, now: float) -> list[ev.Effect]:

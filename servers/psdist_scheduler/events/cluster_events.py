@@ -206,6 +206,17 @@ class EnterRendezvous:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveUp:
+    """A worker agent ends because its script fails. elastic: the run may have fewer nodes than have joined."""
+
+    call: int
+    run_id: str
+    host: str
+    reason: str
+    elastic: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Drain:
     call: int
     run_id: str
@@ -257,7 +268,8 @@ SessionEvent = SessionOpened | SessionClosed | Probed | Heartbeat | JoinAnswered
 MemberEvent = Register | Leave | WorkerReport | SessionEvent
 ReplicaEvent = ReplicaFilled | ReplicaUnreachable
 #: Calls that may wait.
-CallEvent = Create | Describe | CommitParameters | EnterBarrier | EnterRendezvous | Drain | Stop | Scale | WatchScale
+WaitingCall = Create | Describe | EnterBarrier | EnterRendezvous
+CallEvent = WaitingCall | CommitParameters | GiveUp | Drain | Stop | Scale | WatchScale
 Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | sn.SnapshotEvent | CallEnded | Tick
 
 # --- answers to calls, and commands on sessions -----------------------------------------------------------------------

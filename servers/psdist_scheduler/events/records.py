@@ -42,6 +42,7 @@ class ClusterSettings:
     unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
     policy: when snapshots are taken, and which are kept.
     idle_timeout_seconds: the run is over when no worker has been there for so long, after some were; 0 for never.
+    start_timeout_seconds: the run ends if the members that it needs have not come within this time; 0 for never.
     salt: name of this process of the scheduler alone; in the names of directories, so that none is used twice.
     store: the file of the store, if nobody chose it; empty otherwise.
     """
@@ -58,6 +59,7 @@ class ClusterSettings:
     salt: str = "0"
     worker_lease_seconds: float = 30.0
     idle_timeout_seconds: float = 0.0
+    start_timeout_seconds: float = 0.0
     store: str = ""
 
     def heartbeat_of(self, role: Role, workers: int) -> float:

@@ -291,7 +291,7 @@ def test_waiting_is_told_again_while_it_lasts_and_noted_once() -> None:
         d.tick(0.25)
     assert 5 <= len(d.told[call]) <= 7
     assert [note for note in d.notes if "waiting for a server" in note] != []
-    assert len([note for note in d.notes if "waiting" in note]) == 1
+    assert len([note for note in d.notes if note.startswith("parameters mlp: waiting")]) == 1
     assert d.cluster.waits == ["for a server to register"]
 
 

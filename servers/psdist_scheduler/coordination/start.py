@@ -1,0 +1,92 @@
+"""The start of a run: what ends it before training has begun. Pure.
+
+A run that never begins would hold its machines for ever: scripts that fail before ``psdist.init()`` never reach the
+scheduler. Two things end it, with RunNotStartedError at every member:
+
+* The members that the run needs have not all been there at one time within ``start_timeout_seconds``.
+* An agent with a fixed number of nodes gave up, and its workers are still missing. In an elastic run others may do.
+
+Once a parameter set is ready the run has begun. What ends it then is decided elsewhere (``rollback``, ``shutdown``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from psdist.errors import RunNotStartedError
+from psdist.wire.limits import REPORT_WAIT_SECONDS
+from psdist_scheduler.events.cluster_events import Answer, Done, Effect, GiveUp, LogEvent
+from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.members.membership import Demand
+from psdist_scheduler.placement.registry import Registry
+
+#: After its first report a wait is reported this often.
+REPEAT_SECONDS: Final = 60.0
+_RANKS_SHOWN: Final = 8
+
+
+@dataclass(slots=True)
+class RunStart:
+    """Waits for one run to begin.
+
+    _since: when this scheduler started. _is_complete: the members that the run needs were there at one time.
+    """
+
+    _settings: ClusterSettings
+    _demand: Demand
+    _registry: Registry
+    _since: float
+    _report_at: float
+    _is_complete: bool = False
+    _has_begun: bool = False
+    #: Why the first agent gave up; empty if none did.
+    _given_up: str = ""
+
+    @classmethod
+    def begin(cls, settings: ClusterSettings, demand: Demand, registry: Registry, now: float) -> RunStart:
+        """Start to wait."""
+        return cls(settings, demand, registry, now, now + REPORT_WAIT_SECONDS)
+
+    def give_up(self, event: GiveUp) -> list[Effect]:
+        """An agent ends because its script fails. Raises WrongRunError."""
+        text = f"the launcher on {event.host or 'an unknown host'} gave up: {event.reason}"
+        if not event.elastic:
+            self._given_up = self._given_up or text
+        return [LogEvent(text, "warning"), Answer(event.call, Done())]
+
+    def progress(self, now: float) -> list[Effect]:
+        """Report whom the run waits for, and end it if it cannot begin."""
+        self._has_begun = self._has_begun or any(entry.ready for entry in self._registry.entries)
+        if self._has_begun:
+            return []
+        shortage = self._demand.shortage(begun=True)
+        if not shortage:
+            self._is_complete = True
+            return []
+        if self._given_up:
+            self._fail(f"{self._given_up}. Mend the script, and start the run again")
+        if self._is_complete:
+            return []
+        waited, limit = now - self._since, self._settings.start_timeout_seconds
+        text = f"waiting {shortage}{self._missing_ranks()}"
+        if limit and waited >= limit:
+            remedy = "See the logs of their launchers, and start the run again"
+            self._fail(f"the run did not start within {limit:g} s (--start-timeout), {text}. {remedy}")
+        if now < self._report_at:
+            return []
+        self._report_at = now + REPEAT_SECONDS
+        until = f" of at most {limit:g} s (--start-timeout)" if limit else ""
+        return [LogEvent(f"the run has not started: {text}, {waited:.0f} s so far{until}", "wait")]
+
+    def _fail(self, text: str) -> None:
+        self._registry.resume.fail(RunNotStartedError(text))
+
+    def _missing_ranks(self) -> str:
+        """The ranks that are not there, if some are; a world of which nobody came needs no list."""
+        there = set(self._demand.ranks_in_service)
+        missing = [rank for rank in range(self._demand.workers_min) if rank not in there]
+        if not there or not missing:
+            return ""
+        more = f" and {len(missing) - _RANKS_SHOWN} more" if len(missing) > _RANKS_SHOWN else ""
+        return f" (rank {', '.join(map(str, missing[:_RANKS_SHOWN]))}{more})"
