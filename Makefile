@@ -23,7 +23,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALL = $(BIN)/python .ci/install.py
 # Runs a command that is silent for long, with what it does and a dot every two seconds.
 WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
@@ -63,14 +63,12 @@ $(BIN)/python:
 	$(WITH_DOTS) "creating $(VENV)" $(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(WITH_DOTS) "installing psdist and what it needs into $(VENV), about half a minute" \
-		$(PIP) install --editable '.[examples]'
+	@$(INSTALL) "psdist and what it needs into $(VENV), about 160 MB" --editable '.[examples]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
-	$(WITH_DOTS) "installing psdist and what its tests need into $(VENV), about a minute" \
-		$(PIP) install --editable '.[examples,dev]'
-	$(WITH_DOTS) "installing PyTorch into $(VENV)" $(PIP) install $(TORCH)
+	@$(INSTALL) "psdist and what its tests need into $(VENV), about 400 MB" --editable '.[examples,dev]'
+	@$(INSTALL) "PyTorch into $(VENV)" $(TORCH)
 	@touch $@ $(VENV)/.installed
 
 # --- what one does --------------------------------------------------------------------------------------------------

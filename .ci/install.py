@@ -1,0 +1,99 @@
+"""Installs with pip, and says what it does: ``python .ci/install.py WHAT ARGUMENT...`` passes the arguments to ``pip install``.
+
+Prints each package that is downloaded, with its size and how many there were, and a dot whenever two seconds pass
+without anything else. If pip fails, everything that it printed follows, and its exit status is passed on. Only the
+standard library is used: this runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO
+
+DOT_SECONDS = 2.0
+_DOWNLOAD = re.compile(r"\s*Downloading (?P<file>\S+)(?: \((?P<size>[^)]*)\))?")
+#: Metadata is fetched apart from the package.
+_METADATA = ".metadata"
+_INSTALLING = "Installing collected packages: "
+
+
+class Display:
+    """Turns lines of pip into lines for people. ``out``: where they are written."""
+
+    def __init__(self, out: IO[str]) -> None:
+        self._out = out
+        self._count = 0
+        self._has_dots = False
+
+    def say(self, text: str) -> None:
+        """Begins a new line."""
+        self._out.write(("\n" if self._has_dots else "") + text + "\n")
+        self._out.flush()
+        self._has_dots = False
+
+    def dot(self) -> None:
+        """Says that it goes on."""
+        self._out.write(".")
+        self._out.flush()
+        self._has_dots = True
+
+    def line(self, line: str) -> None:
+        """Shows a line of pip, if it says something new."""
+        if line.startswith(_INSTALLING):
+            self.say(f"  unpacking {line.count(',') + 1} packages")
+        elif (match := _DOWNLOAD.match(line)) and not match["file"].endswith(_METADATA):
+            self._count += 1
+            name = match["file"].rpartition("/")[2].partition("-")[0]
+            self.say(f"  {self._count:3}  {name}" + (f" ({match['size']})" if match["size"] else ""))
+
+
+def run(command: Sequence[str], display: Display, dot_seconds: float = DOT_SECONDS) -> int:
+    """Runs pip, shows what it does, and returns its exit status."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # A process that pip started and left must not keep this one.
+    threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
+    printed: list[str] = []
+    while True:
+        try:
+            line = lines.get(timeout=dot_seconds)
+        except queue.Empty:
+            if process.poll() is not None:
+                break
+            display.dot()
+            continue
+        if line is None:
+            break
+        printed.append(line)
+        display.line(line)
+    status = process.wait()
+    display.say("  done" if status == 0 else "".join(["pip failed:\n", *printed]).rstrip())
+    return status
+
+
+def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
+    assert stream is not None
+    with stream:
+        for line in stream:
+            lines.put(line)
+    lines.put(None)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Installs. Returns pip's exit status."""
+    what, *rest = arguments
+    display = Display(sys.stdout)
+    display.say(f"installing {what}")
+    pip = (sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off")
+    return run([*pip, *rest], display)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

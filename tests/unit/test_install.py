@@ -1,0 +1,78 @@
+"""What ``make`` shows of pip, on lines that pip printed, and on programs in pip's place."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_FILE = Path(__file__).parents[2] / ".ci" / "install.py"
+
+#: As pip 23 and later print to a pipe.
+_PRINTED = """\
+Looking in indexes: https://pypi.org/simple
+Obtaining file:///src
+  Installing build dependencies: started
+  Installing build dependencies: finished with status 'done'
+Collecting numba>=0.63 (from psdist==0.1.0)
+  Downloading numba-0.66.0-cp311-cp311-manylinux_2_17_x86_64.whl.metadata (2.8 kB)
+Collecting llvmlite (from numba>=0.63->psdist==0.1.0)
+  Downloading llvmlite-0.48.0-cp311-cp311-manylinux_2_17_x86_64.whl (56.3 MB)
+Collecting numpy>=2.0 (from psdist==0.1.0)
+  Using cached numpy-2.4.0-cp311-cp311-manylinux_2_28_x86_64.whl (16.6 MB)
+Downloading numba-0.66.0-cp311-cp311-manylinux_2_17_x86_64.whl (3.8 MB)
+Installing collected packages: numpy, llvmlite, numba, psdist
+Successfully installed llvmlite-0.48.0 numba-0.66.0 numpy-2.4.0 psdist-0.1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def install() -> Any:
+    """The script as a module."""
+    spec = importlib.util.spec_from_file_location("install", _FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def played(install: Any, script: str, dot_seconds: float = 60.0) -> tuple[int, str]:
+    """Exit status and text of a program in pip's place."""
+    out = io.StringIO()
+    status: int = install.run([sys.executable, "-c", script], install.Display(out), dot_seconds)
+    return status, out.getvalue()
+
+
+def test_packages_are_named_with_their_sizes_and_counted(install: Any) -> None:
+    status, shown = played(install, f"print({_PRINTED!r}, end='')")
+    assert status == 0
+    assert shown.splitlines() == ["    1  llvmlite (56.3 MB)", "    2  numba (3.8 MB)", "  unpacking 4 packages", "  done"]
+
+
+def test_silence_has_dots(install: Any) -> None:
+    # It goes on once its reader has waited for long enough to show dots.
+    script = "import threading; threading.Event().wait(0.5); print('Downloading a-1.whl (1 kB)')"
+    status, shown = played(install, script, dot_seconds=0.02)
+    dots, _, rest = shown.partition("\n")
+    assert status == 0 and set(dots) == {"."} and rest.startswith("    1  a (1 kB)\n"), shown
+
+
+def test_a_failure_shows_everything_and_has_pips_status(install: Any) -> None:
+    script = "import sys; print('Collecting x'); print('ERROR: no matching distribution', file=sys.stderr); sys.exit(3)"
+    status, shown = played(install, script)
+    assert status == 3 and "pip failed:\n" in shown and "ERROR: no matching distribution" in shown
+
+
+def test_it_asks_nobody(install: Any) -> None:
+    status, shown = played(install, "import sys; sys.exit(len(sys.stdin.read()))")
+    assert (status, shown) == (0, "  done\n")
+
+
+def test_bytes_that_are_no_text_are_shown_all_the_same(install: Any) -> None:
+    script = "import sys; sys.stdout.buffer.write(b'Downloading \\xff-1.whl (2 kB)\\n')"
+    status, shown = played(install, script)
+    assert status == 0 and "(2 kB)" in shown
