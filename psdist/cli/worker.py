@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, script_flags, script_options
 from psdist.cli.target import choose_run
@@ -30,6 +31,30 @@ def nodes(value: str) -> tuple[int, int]:
     return least, most
 
 
+def rendezvous_backend(value: str) -> str:
+    """torchrun's --rdzv-backend. Those of torch that need no other service have the same meaning here."""
+    name = value.lower()
+    if name.startswith("etcd"):
+        raise ValueError(
+            f"{value} is another service: leave --rdzv-backend out, and name psdist's scheduler by --scheduler"
+        )
+    return one_of("psdist", "c10d", "static")(name)
+
+
+#: Flags of torchrun without a counterpart here, and what to use in their place.
+_TORCHRUN_ONLY: Final = {
+    "--rdzv-conf": "use --start-timeout SECONDS for the longest wait, and psdist-scheduler --join-grace for late nodes",
+    "--use-agent-store": "leave it out: MASTER_ADDR and MASTER_PORT name a free port of rank 0's host",
+    "--logs-specs": "use --log-dir DIR with --redirects and --tee",
+    "--log-line-prefix-template": "use --role NAME for the prefix of lines",
+    "--run-path": "name the script itself",
+    "--numa-binding": "start the agent under numactl",
+    "--event-log-handler": "leave it out: psdist status shows events",
+    "--virtual-local-rank": "leave it out: LOCAL_RANK is set for each worker",
+    "--shutdown-timeout": "use --stop-timeout SECONDS",
+}
+
+
 def command_line() -> CommandLine:
     """The flags of ``psdist-worker``."""
     return CommandLine(
@@ -52,7 +77,8 @@ def command_line() -> CommandLine:
                 Flag("--master-port", "its port", integer(1, 65535), None, "PORT", variables=torchrun("master-port")),
                 Flag("--rdzv-id", "as --run-id", check_run_id, "", "NAME", variables=torchrun("rdzv-id")),
                 # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
-                Flag("--rdzv-backend", "psdist is the only choice", one_of("psdist"), "psdist", "NAME"),
+                Flag("--rdzv-backend", "psdist's scheduler, whichever of torch's you name: psdist, c10d or static",
+                     rendezvous_backend, "psdist", "NAME"),
                 Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
                      variables=torchrun("node-rank")),
                 Flag("--local-addr", "name of this node for the others", text, "", "HOST",
@@ -64,6 +90,7 @@ def command_line() -> CommandLine:
         SCRIPT_USAGE,
         EPILOG,
         first=("--scheduler", "--nnodes", "--nproc-per-node", "--run-id", "--token-file"),
+        elsewhere=_TORCHRUN_ONLY,
     )  # fmt: skip
 
 

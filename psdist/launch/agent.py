@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -74,8 +75,9 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
         address = await_address(options.scheduler_file, script.start_timeout_seconds)
     link = SchedulerAddress(address=address, token_file=options.token_file, run_id=options.run_id)
     place = _place(options, link, environ)
-    first, node = place.first_rank, f"node-{place.node_rank}"
-    metrics = open_metrics(script, options.run_id or "run", range(first, first + script.processes), node)
+    link = replace(link, run_id=options.run_id or place.run_id)
+    first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()
+    metrics = open_metrics(script, name, range(first, first + script.processes), node)
     directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
     try:
         workers = WorkersPlan(
@@ -88,7 +90,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
             node_rank=place.node_rank,
             metrics=metrics.environment,
         )
-        finish, has_connected = asyncio.run(_supervise(options, environ, workers, place, metrics))
+        finish, has_connected = asyncio.run(_supervise(options, environ, workers, place, metrics, name))
     finally:
         metrics.close()
         shutil.rmtree(directory, ignore_errors=True)
@@ -148,6 +150,11 @@ def _request(options: AgentOptions, link: SchedulerAddress) -> RankRequest:
     )
 
 
+def _unknown_run() -> str:
+    """The name of a run's files if no rendezvous names the run: another one for each start, so that none are mixed."""
+    return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+
+
 def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
     """Where the script of rank 0 may listen, for torch.distributed.
 
@@ -185,13 +192,18 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 
 
 async def _supervise(
-    options: AgentOptions, environ: Mapping[str, str], workers: WorkersPlan, place: Place, metrics: RunMetrics
+    options: AgentOptions,
+    environ: Mapping[str, str],
+    workers: WorkersPlan,
+    place: Place,
+    metrics: RunMetrics,
+    name: str,
 ) -> tuple[Finish, bool]:
     """Runs the workers. Returns how they ended, and whether any of them ever registered."""
     loop_monitor.watch("agent", environ)
     script = options.script
     # Nodes may share the file system: the names of the files have the ranks.
-    output = open_output(workers, options.run_id or "run", lambda: runner.interrupt(signal.SIGPIPE))
+    output = open_output(workers, name, lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
         ProcessPlan(
             ranks=workers.ranks,

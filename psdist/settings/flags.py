@@ -12,7 +12,7 @@ import difflib
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from psdist.errors import ConfigurationError, InvalidArgumentError
@@ -185,11 +185,15 @@ class CommandLine:
     words: tuple[str, ...] = ()
     #: Names of the flags that the help shows first.
     first: tuple[str, ...] = ()
+    #: Flags of a similar program that this one lacks, and what to use in their place.
+    elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
         """The values of all flags; ``command``, the script that follows them; ``words``, the other arguments; and
         ``explicit``, the flags that the command line names. Wrong input ends the program with status 2."""
         own, command = self.split(argv) if self.script else (list(argv), [])
+        if unknown := self.unknown(own):
+            fail(self.program, unknown)
         given = vars(self._parser().parse_args(own))
         words = [given.pop(word) for word in self.words]
         values: dict[str, Any] = {"command": command, "words": words, "explicit": frozenset(given)}
@@ -215,6 +219,26 @@ class CommandLine:
                 break
             position += 2 if word in takes_value else 1
         return list(argv[:position]), list(argv[position:])
+
+    def unknown(self, own: Sequence[str]) -> str:
+        """What to say of the first long flag that this program lacks; empty if there is none."""
+        known = {name: flag for flag in self.flags for name in flag.spellings}
+        position = 0
+        while position < len(own) and own[position] != "--":
+            word = own[position].split("=", 1)[0]
+            if word.startswith("--") and word != "--help" and word not in known:
+                return f"there is no flag {word}{self._instead(word.replace('_', '-'))}"
+            takes_next = word in known and known[word].convert is not None and "=" not in own[position]
+            position += 2 if takes_next else 1
+        return ""
+
+    def _instead(self, word: str) -> str:
+        """What to use in the place of an unknown flag, as the end of a sentence."""
+        if word in self.elsewhere:
+            return f": {self.elsewhere[word]}"
+        names = [flag.name for flag in self.flags]
+        near = [name for name in names if name.startswith(word)] or difflib.get_close_matches(word, names, 1)
+        return f": did you mean {near[0]}?" if near else ""
 
     def misplaced(self, command: Iterable[str]) -> list[str]:
         """Long flags of this program among the arguments of the script, where this program ignores them."""

@@ -114,7 +114,7 @@ class Membership:
         if run_id and run_id != self._settings.run_id:
             raise WrongRunError(
                 f"this scheduler serves run {self._settings.run_id!r}, not {run_id!r:.80}: check PSDIST_SCHEDULER and "
-                "PSDIST_RUN_ID",
+                "PSDIST_RUN_ID, or --scheduler and --run-id (--rdzv-id); without an id its run is taken",
                 run_id=run_id,
             )
 

@@ -139,10 +139,52 @@ def test_nodes_and_their_ranks() -> None:
         agent("--scheduler", "h:1", "--nnodes", "1:2", "--node-rank", "0")
 
 
-def test_another_rendezvous_backend_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        worker.command_line().parse(["--rdzv-backend", "c10d", "x.py"], {})
-    assert "c10d" in capsys.readouterr().err
+def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        worker.command_line().parse([*argv, "x.py"], {})
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_torchruns_habits_are_accepted_with_its_meaning() -> None:
+    argv = [
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "h:1", "--rdzv-id", "x", "--nnodes", "1:3"),
+        *("--max-restarts", "3", "--nproc-per-node", "2"),
+    ]
+    for spelled in (argv, [word.replace("-", "_") if word.startswith("--") else word for word in argv]):
+        words = ["--" + word[2:] if word.startswith("__") else word for word in spelled]
+        options = agent(*words)
+        assert (options.scheduler, options.run_id, options.nodes_min, options.nodes_max) == ("h:1", "x", 1, 3)
+        assert (options.script.restarts_max, options.script.processes, options.script.command) == (3, 2, ("x.py",))
+    given = worker.command_line().parse([*argv, "--standalone", "x.py"], {})
+    assert given.standalone and given.command == ["x.py"]
+    assert agent("--rdzv-backend=static", "--master-addr", "h", "--master-port", "3").scheduler == "h:3"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--rdzv-backend", "etcd-v2"], ["etcd-v2", "--scheduler"]),
+        (["--rdzv-backend", "zeus"], ["zeus", "c10d"]),
+        (["--rdzv-conf", "timeout=900"], ["--rdzv-conf", "--start-timeout"]),
+        (["--rdzv_conf=timeout=900"], ["--rdzv_conf", "--start-timeout"]),
+        (["--nnodes", "2", "--log-line-prefix-template", "x"], ["--role"]),
+        (["--nproc"], ["--nproc", "did you mean --nproc-per-node?"]),
+        (["--nprocs-per-node", "2"], ["did you mean --nproc-per-node?"]),
+        (["--n_proc_per_node=2"], ["did you mean --nproc-per-node?"]),
+        (["--max-restart", "2"], ["did you mean --max-restarts?"]),
+        (["--xyzzy"], ["there is no flag --xyzzy\n"]),
+    ],
+)
+def test_what_torchrun_has_and_psdist_lacks_names_the_flag_to_use(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = refusal(capsys, *argv)
+    assert all(word in text for word in words), text
+
+
+def test_values_that_look_like_flags_are_values() -> None:
+    assert worker.command_line().unknown(["--role", "--odd", "--nnodes=--odd", "-r", "3"]) == ""
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------
