@@ -73,9 +73,9 @@ def is_wildcard(host: str) -> bool:
 
 
 def choose(candidates: Iterable[str]) -> str:
-    """The first of this host's addresses that others can use; loopback if there is none."""
+    """The first of this host's addresses that others can use; empty if there is none."""
     usable = (each for each in candidates if (address := literal(each)) is not None and _is_usable(address))
-    return next(usable, _LOOPBACK)
+    return next(usable, "")
 
 
 def _is_usable(address: Address) -> bool:
@@ -93,12 +93,13 @@ def global_addresses(table: str) -> list[str]:
 
 
 def own_address(peers: Iterable[str] = ()) -> str:
-    """The address of this host that others can use: if possible the one by which it sends to one of ``peers``.
+    """The address of this host that others can use: if possible the one by which it sends to one of ``peers``, and
+    loopback if nobody else can reach it.
 
     peers: addresses, not names.
     """
     routes = (route_source(peer) for peer in (*peers, *_ELSEWHERE))
-    return choose([*filter(None, routes), *_interface_addresses()])
+    return choose([*filter(None, routes), *_interface_addresses()]) or loopback()
 
 
 def route_source(peer: str) -> str:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan, kernel_threads_of_each
 from psdist.launch.process import ProcessSpec
@@ -79,6 +80,7 @@ class EmbeddedCluster:
             directory=self._directory,
             link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
             servers=servers,
+            host=addresses.loopback(),
             workers=1,
             lifeline=lifeline,
             failure_timeout_seconds=failure_timeout,

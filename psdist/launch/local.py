@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from psdist import loop_monitor
+from psdist import addresses, loop_monitor
 from psdist.errors import ConfigurationError
 from psdist.launch.events import Event, ProcessKey, RunFailed, ServersWanted, WorkersWanted
 from psdist.launch.metrics.run_metrics import RunMetrics
@@ -127,7 +127,7 @@ async def _run(
 ) -> int:
     loop_monitor.watch("launcher", environ)
     assert link.file is not None
-    directory = link.file.parent
+    directory, host = link.file.parent, addresses.loopback()
     script = options.script
     metrics = open_metrics(script, link.run_id, range(script.processes))
     workers = WorkersPlan(
@@ -135,7 +135,7 @@ async def _run(
         link=link,
         connected_directory=directory / "connected",
         # For torch.distributed in a user's script; nothing of psdist listens there.
-        master=("127.0.0.1", free_port("127.0.0.1")),
+        master=(host, free_port(host)),
         world_size=script.processes,
         metrics=metrics.environment,
     )
@@ -154,6 +154,7 @@ async def _run(
         replicas=options.replicas,
         devices=options.devices,
         snapshots=options.snapshots(link.run_id),
+        host=host,
     )
     try:
         return await _supervise(options, environ, workers, services, on_address, metrics)

@@ -233,12 +233,14 @@ class ServicesPlan:
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
     #: Where servers have weights and the optimizer's state, in turn.
     devices: tuple[str, ...] = ("cpu",)
+    #: Where they listen: this machine's loopback address.
+    host: str = "127.0.0.1"
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """The scheduler, which leaves its address in the link's file. A restarted one keeps its ``port``."""
         argv = (
             *program("psdist_scheduler"),
-            *("--host", "127.0.0.1", "--port", str(port), "--run-id", self.link.run_id),
+            *("--host", self.host, "--port", str(port), "--run-id", self.link.run_id),
             *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
             *("--replicas", str(self.replicas)),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}"),
@@ -256,7 +258,7 @@ class ServicesPlan:
         argv = (
             *program("psdist_server"),
             *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
-            *("--host", "127.0.0.1", "--port", "0", "--run-id", self.link.run_id),
+            *("--host", self.host, "--port", "0", "--run-id", self.link.run_id),
             *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
             *("--drain-timeout", f"{self.drain_timeout_seconds:g}"),
             *("--device", self.devices[number % len(self.devices)]),

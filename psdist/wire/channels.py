@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from psdist import addresses
 from psdist.errors import ConfigurationError, InsecureBindError
 from psdist.wire import limits
 from psdist.wire.auth import TokenInterceptor
@@ -102,13 +103,13 @@ def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: st
             host=host,
         )
     try:
-        bound: int = server.add_insecure_port(f"{host}:{port}")
+        bound: int = server.add_insecure_port(addresses.format_address(host, port))
     except RuntimeError:
         bound = 0
     if bound == 0:
         raise ConfigurationError(
-            f"{host}:{port} cannot be bound (in use, or no address of this machine): choose another {flag}, or "
-            f"{flag} 0 for a free one",
+            f"{addresses.format_address(host, port)} cannot be bound (in use, or no address of this machine): choose "
+            f"another {flag}, or {flag} 0 for a free one, or another --host",
             host=host,
             port=port,
         )

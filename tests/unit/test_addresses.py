@@ -45,8 +45,8 @@ def unresolved() -> socket.gaierror:
         (["10.0.0.3", "192.168.0.1"], "10.0.0.3"),
         (["127.0.0.1", "10.0.0.3"], "10.0.0.3"),
         (["127.0.1.1", "169.254.1.1", "fe80::1%eth0", "ff02::1", "::1", "0.0.0.0", "2001:db8::7"], "2001:db8::7"),
-        (["fe80::1", "::1"], "127.0.0.1"),
-        ([], "127.0.0.1"),
+        (["fe80::1", "::1"], ""),
+        ([], ""),
     ],
 )
 def test_the_first_address_that_others_can_use_is_chosen(candidates: list[str], chosen: str) -> None:
@@ -89,7 +89,7 @@ def test_a_peer_on_this_host_is_no_reason_to_advertise_loopback(monkeypatch: pyt
 def test_a_host_without_any_network_has_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_ELSEWHERE", ())
     monkeypatch.setattr(addresses, "_interface_addresses", list)
-    assert addresses.own_address(["127.0.0.1"]) == "127.0.0.1"
+    assert addresses.own_address(["127.0.0.1"]) == addresses.loopback()
     assert addresses.route_source("not an address") == ""
 
 
@@ -151,3 +151,21 @@ async def test_a_resolver_that_hangs_holds_up_nobody(monkeypatch: pytest.MonkeyP
             await addresses.await_name("box", 0.05, lambda _: None)
     finally:
         release.set()
+
+
+@pytest.mark.parametrize(("missing", "found"), [((), "127.0.0.1"), (("127.0.0.1",), "::1")])
+def test_a_host_may_have_the_loopback_address_of_one_family_alone(
+    missing: tuple[str, ...], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Socket:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> Socket:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def bind(self, place: tuple[str, int]) -> None:
+            if place[0] in missing:
+                raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "socket", Socket)
+    assert addresses.loopback() == found

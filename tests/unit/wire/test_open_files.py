@@ -1,8 +1,9 @@
-"""Connections never take all open files of a process."""
+"""Ports of processes: where they are bound, and that connections never take all open files."""
 
 from __future__ import annotations
 
 import resource
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -33,6 +34,18 @@ def test_the_soft_limit_is_raised_as_far_as_needed() -> None:
 def test_files_are_left_where_few_may_be_open(soft: int, connections: int) -> None:
     allow(soft)
     assert channels._connections_max() == connections
+
+
+async def test_an_ipv6_address_is_bound_with_and_without_brackets() -> None:
+    for host in ("::1", "[::1]"):
+        server = channels.make_server("")
+        try:
+            with socket.socket(socket.AF_INET6) as probe:
+                probe.bind(("::1", 0))
+        except OSError:
+            pytest.skip("this machine has no IPv6 loopback address")
+        assert channels.bind(server, host, 0, insecure=False) > 0
+        await server.stop(None)
 
 
 def test_a_higher_limit_is_left_alone() -> None:
