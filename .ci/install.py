@@ -1,4 +1,4 @@
-"""Installs with pip, and says what it does: ``python .ci/install.py WHAT ARGUMENT...`` passes the arguments to ``pip install``.
+"""Installs with pip, and says what it does: ``python .ci/install.py WHAT ARGUMENT...``, with arguments of pip install.
 
 Prints each package that is downloaded, with its size and how many there were, and a dot whenever two seconds pass
 without anything else. If pip fails, everything that it printed follows, and its exit status is passed on. Only the

@@ -148,8 +148,8 @@ class MemberConnection:
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
         """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
         return SchedulerUnreachableError(
-            f"no scheduler answered at {self.address} (from {self._source}) in {timeout:.3g} s and {attempts} attempts; "
-            f"the last one: {last}. {FIND_SCHEDULER}",
+            f"no scheduler answered at {self.address} (from {self._source}) in {timeout:.3g} s and {attempts} attempts"
+            f"; the last one: {last}. {FIND_SCHEDULER}",
             address=self.address,
             attempts=attempts,
         )

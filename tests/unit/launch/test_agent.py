@@ -11,9 +11,8 @@ import pytest
 
 from psdist.addresses import is_wildcard, parse_address
 from psdist.launch import agent
-from psdist.launch.agent import why_given_up
+from psdist.launch.agent import AgentOptions, why_given_up
 from psdist.launch.events import Finish, ProcessKey
-from psdist.launch.agent import AgentOptions
 from psdist.launch.plan import ScriptOptions
 from psdist.launch.rendezvous import Place
 from psdist.settings import exit_codes
@@ -59,6 +58,8 @@ def test_what_the_scheduler_said_itself_is_not_told_to_it(status: int) -> None:
 
 def test_an_agent_that_is_stopped_may_be_started_again() -> None:
     assert not why_given_up(Finish(exit_codes.SIGNAL_BASE + signal.SIGTERM), has_connected=False)
+
+
 @pytest.mark.parametrize(
     ("given", "told", "name"),
     [("mine", "mine", "mine"), ("", "theirs", "theirs"), ("", "", r"run-\d{8}-\d{6}-[0-9a-f]{6}")],
@@ -69,12 +70,12 @@ def test_files_of_a_run_lie_below_its_id(
     """Those of two runs are never mixed, also if nobody says what the run is called."""
     started: list[tuple[str, str]] = []
 
-    async def supervise(*arguments: Any) -> int:
+    async def supervise(*arguments: Any) -> tuple[Finish, bool]:
         workers = arguments[2]
         environ = workers.spec(0, 0, {}).environment
         assert environ.get("PSDIST_RUN_ID", "") == environ["TORCHELASTIC_RUN_ID"]
         started.append((arguments[-1], environ["TORCHELASTIC_RUN_ID"]))
-        return 0
+        return Finish(exit_codes.OK), True
 
     monkeypatch.setattr(agent, "_place", lambda *_: Place(0, 1, 0, 1, "127.0.0.1:7000", told))
     monkeypatch.setattr(agent, "_supervise", supervise)
