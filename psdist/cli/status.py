@@ -150,6 +150,8 @@ def _parameters(
     counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
     holders = {shard.primary.server_id for shard in entry.shards if not shard.lost}
     primaries = [each for server, each in counted.items() if server in holders]
+    # No server has reported yet: after a restart of the scheduler it may be any.
+    unknown = None if one.state == "ready" else 0
     return {
         "name": name,
         "state": one.state,
@@ -158,8 +160,8 @@ def _parameters(
         "slices": -(-entry.total // entry.spec.slice_elements) if entry.spec.slice_elements else 0,
         "consistency": entry.spec.consistency.kind,
         "optimizer": entry.spec.optimizer.kind,
-        "version_min": min((each.version_min for each in primaries), default=0),
-        "version_max": max((each.version_max for each in primaries), default=0),
+        "version_min": min((each.version_min for each in primaries), default=unknown),
+        "version_max": max((each.version_max for each in primaries), default=unknown),
         "servers": _holders(entry, counted),
         "shards": [_shard(number, shard) for number, shard in enumerate(entry.shards)],
         "replicas": [_replica(server, each) for server, one in counted.items() for each in one.replicas],

@@ -115,7 +115,7 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
             _state(one["state"]),
             f"{one['elements']:,}",
             str(one["slices"]),
-            str(low) if low == high else f"{low}-{high}",
+            "?" if low is None else str(low) if low == high else f"{low}-{high}",
             _rate(one["steps_per_second"]),
             str(len(one["members"])),
             "\n".join(held),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import secrets
 import shutil
@@ -43,6 +44,8 @@ from psdist.settings.exit_codes import SIGNAL_BASE
 #: Longest wait for a scheduler that is told that this agent gave up.
 _GIVE_UP_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
+#: A wait that lasts is printed again after this time.
+_REPEAT_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +171,32 @@ def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
     return addresses.format_address(host, int(port)) if host and port.isdigit() else scheduler
 
 
+class WaitReport:
+    """Tells which of the scheduler's reasons to print: it repeats one every two seconds, as a sign of life."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._printed = -math.inf
+
+    def is_due(self, text: str, now: float) -> bool:
+        """True for a new reason, and for the same one once a minute."""
+        if text == self._text and now < self._printed + _REPEAT_SECONDS:
+            return False
+        self._text, self._printed = text, now
+        return True
+
+
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
     """Asks the scheduler in a process of its own, and prints whom it waits for. Raises the scheduler's error."""
     argv = (*program("psdist.launch.rendezvous"), json.dumps(asdict(request)))
     process = spawn(argv, environment, stderr=None)
     assert process.stdout is not None
+    report = WaitReport()
     try:
         for line in process.stdout:
             values = json.loads(line)
+            if "waiting_for" in values and not report.is_due(values["waiting_for"], time.monotonic()):
+                continue
             if "waiting_for" in values:
                 # Who cannot be told that this node waits can be trained with all the same.
                 with contextlib.suppress(OSError):

@@ -20,12 +20,15 @@ import grpc.aio
 from google.protobuf import message_factory
 from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 
-from psdist.errors import InternalError, PsdistError
+from psdist.errors import InternalError, PsdistError, SharingUnavailableError, TcpUnavailableError
 from psdist.wire import frames, status
 
 #: Takes a message, or an iterator of bytes where requests are a stream, and a ServicerContext. A coroutine function, or
 #: an asynchronous generator function where answers are a stream.
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
+
+#: Refusals of every good run: a worker tries the faster transports first, also with servers of other hosts.
+_ROUTINE: Final = (SharingUnavailableError, TcpUnavailableError)
 
 #: By whether the client and the server stream.
 _KINDS: Final = {
@@ -82,7 +85,7 @@ async def _errors_as_statuses(name: str, context: grpc.aio.ServicerContext, log:
         raise
     except Exception as error:
         refusal = as_psdist_error(error, name, log)
-        log.info("%s refused: %s", name, refusal)
+        log.log(logging.DEBUG if isinstance(refusal, _ROUTINE) else logging.INFO, "%s refused: %s", name, refusal)
         await status.abort(context, refusal)
 
 

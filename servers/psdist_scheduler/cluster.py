@@ -101,7 +101,7 @@ class Cluster:
         if wait := self.machines.changes.deferred.wait:
             return f"held up, waiting {wait}"
         training = [
-            f"{p.name!r} at version {p.version}" for p in self.registry.all if p.state == "ready" and p.entry.members
+            f"{p.name!r} at {p.version_text}" for p in self.registry.all if p.state == "ready" and p.entry.members
         ]
         if self.paused:
             return f"paused, waiting {self.paused}"

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal
 
 from psdist.errors import DuplicateMemberError
 from psdist.types import Replica, Shard
@@ -89,7 +89,8 @@ class DeferredLosses:
                 continue
             self._since = now if self._since is None else self._since
             self._deferred[member_id] = member, reason
-            effects.append(LogEvent(f"{member} is gone: {reason}; {self.wait}", "warning"))
+            level: Literal["info", "warning"] = "warning" if self._members.workers else "info"
+            effects.append(LogEvent(f"{member} is gone: {reason}; waiting {self.wait}", level))
             if session := self._members.sessions.of(member_id):
                 self._members.sessions.detach(session, now)
                 effects.append(Close(session))

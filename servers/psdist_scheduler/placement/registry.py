@@ -63,6 +63,8 @@ class ParameterSet:
     versions: dict[str, int] = field(default_factory=dict)
     counted_from: int = 0
     first_version: int = 0
+    #: True if an earlier scheduler placed it: how far it is by now, servers have to say.
+    is_restored: bool = False
     #: Whether the record changed since it was made durable.
     is_changed: bool = False
 
@@ -91,6 +93,12 @@ class ParameterSet:
         """Highest version that a server spoke of."""
         return max(self.versions.values(), default=self.first_version)
 
+    @property
+    def version_text(self) -> str:
+        """The version in words. A restarted scheduler does not know it before servers have reported."""
+        is_unknown = self.is_restored and not self.versions
+        return "a version that no server has reported yet" if is_unknown else f"version {self.version}"
+
     def member(self, worker: Member) -> ParametersMember | None:
         """The worker's part in this parameter set, if it has one."""
         wanted = (worker.member_id, worker.incarnation)
@@ -108,7 +116,7 @@ class ParameterSet:
         """A sentence about the shards that are lost with their servers; empty if none are."""
         shards = self.entry.shards if self.record else ()
         gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
-        version = f" (at version {self.version})" if gone else ""
+        version = f" (at {self.version_text})" if gone else ""
         return "; ".join(f"{owner} held {name_shards(n)} of {self.name!r} alone{version}" for owner, n in gone.items())
 
     @property
@@ -203,6 +211,7 @@ class ParameterSet:
         """Starts to gather again: the parameter set is placed by the members that are there or come."""
         self.record, self.upload_call, self.first_version, self.is_changed = None, 0, 0, False
         self.versions.clear()
+        self.is_restored = False
         if not self.creators:
             self.spec = self.layout = None
 
@@ -230,7 +239,9 @@ class Registry:
         self._all: dict[str, ParameterSet] = {}
         for record in records:
             spec = record.entry.spec
-            self._all[spec.name] = ParameterSet(spec.name, record, spec, record.layout, placed_epoch=epoch - 1)
+            self._all[spec.name] = ParameterSet(
+                spec.name, record, spec, record.layout, placed_epoch=epoch - 1, is_restored=True
+            )
         self._placed = list(self._all)
         #: Names of parameter sets that went back to gathering since the cluster last took the changes.
         self._forgotten: dict[str, None] = {}

@@ -220,11 +220,14 @@ class ReplicaManager:
         lost = group((new.primary.server_id, number) for number, (old, new) in changes if new.lost and not old.lost)
         effects: list[ev.Effect] = []
         for server, numbers in lost.items():
+            member = self._members.get(server)
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
             if not self._members.workers:
-                effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
+                # At the good end of a run all servers leave, which is said of each and is no loss.
+                if member is None or member.state != "left":
+                    effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
                 continue
-            text = f"{held} ({len(numbers)} of {len(after)} shards, at version {p.version}): {self._registry.remedy}"
+            text = f"{held} ({len(numbers)} of {len(after)} shards, at {p.version_text}): {self._registry.remedy}"
             effects.append(ev.Broadcast(ev.ShardsLost(p.name, tuple(numbers), server, p.version, text)))
             effects.append(ev.LogEvent(f"lost: {text}", "warning"))
         return effects

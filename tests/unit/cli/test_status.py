@@ -62,6 +62,16 @@ def test_the_version_grows_with_common_steps_or_with_all_pushes(consistency: str
     assert status.as_json(answer(consistency))["parameters"][0]["steps_per_second"] == speed
 
 
+def test_a_version_that_no_server_has_reported_is_not_shown_as_0() -> None:
+    """As for a second after the scheduler was started again."""
+    report = answer()
+    (parameters,) = status.as_json(report)["parameters"]
+    assert parameters["version_min"] is None and parameters["version_max"] is None
+    assert any(row[:1] == ["model"] and "?" in row for row in table(report)), table(report)
+    report.parameters[0].state = "uploading"
+    assert status.as_json(report)["parameters"][0]["version_max"] == 0
+
+
 def test_before_the_first_report_nothing_is_known() -> None:
     report = answer()
     for member in report.members:

@@ -1,4 +1,4 @@
-"""What an agent decides before it starts workers, and what it tells the scheduler at its end."""
+"""What an agent decides and prints before it starts workers, and what it tells the scheduler at its end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from psdist.addresses import is_wildcard, parse_address
 from psdist.launch import agent
-from psdist.launch.agent import AgentOptions, why_given_up
+from psdist.launch.agent import AgentOptions, WaitReport, why_given_up
 from psdist.launch.events import Finish, ProcessKey
 from psdist.launch.plan import ScriptOptions
 from psdist.launch.rendezvous import Place
@@ -86,3 +86,11 @@ def test_files_of_a_run_lie_below_its_id(
     assert agent.run_agent(options, {}) == 0
     ((directory, run_id),) = started
     assert re.fullmatch(name, directory) and run_id == told
+
+
+def test_a_wait_that_lasts_is_printed_once_a_minute() -> None:
+    """The scheduler repeats its reason every two seconds."""
+    report, text = WaitReport(), "for 1 of 2 nodes to join the rendezvous"
+    printed = [second for second in range(0, 130, 2) if report.is_due(text, float(second))]
+    assert printed == [0, 60, 120]
+    assert report.is_due("for more nodes", 131.0) and report.is_due(text, 132.0), "a new reason is news"

@@ -85,6 +85,20 @@ async def test_errors_arrive_as_statuses(
     assert ("a password" in caplog.text) == ("Traceback" in caplog.text) == isinstance(raised, KeyError)
 
 
+@pytest.mark.parametrize("cls", [errors.SharingUnavailableError, errors.TcpUnavailableError])
+async def test_a_transport_that_is_not_possible_is_no_line_of_the_log(
+    cls: type[errors.PsdistError], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every run on several hosts begins with such refusals, and workers use another transport."""
+    async with _serve(**_raising(cls("this worker is on another host"))) as channel:
+        with caplog.at_level("INFO", LOG.name), pytest.raises(grpc.aio.AioRpcError):
+            await _statistics(channel)
+        assert "refused" not in caplog.text
+        with caplog.at_level("DEBUG", LOG.name), pytest.raises(grpc.aio.AioRpcError):
+            await _statistics(channel)
+        assert "GetStatistics refused: this worker is on another host" in caplog.text
+
+
 @pytest.mark.parametrize("call", [_statistics, _pull])
 async def test_bytes_that_are_no_message_reach_no_handler(call: Callable[..., Any]) -> None:
     async with _serve(GetStatistics=_unused, Pull=_unused) as channel:
