@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import Leaf, show
-from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, integer
@@ -51,11 +51,11 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
     except ValueError as error:
         raise InvalidArgumentError(f"{what}: {error}") from None
     target, request = find_target(given, environ), _request(what, wanted)
-    answer = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout))
+    answer = _ask_to_scale(target, given.timeout, request)
     launchers, until = answer.launchers, time.monotonic() + _LAUNCHER_SECONDS
     while not launchers and time.monotonic() < until:  # It begins to watch some seconds after its run does.
         time.sleep(0.25)  # Nothing tells this command when it does.
-        launchers = ask(target, given.timeout, lambda call: call("Scale", request, given.timeout)).launchers
+        launchers = _ask_to_scale(target, given.timeout, request).launchers
     if what == "workers":
         report = {"workers_wanted": wanted, "workers_before": answer.workers_before, "launchers": launchers}
         show(given.format, report, lambda _: print(_workers(report, target)))
@@ -69,6 +69,11 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
     }
     show(given.format, report, lambda _: print(sentences(report, target)))
     return OK
+
+
+def _ask_to_scale(target: SchedulerChoice, timeout: float, request: ScaleRequest) -> Any:
+    with time_limit(target, timeout):
+        return ask(target, timeout, lambda call: call("Scale", request, timeout))
 
 
 def _request(what: str, wanted: int) -> ScaleRequest:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import show, values
-from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags
+from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag
 
@@ -63,12 +63,13 @@ def _print(form: str, answer: scheduler_pb2.GetStatusResponse) -> None:
 
 def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
     """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's error."""
-    from psdist.v1 import scheduler_pb2
+    with time_limit(target, timeout_seconds):
+        from psdist.v1 import scheduler_pb2
 
-    request = scheduler_pb2.GetStatusRequest()
-    answer: scheduler_pb2.GetStatusResponse = ask(
-        target, timeout_seconds, lambda call: call("GetStatus", request, timeout_seconds)
-    )
+        request = scheduler_pb2.GetStatusRequest()
+        answer: scheduler_pb2.GetStatusResponse = ask(
+            target, timeout_seconds, lambda call: call("GetStatus", request, timeout_seconds)
+        )
     return answer
 
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from psdist.errors import InvalidArgumentError, SchedulerUnreachableError
 from psdist.launch.run_record import RunRecord, RunRegistry, records_directory
+from psdist.settings import exit_codes
 from psdist.settings.config import find_scheduler, find_token, read_address
 from psdist.settings.flags import Flag, seconds
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 
 T = TypeVar("T")
+
+#: Within so long after its time limit a command has said why, and closed its connection.
+_CLOSING_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +74,30 @@ def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
     if len(matching) > 1:
         raise InvalidArgumentError(f"several runs are running on this machine: choose one of {names} by --run-id")
     return matching[0]
+
+
+@contextmanager
+def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None]:
+    """Ends the program with exit status 69 if what follows takes longer, whatever it waits for: on a busy machine that
+    may be the import of grpc, or a connection that does not close."""
+    text = (
+        f"psdist: error: no answer of the scheduler at {target.address} within {timeout_seconds:g} s (--timeout), "
+        "connecting included. Is this machine busy? Pass a longer --timeout"
+    )
+
+    def give_up() -> None:
+        with suppress(OSError):
+            os.write(sys.stderr.fileno(), f"{text}\n".encode())
+        os._exit(exit_codes.UNAVAILABLE)
+
+    # The call's own limit comes first if there is time for it, and says more.
+    timer = threading.Timer(timeout_seconds + _CLOSING_SECONDS, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callable[..., Any]], Awaitable[T]]) -> T:

@@ -81,6 +81,27 @@ def test_a_server_waits_for_the_name_of_its_scheduler_and_then_says_which(monkey
     assert "Traceback" not in text
 
 
+#: As on a machine that is so busy that the import takes minutes.
+_SLOW_IMPORT = """
+import sys, threading
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "grpc":
+            threading.Event().wait()
+sys.meta_path.insert(0, Slow())
+from psdist.cli import main
+main.main()
+"""
+
+
+def test_a_time_limit_bounds_the_whole_command() -> None:
+    argv = ["status", "--scheduler", "127.0.0.1:9", "--timeout", "0.1"]
+    done = subprocess.run([sys.executable, "-c", _SLOW_IMPORT, *argv], capture_output=True, text=True, check=False)
+    assert done.returncode == 69
+    (line,) = done.stderr.splitlines()
+    assert "127.0.0.1:9 within 0.1 s (--timeout)" in line and "longer --timeout" in line
+
+
 def test_version() -> None:
     status, text, _ = call("version")
     assert status == 0 and text.startswith("psdist ")
