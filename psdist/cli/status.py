@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from psdist.cli.commands import show, values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
+from psdist.errors import SchedulerUnreachableError
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag
 
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from psdist.v1 import common_pb2, scheduler_pb2, server_pb2
 
 _WATCH_SECONDS: Final = 1.0
-#: Clears a terminal, and begins at its top.
-_CLEAR: Final = "\x1b[2J\x1b[H"
 
 
 def command_line() -> CommandLine:
@@ -40,14 +39,35 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     if not given.watch:
         _print(given.format, fetch(target, given.timeout))
         return OK
+    if sys.stdout.isatty() and given.format == "table":
+        return _watch(target, given.timeout)
     try:
         while True:
-            answer = fetch(target, given.timeout)
-            # On a terminal each block takes the place of the one before, elsewhere they follow one another.
-            sys.stdout.write(_CLEAR if sys.stdout.isatty() else "")
-            _print(given.format, answer)
+            _print(given.format, fetch(target, given.timeout))
             print(flush=True)
             time.sleep(_WATCH_SECONDS)
+    except KeyboardInterrupt:
+        return OK
+
+
+def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
+    """Shows the status on a terminal until Ctrl-C. A scheduler that does not answer any more may be starting again: the
+    last status stays, with that above it."""
+    from psdist.cli.status_screen import Screen
+
+    answer, since = fetch(target, timeout_seconds), time.monotonic()
+    try:
+        with Screen() as screen:
+            while True:
+                if answer is not None:
+                    since = time.monotonic()
+                    screen.show(as_json(answer))
+                time.sleep(_WATCH_SECONDS)
+                try:
+                    answer = fetch(target, timeout_seconds)
+                except SchedulerUnreachableError as error:
+                    answer = None
+                    screen.show_trouble(f"no answer for {time.monotonic() - since:.0f} s: {error}")
     except KeyboardInterrupt:
         return OK
 

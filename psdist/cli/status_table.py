@@ -16,7 +16,8 @@ from psdist.launch.local import plural
 
 _SHOWN_EVENTS = 8
 _SHOWN_SNAPSHOTS = 4
-_STATE_STYLES = {"live": "green", "ready": "green", "left": "dim", "lost": "red"}
+#: Colours of states.
+STATE_STYLES = {"live": "green", "ready": "green", "left": "dim", "lost": "red"}
 
 #: The columns of ``snapshot_row``.
 SNAPSHOT_COLUMNS = ("snapshot", "step", "size", "taken", "in", "why")
@@ -80,7 +81,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
             _state("draining" if live and member["draining"] else member["state"]),
             f"{member['heartbeat_age_seconds']:.1f} s ago" if live else "",
             str(member["epoch"]) if live else "",
-            ", ".join(map(_rate, member["steps_per_second"].values())),
+            ", ".join(map(rate, member["steps_per_second"].values())),
             "" if member["waiting_share"] is None else f"{member['waiting_share']:.0%}",
             member["address"] or member["host"],
             member["reason"],
@@ -98,7 +99,8 @@ def _role(member: dict[str, Any]) -> str:
     return f"{role}, {member['device']}, {size(member['device_bytes'])}" if member["device_bytes"] else role
 
 
-def _rate(per_second: float) -> str:
+def rate(per_second: float) -> str:
+    """Something per second."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"
 
 
@@ -116,7 +118,7 @@ def _parameters(parameters: list[dict[str, Any]]) -> Table:
             f"{one['elements']:,}",
             str(one["slices"]),
             "?" if low is None else str(low) if low == high else f"{low}-{high}",
-            _rate(one["steps_per_second"]),
+            rate(one["steps_per_second"]),
             str(len(one["members"])),
             "\n".join(held),
         ]
@@ -227,7 +229,7 @@ def _connections(members: list[dict[str, Any]]) -> Table:
 
 
 def _state(state: str) -> Text:
-    return Text(state, style=_STATE_STYLES.get(state, "yellow"))
+    return Text(state, style=STATE_STYLES.get(state, "yellow"))
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,116 @@
+"""The screen of ``psdist status --watch``, as a terminal shows it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pyte
+import pytest
+from rich.console import Console
+
+from psdist.cli.status import as_json
+from psdist.cli.status_screen import Screen, lines
+from psdist.v1 import scheduler_pb2 as pb
+
+WIDTH, HEIGHT = 80, 24
+LONG = "the path to its arena cannot be mapped here because processes of another user own it"
+
+
+def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
+    """A run with members in no order, of which one is starting again."""
+    report = pb.GetStatusResponse(
+        run_id="digits", phase="training 'model' at version 1234", psdist_version="0.1.0", epoch=9, replicas=2
+    )
+    for number in reversed(range(servers)):
+        report.members.add(
+            member_id=f"server-{number}", role=pb.ROLE_SERVER, state="live", address=f"10.0.0.{number}:29601"
+        )
+    for rank in reversed(range(workers)):
+        member = report.members.add(member_id=f"worker-{rank}", role=pb.ROLE_WORKER, rank=rank, state="live", host="box")
+        member.rates.CopyFrom(pb.WorkerRates(seconds=10, waiting_seconds=rank, pushes={"model": 50}))
+        for server in range(servers):
+            way, why = ("shm", "") if rank % 2 else ("tcp", LONG)
+            member.connections.add(parameters="model", server_id=f"server-{server}", transport=way, reason=why)
+    report.members[-1].state, report.members[-1].reason = "lost", "its process ended, and is started again"
+    parameters = report.parameters.add(state="ready")
+    parameters.entry.spec.name, parameters.entry.spec.consistency.kind = "model", "bsp"
+    report.waiting_for.append("for worker-0 to register again")
+    for number in range(40):
+        report.events.add(time=1.7e9 + number, text=f"event {number} " + "x" * 100)
+    return report
+
+
+class Terminal:
+    """A terminal emulator with what a ``Screen`` writes to it."""
+
+    def __init__(self) -> None:
+        self._file = io.StringIO()
+        self._screen = pyte.HistoryScreen(WIDTH, HEIGHT)
+        self._stream = pyte.Stream(self._screen)
+        self.console = Console(file=self._file, force_terminal=True, width=WIDTH, height=HEIGHT, highlight=False)
+
+    def read(self) -> tuple[str, list[str]]:
+        """What was written since this was called last, and what the terminal shows now."""
+        written = self._file.getvalue()
+        self._file.seek(0)
+        self._file.truncate()
+        self._stream.feed(written.replace("\n", "\r\n"))  # As a terminal driver does.
+        return written, [line.rstrip() for line in self._screen.display]
+
+    @property
+    def scrolled(self) -> int:
+        """How many lines have left the screen at its top."""
+        return len(self._screen.history.top)
+
+
+def test_a_run_of_four_servers_and_eight_workers_fits() -> None:
+    terminal = Terminal()
+    with Screen(terminal.console) as screen:
+        screen.show(as_json(answer()))
+        written, shown = terminal.read()
+        assert "\x1b[?1049h" in written, "not on the alternate screen"
+        assert shown[0] == "digits: training 'model' at version 1234"
+        assert [line.split()[0] for line in shown[2:15]] == [
+            "member", *(f"server-{number}" for number in range(4)), *(f"worker-{rank}" for rank in range(8))
+        ]  # fmt: skip
+        assert "worker-0  lost   5.0      0%       its process ended, and is started again" in shown
+        assert any(line.startswith("model (") and line.endswith("steps/s, 0 elements") for line in shown), shown
+        assert "shm: 16 connections" in shown and any(line.startswith("tcp: 16 connections, the path") for line in shown)
+        assert "waiting: for worker-0 to register again" in shown
+        assert shown[-1][10:].startswith("event 39 ") and shown[-1].endswith("…")
+        for _ in range(3):
+            screen.show(as_json(answer()))
+        written, again = terminal.read()
+        assert again == shown and "\x1b[2J" not in written, "the screen is cleared, and flickers"
+        assert terminal.scrolled == 0
+
+
+def test_a_scheduler_that_does_not_answer_leaves_the_last_status() -> None:
+    terminal = Terminal()
+    with Screen(terminal.console) as screen:
+        screen.show(as_json(answer()))
+        _, before = terminal.read()
+        screen.show_trouble("no answer for 3 s: no scheduler answers at 10.0.0.1:29600")
+        _, shown = terminal.read()
+        assert shown[0].startswith("no answer for 3 s") and shown[1:15] == before[0:14]
+        screen.show(as_json(answer()))
+        assert terminal.read()[1] == before
+
+
+@pytest.mark.parametrize("height", [4, 6, 10, 24])
+@pytest.mark.parametrize("width", [20, 80])
+def test_nothing_is_larger_than_the_terminal(width: int, height: int) -> None:
+    shown = lines(as_json(answer(12, 40)), width, height)
+    assert len(shown) <= height and all(line.cell_len <= width for line in shown)
+    assert shown[0].plain.startswith("digits: ")
+    if height >= 10 and width >= 80:
+        texts = [line.plain for line in shown]
+        assert any("worker-0" in text and "lost" in text for text in texts), "who is not live is shown"
+        assert any(text.startswith("and ") and text.endswith(" more members") for text in texts)
+
+
+def test_members_are_in_the_order_of_their_numbers() -> None:
+    report: dict[str, Any] = as_json(answer(12, 0))
+    names = [line.plain.split()[0] for line in lines(report, WIDTH, 40)[3:15]]
+    assert names == [f"server-{number}" for number in range(12)]
