@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -37,7 +36,7 @@ from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.shutdown import RunPolicy
-from psdist.settings import exit_codes
+from psdist.settings import exit_codes, preflight
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE
 
@@ -72,6 +71,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
     environ = dict(os.environ if environ is None else environ)
     script = options.script
     script.check()
+    preflight.require_for_launcher(script.processes)
     _exit_on_sigterm()
     address = options.scheduler
     if not address and options.scheduler_file is not None:
@@ -81,7 +81,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
     link = replace(link, run_id=options.run_id or place.run_id)
     first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()
     metrics = open_metrics(script, name, range(first, first + script.processes), node)
-    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    directory = preflight.make_private_directory(DIRECTORY_PREFIX)
     try:
         workers = WorkersPlan(
             script=script,

@@ -12,12 +12,10 @@ import os
 import secrets
 import shutil
 import subprocess
-import tempfile
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Final
 
 from psdist import addresses
@@ -25,6 +23,7 @@ from psdist.errors import ConfigurationError, SchedulerUnreachableError
 from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan, kernel_threads_of_each
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
+from psdist.settings import preflight
 from psdist.settings.config import (
     START_TIMEOUT_SECONDS,
     WORKER_TIMEOUT_SECONDS,
@@ -72,7 +71,7 @@ class EmbeddedCluster:
         if storage is not None and (place := storage_text(os.fspath(storage))):
             # When this process ends, the servers are gone already.
             snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
-        self._directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+        self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
         lifeline, self._lifeline_end = (_above_standard_streams(descriptor) for descriptor in os.pipe())
         _clusters.add(self)
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers

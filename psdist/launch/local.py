@@ -14,7 +14,6 @@ import secrets
 import shlex
 import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -42,7 +41,7 @@ from psdist.launch.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.shutdown import RunPolicy
-from psdist.settings import exit_codes
+from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     FAILURE_TIMEOUT_SECONDS,
     WORKER_TIMEOUT_SECONDS,
@@ -98,7 +97,8 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Names that are made here sort by time.
     run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    directory = Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX))
+    preflight.require_for_launcher(options.script.processes + options.servers + 2)  # the scheduler, and what watches it
+    directory = preflight.make_private_directory(DIRECTORY_PREFIX)
     try:
         link = _make_link(directory, token, run_id)
         registry = RunRegistry(records_directory(environ))

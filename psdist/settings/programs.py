@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
+from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     DRAIN_TIMEOUT_SECONDS,
     FAILURE_TIMEOUT_SECONDS,
@@ -111,6 +112,14 @@ class ServerSettings(ProgramSettings):
         if self.scheduler or self.scheduler_file is None:
             return self.scheduler
         return await_address(self.scheduler_file, self.start_timeout_seconds)
+
+
+def check_machine(program: str) -> None:
+    """Ends the program with status 69 if this machine does not let a service run."""
+    try:
+        preflight.require_for_service()
+    except ConfigurationError as error:
+        fail(program, str(error), exit_codes.UNAVAILABLE)
 
 
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:

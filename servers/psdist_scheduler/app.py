@@ -14,6 +14,7 @@ import os
 import secrets
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -268,10 +269,18 @@ def _own_address(host: str, port: int) -> str:
 
 
 def _write_address(path: Path, address: str) -> None:
-    """Writes the file in one step: whoever sees it sees all of it."""
+    """Writes the file in one step: whoever sees it sees all of it. Raises ConfigurationError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(f"{address}\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(f"{address}\n")
+        unfinished.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"the address file {path} cannot be written: {error.strerror}. Choose another --address-file, or free some "
+            "space there (psdist run: set TMPDIR to a directory on another disk)"
+        ) from None
 
 
 def _watch_lifeline(fd: int, ended: asyncio.Event) -> None:

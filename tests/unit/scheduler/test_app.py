@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from psdist import addresses
-from psdist.errors import SnapshotFailedError
+from psdist.errors import ConfigurationError, SnapshotFailedError
 from psdist_scheduler import app
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.open_calls import OpenCalls
@@ -54,3 +55,10 @@ def test_the_address_file_holds_an_address_that_others_can_use(
 ) -> None:
     monkeypatch.setattr(addresses, "own_address", lambda: own)
     assert app._own_address(host, 7000) == told
+
+
+def test_an_address_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    """The scheduler ends with one line and status 69, which its launcher does not try again."""
+    path = tmp_path / "absent" / "address"
+    with pytest.raises(ConfigurationError, match=rf"{path} cannot be written: No such file .*TMPDIR"):
+        app._write_address(path, "127.0.0.1:7000")
