@@ -92,6 +92,8 @@ class Participation:
     @is_outdated.setter
     def is_outdated(self, value: bool) -> None:
         self._is_outdated = value
+        if not value:
+            self._session.iterations.order.lost_course.discard(self.name)
         outdated = self._session.iterations.order.outdated
         if value and self.entry.spec.is_ordered:
             outdated.add(self.name)
@@ -118,6 +120,8 @@ class Participation:
         self.sequence = self._make_sequence(created, self.sequence if self.goes_on else None)
         if is_rolled_back:  # Perhaps to before its settings were changed.
             created.announce()
+            if self.is_member:
+                self._session.iterations.order.lose_course(self.name)
         restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence)
         if restore is not None and is_rolled_back:
             restore(await self.state())
@@ -175,8 +179,9 @@ class Participation:
 
     @property
     def is_skipping(self) -> bool:
-        """True if the script's next push is to be dropped, because its iteration does not count for all sets."""
-        return self.entry.spec.is_ordered and self._session.iterations.order.drops_next
+        """True if the script's next push is to be dropped: its iteration does not count for all sets, or it is of
+        weights from before the run went back to a snapshot."""
+        return self._session.iterations.order.drops_next(self.name)
 
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
         """For a ``with`` block in which the user waits for the answer to the next push, or to a pull.

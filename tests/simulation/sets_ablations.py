@@ -83,7 +83,7 @@ def _held_where_they_are(put: Put) -> None:
 
 @_ablation("the rest of an iteration that lost a push is skipped", **_EXPELLED)
 def _never_skipped(put: Put) -> None:
-    put(ProgramOrder, "drops_next", property(lambda self: False))
+    put(ProgramOrder, "drops_next", lambda self, name: False)
 
 
 # --- defects that these runs have found -------------------------------------------------------------------------------

@@ -11,8 +11,8 @@ FIRST = 500_000
 SEEDS = 16
 #: Seeds that once showed a defect: pushes held for ever at the end of a declared iteration, sets that a rejoined worker
 #: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor
-#: of the last server that was refused for ever.
-REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293)
+#: of the last server that was refused for ever, gradients of a lost course.
+REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095)
 #: Paths that so many seeds must have taken.
 PATHS = (
     "iterations started",

@@ -101,7 +101,9 @@ class ProgramOrder:
     If a push is dropped, or the worker rejoins elsewhere, the script is within an iteration that its sets have left, or
     have not started. The rest of that iteration is skipped, so that script and sets agree on the start of the next one.
     If the script is between two iterations but holds weights from before the rejoin, the next iteration is skipped as a
-    whole: no iteration counts for some of its sets only.
+    whole: no iteration counts for some of its sets only. After the run went back to a snapshot, iterations are skipped
+    until the script was given new weights of all sets that it trains: what it computes of others belongs to the course
+    that was lost.
     """
 
     def __init__(self) -> None:
@@ -110,6 +112,10 @@ class ProgramOrder:
         self.is_skipping = False
         #: Sets whose next gradient is of weights from before this worker rejoined.
         self.outdated: set[str] = set()
+        #: Sets, those without an order too, of which the script has no weights since the run went back to a snapshot.
+        self.lost_course: set[str] = set()
+        #: Pushes that were dropped since then.
+        self._dropped = 0
         self._names: frozenset[str] = frozenset()
         self._finder = PeriodFinder()
         #: Pushes of the script, dropped ones too; and their number at the newest boundary that was declared.
@@ -142,16 +148,28 @@ class ProgramOrder:
         """Record that this worker rejoined elsewhere, where an iteration starts, without its push."""
         self.is_skipping = self.is_shared and self._may_be_inside
 
-    @property
-    def drops_next(self) -> bool:
-        """True if the script's next push is to be dropped."""
-        return self.is_shared and (self.is_skipping or (bool(self.outdated) and self._offset == 0))
+    def lose_course(self, name: str) -> None:
+        """Record that the run went back to a snapshot, and that the script has weights of ``name`` from before."""
+        self.lost_course.add(name)
+        self._dropped = 0
+
+    def drops_next(self, name: str) -> bool:
+        """True if the script's next push, which is of ``name``, is to be dropped."""
+        offset = self._offset
+        if not self.is_shared or name not in self._names or (offset is None and not self.is_skipping):
+            return name in self.lost_course
+        trained = self._finder.pattern if self._boundary is None else self._names
+        return self.is_skipping or (offset == 0 and bool(self.outdated or self.lost_course.intersection(trained)))
 
     def drop_push(self, name: str, *, has_begun: bool) -> None:
         """Record that a push of ``name`` was dropped. has_begun: it was recorded before."""
         if not has_begun:
             self.begin_push(name)
         self.outdated.clear()
+        self._dropped += 1
+        self.lost_course.discard(name)
+        if self._dropped >= PATIENCE:  # The script may never train the others again.
+            self.lost_course.clear()
         self.is_skipping = self.is_shared and self._may_be_inside
 
     def skip_push(self, name: str) -> None:

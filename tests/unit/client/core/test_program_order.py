@@ -119,9 +119,9 @@ def test_a_worker_that_rejoins_within_an_iteration_skips_its_rest() -> None:
     script = Script()
     script.push("DGDGD")
     script.order.lose_place()
-    assert script.order.drops_next and script.order.is_at_start
+    assert script.order.drops_next("D") and script.order.is_at_start
     script.order.skip_push("G")
-    assert not script.order.drops_next and script.order.is_at_start
+    assert not script.order.drops_next("D") and script.order.is_at_start
 
 
 def test_a_worker_that_rejoins_between_iterations_skips_the_next_one_whole() -> None:
@@ -129,37 +129,94 @@ def test_a_worker_that_rejoins_between_iterations_skips_the_next_one_whole() -> 
     script.push("DGDG")
     script.order.lose_place()
     script.order.outdated.add("G")
-    assert script.order.drops_next, "D would count in an iteration in which G does not"
+    assert script.order.drops_next("D"), "D would count in an iteration in which G does not"
     script.order.skip_push("D")
-    assert script.order.drops_next and not script.order.outdated
+    assert script.order.drops_next("D") and not script.order.outdated
     script.order.skip_push("G")
-    assert not script.order.drops_next
+    assert not script.order.drops_next("D")
 
 
 def test_weights_that_were_pulled_lose_no_iteration() -> None:
     script = Script()
     script.push("DGDG")
     script.order.lose_place()
-    assert not script.order.drops_next
+    assert not script.order.drops_next("D")
 
 
 def test_a_worker_that_rejoins_with_unknown_iterations_skips_until_they_are_known() -> None:
     script = Script()
     script.push("DGD")
     script.order.lose_place()
-    assert script.order.drops_next
+    assert script.order.drops_next("D")
     script.order.skip_push("G")
-    assert not script.order.drops_next and script.order.is_at_start
+    assert not script.order.drops_next("D") and script.order.is_at_start
 
 
 def test_an_order_that_repeats_nothing_for_long_is_not_skipped() -> None:
     script = Script()
     script.push("D" * (PATIENCE - 1))
     script.order.lose_place()
-    assert script.order.drops_next
+    assert script.order.drops_next("D")
     script.push("GDDG")
     script.order.lose_place()
-    assert not script.order.drops_next
+    assert not script.order.drops_next("D")
+
+
+def lose_course(script: Script, names: str) -> None:
+    """The run goes back to a snapshot, which the script learns by a push or pull of ``names``."""
+    script.order.lose_place()
+    for name in script.sequences:
+        script.order.lose_course(name)
+    script.order.lost_course -= set(names)
+
+
+def test_after_a_rollback_iterations_are_dropped_until_all_weights_are_new() -> None:
+    script = Script()
+    script.push("DGDGD")
+    lose_course(script, "")
+    script.order.skip_push("G")  # Its answer has the new weights of G.
+    assert script.order.drops_next("D"), "its gradient is of weights of D from before"
+    script.order.skip_push("D")
+    assert script.order.drops_next("G"), "an iteration counts as a whole or not at all"
+    script.order.skip_push("G")
+    assert not script.order.drops_next("D") and script.order.is_at_start
+
+
+def test_after_a_rollback_a_declared_iteration_without_a_set_does_not_make_it_new() -> None:
+    script = Script()
+    script.order.mark_boundary()
+    lose_course(script, "")
+    for _ in range(PATIENCE // 2 - 1):
+        assert script.order.drops_next("D")
+        script.order.skip_push("D")
+        script.order.skip_push("D")
+        script.order.mark_boundary()
+    assert script.order.drops_next("D"), "the script has weights of G from before"
+    script.order.lost_course.discard("G")  # It pulls them.
+    assert not script.order.drops_next("D")
+    lose_course(script, "D")
+    for _ in range(PATIENCE // 2):
+        script.order.skip_push("D")
+        script.order.skip_push("D")
+        script.order.mark_boundary()
+    assert not script.order.drops_next("D"), "a set that is never trained again costs no more than this"
+
+
+def test_after_a_rollback_sets_that_the_pattern_leaves_out_are_not_waited_for() -> None:
+    script = Script("DGE")
+    script.push("DG" * PATIENCE)
+    lose_course(script, "DG")
+    assert script.order.standing.period == 2 and not script.order.drops_next("D")
+
+
+@pytest.mark.parametrize("names", ["D", "DG"])
+def test_after_a_rollback_pushes_without_iterations_are_judged_one_by_one(names: str) -> None:
+    script = Script(names)
+    script.push("D" * (PATIENCE - 1) + "".join(sorted(names, reverse=True)) * 2 + "D")
+    lose_course(script, "")
+    assert script.order.drops_next("D")
+    script.order.skip_push("D")
+    assert not script.order.drops_next("D")
 
 
 def test_no_start_is_known_before_all_sets_have_entered() -> None:

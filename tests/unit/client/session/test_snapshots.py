@@ -344,6 +344,30 @@ def roll_back(setup: Setup, step: int, until: int) -> None:
     scheduler.news.put_nowait(pb.SessionResponse(rolled_back=news))
 
 
+@pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(2), psdist.ASP()])
+async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.consistency.Consistency) -> None:
+    """Another call than the push, here one that gives no weights, may be the first to find the run back."""
+    setup = await Setup().start(consistency=consistency)
+    try:
+        await setup.weights.push_pull(gradient())
+        roll_back(setup, 0, until=1)
+        await setup.scheduler.hello.wait()
+        await setup.weights.gradient_buffers()
+        assert setup.weights.statistics().rolled_back == 1
+        await setup.weights.push_pull(gradient())
+        assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 0)
+        await setup.weights.push_pull(gradient())
+        assert (setup.weights.statistics().dropped, setup.weights.step) == (1, 1)
+        roll_back(setup, 0, until=1)
+        await setup.scheduler.hello.wait()
+        await setup.weights.gradient_buffers()
+        await setup.weights.pull()
+        await setup.weights.push(gradient())
+        assert setup.weights.statistics().dropped == 1, "its weights were new"
+    finally:
+        await setup.stop()
+
+
 async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture) -> None:
     setup = await Setup().start()
     try:
