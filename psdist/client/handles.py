@@ -16,6 +16,7 @@ from psdist.client.exchange import Exchange, Options
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Participation
 from psdist.client.session.drops import OnDrop
+from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.data_path import DataPath
@@ -36,6 +37,9 @@ _OWN_REMEDY: Final = (
     ". Leave it out to go on with the handle as it is. For another choice close this client and make a new one, or "
     "give the parameters another name="
 )
+#: Handles take part again within this time before another set is created. Where iterations are not known yet, they can
+#: only when the others go on, who may wait for the new set.
+_FOLLOW_SECONDS: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,8 @@ class Handles:
         #: All there ever were: one opened for reading may have been replaced.
         self._opened: list[AsyncParameters] = []
         self._opening: dict[str, asyncio.Lock] = {}
+        #: Rejoins of handles that were to be done before another set is created.
+        self._following: set[asyncio.Future[None]] = set()
 
     async def open_reader(self, name: str, choice: OwnChoice) -> AsyncParameters:
         """A handle that only reads, once the parameter set exists; the one that there is. Raises
@@ -95,9 +101,12 @@ class Handles:
                 self._check_choice(existing, choice)
                 return existing
             values, creator = await in_thread(partial(partition.flatten, layout, init)), self._creator()
-            created = await self._session.membership.retry_across_incarnations(
-                lambda _: creator.create(spec, layout, values)
-            )
+
+            async def create(_: Registration) -> CreatedParameters:
+                await self._follow_rejoin()
+                return await creator.create(spec, layout, values)
+
+            created = await self._session.membership.retry_across_incarnations(create)
             exchange = self._exchange(creator, created, options, is_member=True)
             if isinstance(options.codec, Auto):
                 try:
@@ -110,6 +119,23 @@ class Handles:
             await handle.open()
             created.announce()
             return handle
+
+    async def _follow_rejoin(self) -> None:
+        """Have all handles take part in the newest incarnation, before another set does: with that one alone, this
+        worker would begin it, and the others would train the rest without this worker."""
+        following = [asyncio.ensure_future(handle.exchange.follow_rejoin()) for handle in self.members()]
+        if not following:
+            return
+        # What takes longer goes on beside the new set: a rejoin that was cut short would be half done.
+        self._following.update(following)
+        for task in following:
+            task.add_done_callback(self._on_followed)
+        await asyncio.wait(following, timeout=_FOLLOW_SECONDS)
+
+    def _on_followed(self, task: asyncio.Future[None]) -> None:
+        self._following.discard(task)
+        if not task.cancelled():
+            task.exception()  # The next call of the handle meets it again.
 
     def _creator(self) -> ParametersCreator:
         return ParametersCreator(self._session, DataPath(self._session, Transports(self._grpc)))
@@ -176,6 +202,8 @@ class Handles:
 
     async def close(self) -> None:
         """Ends what is under way, and closes all connections to servers."""
+        for task in self._following:
+            task.cancel()
         for handle in self._opened:
             await handle.close()
         self._opened.clear()

@@ -185,6 +185,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     #: Directory of the snapshot that the values came from, and how often they did.
     restored: str = ""
     generation: int = 0
+    #: The parameter set that is created anew when it is asked for next.
+    forgets: str = ""
     #: What a worker is told when its parameters are ready.
     notice: str = ""
     ready: bool = True
@@ -379,8 +381,8 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def CreateParameters(self, request: Any, context: Any) -> AsyncIterator[Any]:
         response = scheduler_pb2.CreateParametersResponse
-        if self.created is None:
-            self.created, self.layout = request.spec, request.layout
+        if self.created is None or request.spec.name == self.forgets:
+            self.created, self.layout, self.forgets = request.spec, request.layout, ""
             self.shards = [server.name for server in self.servers]
             yield response(state=response.STATE_WAITING, waiting_for="for nobody in particular")
             self.epoch += 1

@@ -292,10 +292,21 @@ async def test_creation_is_begun_again(setup: Setup) -> None:
     creating = asyncio.create_task(setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD()))
     await setup.servers[0].hanging.wait()  # The map that it was created with has come: there will be another one.
     setup.expel(first_step=0)
-    setup.scheduler.created = None
+    setup.scheduler.forgets = "q"
     await setup.expelled()
     release.set()
+    # What ails another set (the fake has one at a time) is told by the next call of that one.
     assert (await (await creating).pull())["w"].tolist() == [1.0] * 5
+
+
+async def test_handles_rejoin_before_another_set_is_created(setup: Setup) -> None:
+    """Else this worker would begin the new set, and the others would train the old one without it."""
+    setup.expel(first_step=7)
+    await setup.expelled()
+    assert setup.weights.exchange.participation.incarnation == 1, "it has made no call since"
+    setup.scheduler.forgets = "q"
+    await setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD())
+    assert (setup.weights.exchange.participation.incarnation, setup.weights.first_step) == (2, 7)
 
 
 @pytest.mark.parametrize(
