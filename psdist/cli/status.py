@@ -55,7 +55,8 @@ def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
     last status stays, with that above it."""
     from psdist.cli.status_screen import Screen
 
-    answer, since = fetch(target, timeout_seconds), time.monotonic()
+    answer: scheduler_pb2.GetStatusResponse | None = fetch(target, timeout_seconds)
+    since = time.monotonic()
     try:
         with Screen() as screen:
             while True:

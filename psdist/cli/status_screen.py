@@ -133,9 +133,7 @@ def _parameters(status: dict[str, Any]) -> list[Text]:
 
 def _transports(status: dict[str, Any]) -> list[Text]:
     """How often workers reach servers in each way, with the reason if it is not the best."""
-    ways = Counter(
-        (one["transport"], one["reason"]) for member in status["members"] for one in member["connections"]
-    )
+    ways = Counter((one["transport"], one["reason"]) for member in status["members"] for one in member["connections"])
     return [
         Text(f"{transport}: {count} connection{'s' * (count > 1)}" + (f", {reason}" if reason else ""))
         for (transport, reason), count in sorted(ways.items())

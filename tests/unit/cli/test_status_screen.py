@@ -27,7 +27,8 @@ def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
             member_id=f"server-{number}", role=pb.ROLE_SERVER, state="live", address=f"10.0.0.{number}:29601"
         )
     for rank in reversed(range(workers)):
-        member = report.members.add(member_id=f"worker-{rank}", role=pb.ROLE_WORKER, rank=rank, state="live", host="box")
+        member = report.members.add(member_id=f"worker-{rank}", role=pb.ROLE_WORKER, rank=rank)
+        member.state, member.host = "live", "box"
         member.rates.CopyFrom(pb.WorkerRates(seconds=10, waiting_seconds=rank, pushes={"model": 50}))
         for server in range(servers):
             way, why = ("shm", "") if rank % 2 else ("tcp", LONG)
@@ -76,7 +77,8 @@ def test_a_run_of_four_servers_and_eight_workers_fits() -> None:
         ]  # fmt: skip
         assert "worker-0  lost   5.0      0%       its process ended, and is started again" in shown
         assert any(line.startswith("model (") and line.endswith("steps/s, 0 elements") for line in shown), shown
-        assert "shm: 16 connections" in shown and any(line.startswith("tcp: 16 connections, the path") for line in shown)
+        assert "shm: 16 connections" in shown
+        assert any(line.startswith("tcp: 16 connections, the path to") for line in shown)
         assert "waiting: for worker-0 to register again" in shown
         assert shown[-1][10:].startswith("event 39 ") and shown[-1].endswith("…")
         for _ in range(3):
