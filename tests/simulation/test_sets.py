@@ -12,8 +12,9 @@ SEEDS = 16
 #: Seeds that once showed a defect: pushes held for ever at the end of a declared iteration, sets that a rejoined worker
 #: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor
 #: of the last server that was refused for ever, gradients of a lost course,
-#: sets opened by an expelled worker before it was back in those it had.
-REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095, 1406, 600427)
+#: sets opened by an expelled worker before it was back in those it had,
+#: a circle of calls of rejoining workers, some of which were on their way.
+REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095, 1406, 600427, 630221)
 #: Paths that so many seeds must have taken.
 PATHS = (
     "iterations started",

@@ -114,10 +114,12 @@ class MutualWaits:
             if name not in absent_from:
                 absent_from[name] = tuple(worker.member_id for worker in self._barriers.absent(name))
             yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent_from[name])
+        # A worker that takes part again asks for all of its sets at once: calls for the others may be on their way.
+        rejoining = {p.creators[call].member_id for p in self._registry.all for call in p.resumes if call in p.creators}
         for p in self._registry.all:
             if p.record is None:
                 called = {worker.member_id for worker in (*p.creators.values(), *p.describers.values())}
-                absent = tuple(w.member_id for w in self._members.workers if w.member_id not in called)
+                absent = tuple(w.member_id for w in self._members.workers if w.member_id not in called | rejoining)
                 for call, worker in p.creators.items():
                     yield from self._call_wait(call, worker, f"to create {p.name!r}", absent)
 

@@ -10,7 +10,7 @@ import pytest
 from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import Activity, MutualWait
+from psdist_scheduler.events.worker_events import Activity, MutualWait, ResumePush
 from tests.support.scheduler_driver import LAYOUT, Driver, caller, spec
 
 
@@ -200,3 +200,27 @@ def test_an_incarnation_that_is_over_is_in_no_circle() -> None:
     run.join(member_id="worker-1")
     call = run.barrier(0, run.report("call", mlp=7))
     assert run.ended() == {} and call not in run.errors
+
+
+def created(run: Run, number: int, name: str, resume: ResumePush | None) -> int:
+    """A worker's call for a parameter set that is not placed."""
+    call, activity = run.number(), run.report("call")
+    asked = ev.Create(call, caller(run.workers[number]), spec(name), LAYOUT, resume, activity=activity)
+    run.on(asked)
+    return call
+
+
+@pytest.mark.parametrize("resume", [None, ResumePush(1, 0)])
+def test_workers_that_rejoin_ask_for_all_sets_at_once(resume: ResumePush | None) -> None:
+    """After a rollback each calls for all of its sets, and the calls come in any order."""
+    run = Run()
+    calls = [created(run, 0, "D", resume), created(run, 1, "E", resume)]
+    assert bool(run.ended() or [call for call in calls if call in run.errors]) == (resume is None)
+
+
+def test_a_worker_that_rejoins_may_wait_for_one_at_a_barrier() -> None:
+    run = Run()
+    created(run, 0, "D", ResumePush(1, 0))
+    call = run.barrier(1, run.report("call"), "end")
+    run.ended()
+    assert isinstance(run.errors[call], errors.MutualWaitError)
