@@ -28,6 +28,8 @@ _LOOPBACK: Final = "127.0.0.1"
 #: Addresses of documentation (RFC 5737 and 3849). A route to one is the default route.
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _RETRY_SECONDS: Final = 0.25
+#: The longest wait for the name of this very process: others can go by its address.
+_ADVERTISED_SECONDS: Final = 5.0
 _SIOCGIFADDR: Final = 0x8915
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -221,3 +223,32 @@ async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_f
     if not is_wildcard(host):
         return host
     return own_address(await await_name(parse_address(scheduler)[0], timeout_seconds, on_failure))
+
+
+async def advertised_address(
+    named: str, bound: str, scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]
+) -> str:
+    """``host:port`` where others reach a process that listens at ``bound``.
+
+    named: the address that the user chose; empty if the user chose none. Others wait for a name that does not resolve,
+        so an address of this host takes its place.
+    """
+    if named and not (reason := await _unresolved(parse_address(named)[0], timeout_seconds)):
+        return named
+    host, port = parse_address(bound)
+    address = format_address(await reachable_host(host, scheduler, timeout_seconds, on_failure), port)
+    if named:
+        on_failure(
+            f"the name in --advertise {named} does not resolve: {reason}. Others are told {address} in its place"
+        )
+    return address
+
+
+async def _unresolved(host: str, timeout_seconds: float) -> str:
+    """Why ``host`` does not resolve; empty if it does."""
+    try:
+        async with asyncio.timeout(min(timeout_seconds, _ADVERTISED_SECONDS)):
+            await look_up(host)
+    except OSError as error:  # TimeoutError is an OSError.
+        return error.strerror or "the resolver does not answer"
+    return ""

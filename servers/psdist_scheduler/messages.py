@@ -147,7 +147,7 @@ def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
 
 
 def _rendezvous_event(call: int, request: pb.RendezvousRequest) -> ev.EnterRendezvous | ev.GiveUp:
-    _check_texts(request, "host", "gave_up")
+    _check_texts(request, "host", "gave_up", "master_address")
     if request.gave_up:
         elastic = request.nodes_min < request.nodes_max
         return ev.GiveUp(call, request.run_id, request.host, request.gave_up, elastic)

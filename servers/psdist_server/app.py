@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Final, TypeVar
 
@@ -89,7 +90,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
     server = channels.make_server(settings.token)
     port = channels.bind(server, settings.host, settings.port, settings.insecure)
     deadline = asyncio.get_running_loop().time() + settings.start_timeout_seconds
-    advertise = settings.advertise or await _unless(stop, _own_address(settings, scheduler, port))
+    advertise = await _unless(stop, _own_address(settings, scheduler, port))
     if not advertise:
         return exit_codes.OK
     compiler = BackgroundCompiler(logging.getLogger("psdist.server"))
@@ -171,14 +172,19 @@ async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -
 
 async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> str:
     """Where others reach this server. Raises SchedulerUnreachableError if the scheduler's name does not resolve."""
-    now, pacer = asyncio.get_running_loop().time, LogPacer(limits.REPORT_WAIT_SECONDS)
+    now, pacers = (
+        asyncio.get_running_loop().time,
+        defaultdict[str, LogPacer](lambda: LogPacer(limits.REPORT_WAIT_SECONDS)),
+    )
 
     def on_failure(reason: str) -> None:
-        if pacer.note(now()):
-            _log.warning("waiting for the scheduler", address=scheduler, reason=reason)
+        if pacers[reason].note(now()):
+            _log.warning("a name does not resolve", scheduler=scheduler, reason=reason)
 
-    timeout = settings.start_timeout_seconds
-    return addresses.format_address(await addresses.reachable_host(settings.host, scheduler, timeout, on_failure), port)
+    bound = addresses.format_address(settings.host, port)
+    return await addresses.advertised_address(
+        settings.advertise, bound, scheduler, settings.start_timeout_seconds, on_failure
+    )
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:

@@ -169,3 +169,22 @@ def test_a_host_may_have_the_loopback_address_of_one_family_alone(
 
     monkeypatch.setattr(socket, "socket", Socket)
     assert addresses.loopback() == found
+
+
+async def test_an_advertised_name_that_does_not_resolve_is_replaced_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all others wait for this one server."""
+    monkeypatch.setattr(addresses, "own_address", lambda peers=(): "10.0.0.3")
+    resolver(monkeypatch, unresolved())
+    said: list[str] = []
+    told = await addresses.advertised_address("box:80", "0.0.0.0:7000", "10.0.0.1:1", _LONG, said.append)
+    assert told == "10.0.0.3:7000"
+    (text,) = said
+    assert "--advertise box:80 does not resolve: Name or service not known" in text and "10.0.0.3:7000" in text
+    assert await addresses.advertised_address("box:80", "10.0.0.4:7000", "", _LONG, said.append) == "10.0.0.4:7000"
+
+
+async def test_an_advertised_name_that_resolves_is_told_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolver(monkeypatch, "10.0.0.9")
+    for named in ("box:80", "10.0.0.9:80"):
+        assert await addresses.advertised_address(named, "0.0.0.0:7000", "", _LONG, pytest.fail) == named
+    assert await addresses.advertised_address("", "[::1]:7000", "", _LONG, pytest.fail) == "[::1]:7000"

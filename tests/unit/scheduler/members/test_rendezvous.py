@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from psdist import errors
+from psdist.v1 import scheduler_pb2 as pb
+from psdist_scheduler import messages
 from psdist_scheduler.events import cluster_events as ev
 from tests.support.scheduler_driver import Driver, caller
 
@@ -151,3 +153,11 @@ def test_a_worker_that_is_started_again_keeps_the_place_of_its_node() -> None:
     _, again = d.join(rank=1)
     pass_time(d, 20, lives, again)
     assert "start it with a larger --nnodes" in str(d.errors[enter(d, "c", 1)])
+
+
+@pytest.mark.parametrize("name", ["host", "master_address"])
+def test_texts_of_an_agent_are_bounded(name: str) -> None:
+    request = pb.RendezvousRequest(agent_id="a", processes=1, nodes_min=1, nodes_max=1)
+    setattr(request, name, "x" * 10_000)
+    with pytest.raises(errors.LimitExceededError, match=name):
+        messages._rendezvous_event(1, request)
