@@ -6,6 +6,7 @@ JSON form are those of ``as_json``, and stable.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from argparse import Namespace
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from psdist.cli.commands import show, values
 from psdist.cli.target import SchedulerChoice, ask, find_target, target_flags, time_limit
 from psdist.errors import SchedulerUnreachableError
-from psdist.settings.exit_codes import OK
+from psdist.settings.exit_codes import OK, SIGNAL_BASE
 from psdist.settings.flags import CommandLine, Flag
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
 
     answer: scheduler_pb2.GetStatusResponse | None = fetch(target, timeout_seconds)
     since = time.monotonic()
+    # Without this SIGTERM would leave the terminal on its alternate screen.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(SIGNAL_BASE + number))
     try:
         with Screen() as screen:
             while True:
