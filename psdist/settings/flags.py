@@ -144,25 +144,8 @@ def _switch(value: str) -> bool:
 
 
 class _Parser(argparse.ArgumentParser):
-    #: The flags as the help shows them.
-    names: tuple[str, ...] = ()
-
     def error(self, message: str) -> NoReturn:
         fail(self.prog, message)
-
-    def parse_args(self, args: Sequence[str]) -> argparse.Namespace:  # type: ignore[override]
-        given, unknown = self.parse_known_args(args)
-        if unknown:
-            flags = [word.split("=", 1)[0] for word in unknown if word.startswith("-")]
-            self.error("; ".join(map(self._answer, flags)) or f"unrecognized arguments: {' '.join(unknown)}")
-        return given
-
-    def _answer(self, flag: str) -> str:
-        """Says that there is no such flag, and which one may have been meant."""
-        name = flag.replace("_", "-")
-        meant = [known for known in self.names if known.startswith(name + "-")] if len(name) > 4 else []
-        meant = meant[:1] or difflib.get_close_matches(name, self.names, 1, 0.75)
-        return f"{flag}: did you mean {meant[0]}?" if meant else f"unrecognized arguments: {flag}"
 
 
 def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
@@ -255,7 +238,6 @@ class CommandLine:
             allow_abbrev=False,
             add_help=False,
         )
-        parser.names = tuple(flag.name for flag in self.flags)
         for word in self.words:
             parser.add_argument(word, help=argparse.SUPPRESS)
         for title, flags in self._groups().items():

@@ -65,7 +65,7 @@ def test_a_misspelled_flag_is_answered_with_the_one_that_was_meant(
 ) -> None:
     with pytest.raises(SystemExit):
         LINES[program].parse([given, "2", "train.py"] if LINES[program].script else [given, "2"], {})
-    assert f"{given}: did you mean {meant}?" in capsys.readouterr().err
+    assert f"no flag {given}: did you mean {meant}?" in capsys.readouterr().err
 
 
 def test_a_flag_that_is_like_no_other_is_only_refused(capsys: pytest.CaptureFixture[str]) -> None:
