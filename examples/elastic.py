@@ -28,7 +28,9 @@ def main() -> None:
             if context.rank == 0 and data.data_epoch > data_epoch:
                 data_epoch = data.data_epoch
                 print(f"data epoch {data_epoch}: {accuracy(values, *test_set):.1%} of the test images", flush=True)
-            values = weights.push_pull(gradients(values, images[indices], labels[indices])[1])
+            loss, grads = gradients(values, images[indices], labels[indices])
+            values = weights.push_pull(grads)
+            context.report(loss=loss, samples=len(indices))
             steps += 1
         reached = f"test accuracy {accuracy(values, *test_set):.1%}"
         print(f"rank {context.rank} ends after {steps} steps: {reached}, {data.repeated} ranges repeated", flush=True)

@@ -23,5 +23,6 @@ with psdist.init() as context:
         error = values["slope"] * x + values["intercept"] - (SLOPE * x + INTERCEPT)
         gradients = {"slope": np.float32((error * x).mean()), "intercept": np.float32(error.mean())}
         values = line.push_pull(gradients)  # one step: the mean over all workers is applied on the servers
+        context.report(loss=float((error**2).mean()), samples=len(x))  # what psdist run shows as it goes
     if context.rank == 0:
         print(f"y = {float(values['slope']):.2f} x {float(values['intercept']):+.2f} after {line.version} steps")

@@ -132,6 +132,8 @@ def main() -> None:
         if options.plain:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if not options.plain:  # metrics
+            optimizer.context.report(loss=loss, samples=len(passages))  # metrics
         step = step + 1 if options.plain else optimizer.handle.step  # psdist
         if rank == 0 and step % 20 == 0:
             seconds = time.perf_counter() - began

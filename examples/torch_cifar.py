@@ -127,6 +127,8 @@ def main() -> None:
             loss = functional.cross_entropy(model(images), classes)
             loss.backward()
             optimizer.step()
+            if not options.plain:  # metrics
+                model.context.report(loss=loss, samples=len(images))  # metrics
         scheduler.step()
         if rank == 0:
             rate = len(train) / (time.perf_counter() - began)

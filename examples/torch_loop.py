@@ -33,6 +33,7 @@ def main() -> None:
             loss = nn.functional.mse_loss(net(x), torch.tanh(x @ teacher))
             loss.backward()
             model.push_pull(buffers, out=values)
+            context.report(loss=loss.item(), samples=len(x))
             if context.rank == 0 and model.step % 100 == 0:
                 print(f"step {model.step}  loss {loss.item():.5f}", flush=True)
 

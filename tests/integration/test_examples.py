@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -112,3 +113,13 @@ def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
 
 def test_quickstart_is_short() -> None:
     assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_every_example_reports_its_loss_in_the_loop(name: str) -> None:
+    """Without it ``psdist run`` would have no progress to show."""
+    tree = ast.parse((ROOT / "examples" / name).read_text())
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    calls = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    reports = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "report"]
+    assert any({"loss", "samples"} <= {word.arg for word in call.keywords} for call in reports)
