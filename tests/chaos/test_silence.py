@@ -186,6 +186,7 @@ CASES = [
 
 
 @needs_root
+@pytest.mark.timeout(120 + 240 * ROUNDS)
 @pytest.mark.usefixtures("namespace")
 @pytest.mark.parametrize(("fault", "seconds", "mode"), CASES)
 def test_a_run_continues_with_the_same_bytes(tmp_path: Path, fault: str, seconds: float, mode: str) -> None:
