@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from psdist.launch.connect_notice import ConnectNotice
 from psdist.launch.events import (
     Connected,
     Event,
@@ -84,6 +85,7 @@ class Runner:
         self._children: dict[ProcessKey, Child] = {}
         self._events: deque[Event] = deque()
         self._handling = False
+        self._notice = ConnectNotice()
 
     async def run(self) -> Finish:
         """Runs everything to its end and returns how it ended. Why it failed is printed."""
@@ -186,8 +188,14 @@ class Runner:
         for key, attempt in self._supervisor.waiting_to_connect():
             if self._plan.connected(key.number, attempt):
                 self.happened(Connected(key))
+        self._say_who_is_missing()
         failure = self._on_tick(self._loop.time())
         self.happened(failure if failure is not None else TimePassed())
+
+    def _say_who_is_missing(self) -> None:
+        missing = [key.number for key, _ in self._supervisor.waiting_to_connect()]
+        if text := self._notice.text([] if self._supervisor.stopping else missing, self._loop.time()):
+            self._output.say(text)
 
     def _ignore_signals(self) -> None:
         # Without this a signal during the rest of the program would end it with another status than that of the run.
