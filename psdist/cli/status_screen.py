@@ -70,6 +70,7 @@ def lines(status: dict[str, Any] | None, width: int, height: int, trouble: str =
     room = height - len(found)
     found += events[-room:] if room > 0 else []
     for line in found:
+        line.plain = line.plain.replace("\n", " ")  # Reasons are what somebody else's error says.
         line.no_wrap, line.overflow = True, "ellipsis"
         line.truncate(width, overflow="ellipsis")
     return found[:height]

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import os
+import pty
+import struct
+import termios
+import threading
+from argparse import Namespace
 from typing import Any
 
 import pyte
 import pytest
 from rich.console import Console
 
+from psdist.cli import status
 from psdist.cli.status import as_json
 from psdist.cli.status_screen import Screen, lines
+from psdist.cli.target import SchedulerChoice
+from psdist.errors import SchedulerUnreachableError
 from psdist.v1 import scheduler_pb2 as pb
 
 WIDTH, HEIGHT = 80, 24
@@ -33,7 +43,7 @@ def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
         for server in range(servers):
             way, why = ("shm", "") if rank % 2 else ("tcp", LONG)
             member.connections.add(parameters="model", server_id=f"server-{server}", transport=way, reason=why)
-    report.members[-1].state, report.members[-1].reason = "lost", "its process ended, and is started again"
+    report.members[-1].state, report.members[-1].reason = "lost", "its process ended,\nand is started again"
     parameters = report.parameters.add(state="ready")
     parameters.entry.spec.name, parameters.entry.spec.consistency.kind = "model", "bsp"
     report.waiting_for.append("for worker-0 to register again")
@@ -116,3 +126,43 @@ def test_members_are_in_the_order_of_their_numbers() -> None:
     report: dict[str, Any] = as_json(answer(12, 0))
     names = [line.plain.split()[0] for line in lines(report, WIDTH, 40)[3:15]]
     assert names == [f"server-{number}" for number in range(12)]
+
+
+def test_the_command_on_a_terminal_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real pseudo terminal, whose other end is read until the command has ended."""
+    outer, inner = pty.openpty()
+    fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
+    answers: list[pb.GetStatusResponse | None] = [answer(), None, answer()]
+    written = bytearray()
+
+    def read() -> None:
+        while True:
+            try:
+                written.extend(os.read(outer, 1 << 16))
+            except OSError:  # the other end is closed
+                return
+
+    def fetch(target: SchedulerChoice, timeout: float) -> pb.GetStatusResponse:
+        if not answers:
+            raise KeyboardInterrupt
+        if (found := answers.pop(0)) is None:
+            raise SchedulerUnreachableError("no scheduler answers at 10.0.0.1:29600")
+        return found
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    with os.fdopen(inner, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(status, "find_target", lambda given, environ: SchedulerChoice("10.0.0.1:29600", "", "test"))
+        patch.setattr(status, "fetch", fetch)
+        patch.setattr(status.time, "sleep", lambda seconds: None)
+        patch.setattr(status.signal, "signal", lambda number, handler: None)
+        patch.setattr("sys.stdout", stdout)
+        for name in ("COLUMNS", "LINES", "NO_COLOR", "TERM"):
+            patch.delenv(name, raising=False)
+        assert status.run(Namespace(watch=True, timeout=1.0, format="table"), {}) == 0
+    reader.join(60)
+    os.close(outer)
+    text = written.decode()
+    assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1 and "\x1b[2J" not in text
+    assert text.rindex("\x1b[?1049l") > text.rindex("digits: training")
+    assert "no answer for" in text and text.count("digits: training") == 3
