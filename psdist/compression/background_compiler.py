@@ -170,11 +170,7 @@ class BackgroundCompiler:
             started.callback(self._processes.discard, process)
             if not self._wait(process, _REPORT_SECONDS):
                 if is_reporter and not self._closed:
-                    self._log.warning(
-                        "compiling kernels for %s (once on this machine; psdist warmup does it ahead): numpy does "
-                        "their work, more slowly, until then",
-                        purpose,
-                    )
+                    self._report(kernels[0].file("progress"), purpose)
                 self._wait(process)
             if process.returncode in _ASKED_TO_END:
                 self._log.info("what compiles kernels for %s was asked to end: numpy goes on with their work", purpose)
@@ -186,6 +182,21 @@ class BackgroundCompiler:
                 problem = output.read().decode(errors="replace")[-_PROBLEM_CHARACTERS:]
                 self._log.warning("the process that compiles kernels ended with %d: %s", process.returncode, problem)
             return True
+
+    def _report(self, progress: Path | None, purpose: str) -> None:
+        """Says that kernels are compiled. ``progress`` remembers that it was said: runs that end before their compiler
+        do not each claim to be the first."""
+        is_again = False
+        with suppress(OSError):
+            if progress is not None:
+                is_again = progress.stat().st_size > 0
+                progress.write_text("begun\n")
+        begins = "still compiling" if is_again else "compiling"
+        why = "runs before ended first; psdist warmup does it at once" if is_again else (
+            "once on this machine; psdist warmup does it ahead")  # fmt: skip
+        self._log.warning(
+            "%s kernels for %s (%s): numpy does their work, more slowly, until then", begins, purpose, why
+        )
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float = math.inf) -> bool:
         """Returns whether ``process`` has ended, of itself or because this process is about to, within so long."""

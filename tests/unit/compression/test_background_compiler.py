@@ -77,6 +77,20 @@ def test_another_process_compiles(tmp_path: Path) -> None:
     assert (out, process.returncode) == ("True 1\n", 0), problems
 
 
+def test_runs_that_end_before_their_compiler_do_not_each_claim_to_be_the_first(tmp_path: Path) -> None:
+    stuck = tmp_path / "stuck"
+    stuck.write_text("#!/bin/sh\nexec sleep 1000\n")
+    stuck.chmod(0o755)
+    said = []
+    for _ in range(3):
+        with _script(tmp_path / "cache", "stuck", str(stuck), "exit") as process:
+            assert process.stderr is not None
+            said.append(process.stderr.readline())
+            process.communicate("\n")
+    assert said[0].startswith("compiling kernels for payloads (once on this machine"), said
+    assert all(line.startswith("still compiling kernels for payloads (runs before ended") for line in said[1:]), said
+
+
 @pytest.mark.long
 def test_what_is_closed_compiles_no_more(tmp_path: Path) -> None:
     with _script(tmp_path, "close") as process:
