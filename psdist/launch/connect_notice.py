@@ -1,6 +1,6 @@
 """Says which workers have not called ``psdist.init()`` yet: a long import, or loading of a data set, is silent. Pure.
 
-The first notice comes after ``FIRST_SECONDS``, further ones after pauses that double, up to ``PAUSE_SECONDS_MAX``.
+The first notice comes after ``FIRST_SECONDS``, further ones after pauses that double, up to ``LONGEST_PAUSE_SECONDS``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from typing import Final
 
 FIRST_SECONDS: Final = 5.0
-PAUSE_SECONDS_MAX: Final = 60.0
-_NAMED_MAX: Final = 4
+LONGEST_PAUSE_SECONDS: Final = 60.0
+_NAMES_SHOWN: Final = 4
 
 
 class ConnectNotice:
@@ -28,7 +28,7 @@ class ConnectNotice:
         elif self._due is None:
             self._due = now + self._pause
         elif now >= self._due:
-            self._pause = min(2 * self._pause, PAUSE_SECONDS_MAX)
+            self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
             self._due = now + self._pause
             return f"waiting for {_names(ranks)} to call psdist.init()"
         return ""
@@ -37,6 +37,6 @@ class ConnectNotice:
 def _names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"worker {ranks[0]}"
-    if len(ranks) > _NAMED_MAX:
-        return f"workers {', '.join(map(str, ranks[:_NAMED_MAX]))} and {len(ranks) - _NAMED_MAX} others"
+    if len(ranks) > _NAMES_SHOWN:
+        return f"workers {', '.join(map(str, ranks[:_NAMES_SHOWN]))} and {len(ranks) - _NAMES_SHOWN} others"
     return f"workers {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
