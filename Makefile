@@ -80,10 +80,10 @@ demo: $(VENV)/.installed
 kernels: $(VENV)/.installed
 	$(WITH_DOTS) "compiling kernels, unless they are in the cache" $(BIN)/python -m psdist_server.kernels
 
-# In the order of the folders: files of few and long tests come before those of many short ones. A process that a test
-# has ended is replaced once: the new one begins with the same file.
+# In the order of the folders: files of few and long tests come before those of many short ones. A hanging test, whose
+# process ends, ends the run.
 test: check kernels
-	$(PYTEST) -n 2 --max-worker-restart 1 --dist loadfile --no-loadscope-reorder -m "not long" $(CHECKS:%=--ignore %)
+	$(PYTEST) -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long" $(CHECKS:%=--ignore %)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -156,12 +156,12 @@ class Cluster:
             self._end(call)
         # Only an operator knows whether a lost record comes back; snapshots are looked at again by the next scheduler.
         lost = error.message if isinstance(error, RunLostError) else ""
-        changed = self.machines.has_changed
-        self.epoch += changed
+        # Also if nothing else changed: a scheduler that begins has an epoch of its own, even if it ends at once.
+        self.epoch += 1
         changes = replace(self._take_changes(), run_lost=lost)
         log = ev.LogEvent(f"the run ends: {error}", "warning")
-        published = [Publish(self.map)] if changed else []
-        return [changes, log, *published, *effects, *(Refuse(call, again(error)) for call in (*calls, *sessions))]
+        refused = [Refuse(call, again(error)) for call in (*calls, *sessions)]
+        return [changes, log, Publish(self.map), *effects, *refused]
 
     def validate(self) -> None:
         self.machines.validate()

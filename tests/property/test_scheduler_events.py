@@ -181,7 +181,7 @@ class Scheduling(RuleBasedStateMachine):
     def train(self, name: str, late: bool) -> None:
         """The straight way to ready parameters, and perhaps a worker that comes late: rare by chance alone."""
         for role, wanted in (("server", self.replicas), ("worker", 2)):
-            while sum(member.role == role for member in self._live()) < wanted:
+            while self.cluster.failed is None and sum(member.role == role for member in self._live()) < wanted:
                 self.register(role, None, 0)
         self.all_open()
         self.all_create(name)
@@ -248,7 +248,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def heal(self) -> None:
         """Faults stop: with servers enough, what is not lost has all its copies, and who is drained holds nothing."""
-        while len(self.cluster.members.staying) <= self.replicas:
+        while self.cluster.failed is None and len(self.cluster.members.staying) <= self.replicas:
             self.register("server", None, 0)
         for _ in range(400):
             self.all_open()
@@ -261,7 +261,8 @@ class Scheduling(RuleBasedStateMachine):
             self.time_passes(True, 1)
             self.fill_all()
         draining = {m.member_id for m in self._live() if m.draining}
-        for entry in self.map.parameters if self.cluster.members.staying else ():
+        lasts = self.cluster.failed is None and self.cluster.members.staying
+        for entry in self.map.parameters if lasts else ():
             for shard in entry.shards:
                 if entry.spec.name in committed and not shard.lost:
                     assert not shard.filling and len(shard.backups) == self.replicas - 1, f"not healed: {shard}"
