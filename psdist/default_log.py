@@ -8,9 +8,28 @@ the ``psdist`` logger, only that handler is used.
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from contextlib import suppress
 
 _logger = logging.getLogger("psdist")
+
+
+def print_line(text: str) -> None:
+    """Prints a line on standard error. One that cannot be printed, as on a full disk, is lost and ends nothing.
+
+    Python's own stream would keep it, try again when the script ends, and make its exit status 120.
+    """
+    stream = sys.stderr
+    if stream is None:  # ``print`` would take standard output.
+        return
+    own = sys.__stderr__
+    with suppress(Exception):
+        if own is None or stream is not own:  # A notebook's, or a test's.
+            print(text, file=stream, flush=True)
+            return
+        own.flush()
+        os.write(own.fileno(), f"{text}\n".encode(own.encoding, "backslashreplace"))
 
 
 class _DefaultHandler(logging.Handler):
@@ -21,11 +40,9 @@ class _DefaultHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or _logger.handlers != [self]:
             return
-        if sys.stderr is None:  # ``print`` would take standard output.
-            return
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # As all handlers do: a message that cannot be printed must not end a training.
+            print_line(self.format(record))
+        except Exception:  # As all handlers do: a message that cannot be formatted must not end a training.
             self.handleError(record)
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
-import sys
 import threading
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
@@ -20,6 +19,7 @@ from psdist.client.process import loop, tracebacks
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
+from psdist.default_log import print_line
 from psdist.errors import ConfigurationError
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
 from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
@@ -191,10 +191,7 @@ def _make_reporter(client: Client, rank: int, settings: MetricsSettings) -> Repo
 def _print_line(line: str, is_last: bool = False) -> None:
     from psdist.launch.output import stamped
 
-    if sys.stderr is None:  # print() would write to standard output then, which is the script's own.
-        return
-    with suppress(Exception):  # A message that cannot be printed, as on a full disk, must not end a training.
-        print(stamped(line), file=sys.stderr, flush=True)
+    print_line(stamped(line))
 
 
 def _connect(arguments: dict[str, Any]) -> Context:

@@ -31,7 +31,8 @@ NOTE = "no launcher, so this is a world of one"
 def run(script: str, error: Any = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + script],
-        env=os.environ | variables,
+        # A stream without a buffer would forget what it could not write.
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | variables,
         stdout=subprocess.PIPE,
         stderr=error,
         text=True,
