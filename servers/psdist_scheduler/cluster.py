@@ -143,9 +143,9 @@ class Cluster:
             return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects
 
-    def _end_run(self, error: PsdistError, before: list[Effect], now: float) -> list[Effect]:
+    def _end_run(self, error: PsdistError, before: list[Effect], now: float, changed: bool = False) -> list[Effect]:
         """The run cannot continue: all members and callers are told why, and nothing else follows from anything.
-        before: effects of the events that led to this."""
+        before: effects of the events that led to this. changed: there is a new epoch in any case."""
         effects = before + self.machines.scaling.progress(now)
         if self._has_ended:
             return effects
@@ -156,12 +156,13 @@ class Cluster:
             self._end(call)
         # Only an operator knows whether a lost record comes back; snapshots are looked at again by the next scheduler.
         lost = error.message if isinstance(error, RunLostError) else ""
-        # Also if nothing else changed: a scheduler that begins has an epoch of its own, even if it ends at once.
-        self.epoch += 1
+        changed = changed or self.machines.has_changed
+        self.epoch += changed
         changes = replace(self._take_changes(), run_lost=lost)
         log = ev.LogEvent(f"the run ends: {error}", "warning")
         refused = [Refuse(call, again(error)) for call in (*calls, *sessions)]
-        return [changes, log, Publish(self.map), *effects, *refused]
+        published = [Publish(self.map)] if changed else []
+        return [changes, log, *published, *effects, *refused]
 
     def validate(self) -> None:
         self.machines.validate()
@@ -350,7 +351,7 @@ class Cluster:
             machines.rollback.end_if_lost()
             effects += machines.changes.start.progress(now)
         if self.failed is not None:
-            return self._end_run(self.failed, effects, now)
+            return self._end_run(self.failed, effects, now, changed)
         effects += machines.replica_manager.plan(epoch, now)
         effects += alignment.progress(now) + machines.creation.progress(epoch, now)
         # What was placed just now gets its backups in the same epoch.
