@@ -1,4 +1,4 @@
-"""Installs with pip, and says what it does: ``python .ci/install.py WHAT ARGUMENT...``, with arguments of pip install.
+"""Run pip install and show its progress: ``python .ci/install.py WHAT ARGUMENT...``, with arguments of pip install.
 
 Prints each package that is downloaded, with its size and how many there were, and a dot whenever two seconds pass
 without anything else. If pip fails, everything that it printed follows, and its exit status is passed on. Only the
@@ -37,7 +37,7 @@ class Display:
         self._has_dots = False
 
     def dot(self) -> None:
-        """Says that it goes on."""
+        """Show that pip is still running."""
         self._out.write(".")
         self._out.flush()
         self._has_dots = True
@@ -53,7 +53,7 @@ class Display:
 
 
 def run(command: Sequence[str], display: Display, dot_seconds: float = DOT_SECONDS) -> int:
-    """Runs pip, shows what it does, and returns its exit status."""
+    """Run pip and show its progress. Returns its exit status."""
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )

@@ -239,7 +239,7 @@ async def advertised_address(
     address = format_address(await reachable_host(host, scheduler, timeout_seconds, on_failure), port)
     if named:
         on_failure(
-            f"the name in --advertise {named} does not resolve: {reason}. Others are told {address} in its place"
+            f"the name in --advertise {named} does not resolve: {reason}. This server advertises {address} instead"
         )
     return address
 

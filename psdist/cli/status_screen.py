@@ -133,7 +133,7 @@ def _parameters(status: dict[str, Any]) -> list[Text]:
 
 
 def _transports(status: dict[str, Any]) -> list[Text]:
-    """How often workers reach servers in each way, with the reason if it is not the best."""
+    """One line per transport and reason, with its number of connections."""
     ways = Counter((one["transport"], one["reason"]) for member in status["members"] for one in member["connections"])
     return [
         Text(f"{transport}: {count} connection{'s' * (count > 1)}" + (f", {reason}" if reason else ""))

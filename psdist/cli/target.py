@@ -21,7 +21,7 @@ from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLA
 
 T = TypeVar("T")
 
-#: Within so long after its time limit a command has said why, and closed its connection.
+#: Time for a command to close its connection and print the reason after its time limit.
 _CLOSING_SECONDS: Final = 0.5
 
 

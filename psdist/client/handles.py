@@ -37,8 +37,8 @@ _OWN_REMEDY: Final = (
     ". Leave it out to go on with the handle as it is. For another choice close this client and make a new one, or "
     "give the parameters another name="
 )
-#: Handles take part again within this time before another set is created. Where iterations are not known yet, they can
-#: only when the others go on, who may wait for the new set.
+#: Longest wait for handles to rejoin before another set is created. Until psdist knows the script's iterations, a
+#: rejoin needs the other workers to continue, and they may be waiting for the new set.
 _FOLLOW_SECONDS: Final = 5.0
 
 
@@ -121,12 +121,12 @@ class Handles:
             return handle
 
     async def _follow_rejoin(self) -> None:
-        """Have all handles take part in the newest incarnation, before another set does: with that one alone, this
-        worker would begin it, and the others would train the rest without this worker."""
+        """Wait for all handles to join the newest incarnation before another set is created. Otherwise this worker
+        would be a member of the new set alone, and its peers would train the other sets without it."""
         following = [asyncio.ensure_future(handle.exchange.follow_rejoin()) for handle in self.members()]
         if not following:
             return
-        # What takes longer goes on beside the new set: a rejoin that was cut short would be half done.
+        # A slow rejoin continues in the background: to cancel it would leave it half done.
         self._following.update(following)
         for task in following:
             task.add_done_callback(self._on_followed)

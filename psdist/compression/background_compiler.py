@@ -192,7 +192,7 @@ class BackgroundCompiler:
                 is_again = progress.stat().st_size > 0
                 progress.write_text("begun\n")
         begins = "still compiling" if is_again else "compiling"
-        why = "runs before ended first; psdist warmup does it at once" if is_again else (
+        why = "earlier runs ended before it was done; psdist warmup does it now" if is_again else (
             "once on this machine; psdist warmup does it ahead")  # fmt: skip
         self._log.warning(
             "%s kernels for %s (%s): numpy does their work, more slowly, until then", begins, purpose, why

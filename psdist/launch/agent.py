@@ -40,7 +40,7 @@ from psdist.settings import exit_codes, preflight
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE
 
-#: Longest wait for a scheduler that is told that this agent gave up.
+#: Longest wait for the scheduler to take note that this agent gave up.
 _GIVE_UP_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
 #: A wait that lasts is printed again after this time.
@@ -159,9 +159,9 @@ def _unknown_run() -> str:
 
 
 def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
-    """Where the script of rank 0 may listen, for torch.distributed.
+    """Address for torch.distributed: one on which the script of rank 0 can listen.
 
-    Without a rendezvous nobody can agree on that: it is what the user set for all nodes.
+    Without a rendezvous the nodes cannot agree on one, so it is taken from the user's environment.
     """
     if place.master_address:
         return place.master_address

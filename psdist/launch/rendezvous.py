@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 _RETRY_SECONDS: Final = 0.25
-#: Whenever there was no answer for so long, it is said who is waited for.
+#: Interval of notices while the scheduler does not answer.
 _SILENCE_SECONDS: Final = 5.0
 
 

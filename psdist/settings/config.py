@@ -272,8 +272,10 @@ def client_settings(
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
-    """How long a script looks for its scheduler, in seconds: as long as its launcher does, but at least for one
-    attempt. Raises ConfigurationError for a wrong value."""
+    """Time limit in seconds for a script to find its scheduler: its launcher's, but enough for one attempt.
+
+    Raises ConfigurationError for a wrong value.
+    """
     value = _number(environ, "PSDIST_START_TIMEOUT", START_TIMEOUT_SECONDS)
     return max(value, _CONNECT_SECONDS_MIN)
 

@@ -42,8 +42,8 @@ def of_ended_run(error: BaseException) -> int:
     return NEVER_CONNECTED if isinstance(error, RunNotStartedError) else INFRASTRUCTURE
 
 
-#: Programs by what they do. "script": a worker under a launcher. "launcher": ``psdist run`` and ``psdist-worker``.
-#: "command": every other word of ``psdist``.
+#: Kinds of programs. "script": a worker under a launcher. "launcher": ``psdist run`` and ``psdist-worker``.
+#: "command": any other subcommand of ``psdist``.
 Role = Literal["scheduler", "server", "script", "launcher", "command"]
 
 

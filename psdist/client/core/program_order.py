@@ -101,9 +101,8 @@ class ProgramOrder:
     If a push is dropped, or the worker rejoins elsewhere, the script is within an iteration that its sets have left, or
     have not started. The rest of that iteration is skipped, so that script and sets agree on the start of the next one.
     If the script is between two iterations but holds weights from before the rejoin, the next iteration is skipped as a
-    whole: no iteration counts for some of its sets only. After the run went back to a snapshot, iterations are skipped
-    until the script was given new weights of all sets that it trains: what it computes of others belongs to the course
-    that was lost.
+    whole: no iteration counts for some of its sets only. After a rollback, iterations are skipped until the script has
+    received new weights of every set that it trains: gradients of older weights belong to the steps that were lost.
     """
 
     def __init__(self) -> None:

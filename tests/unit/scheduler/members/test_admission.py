@@ -79,7 +79,8 @@ def test_a_server_that_is_started_again_has_its_name_again() -> None:
     assert [server_at(d, "b", f"10.0.0.9:{port}") for port in (3, 2)] == ["b-2", "b"]
     lose(d, "b-2")
     assert server_at(d, "b", "10.0.0.9:77") == "b-2", "at another port it has the free name of its host"
-    assert d.cluster.members.get("b-2").incarnation == 3  # type: ignore[union-attr]
+    member = d.cluster.members.get("b-2")
+    assert member is not None and member.incarnation == 3
 
 
 @pytest.mark.parametrize(
