@@ -118,6 +118,8 @@ class ChaosCluster:
         self.settings = settings
         self.directory = directory
         self.processes: dict[str, Process] = {}
+        #: Processes whose end is being awaited. Whoever waits starts them again.
+        self.awaited: set[str] = set()
         self.proxies: dict[str, Proxies] = {}
         self.network: WorkerNetwork | None = None
         self._rng = rng
@@ -248,10 +250,14 @@ class ChaosCluster:
     async def ended(self, name: str, seconds: float) -> int:
         """Waits for the end of a process. Returns its exit status. Raises InternalError if it does not end."""
         deadline = asyncio.get_running_loop().time() + seconds
-        while (status := self.processes[name].status) is None:
-            if asyncio.get_running_loop().time() > deadline:
-                raise InternalError(f"{name} did not end within {seconds:g} s:\n{self.tail(name)}")
-            await asyncio.sleep(_POLL_SECONDS)
+        self.awaited.add(name)
+        try:
+            while (status := self.processes[name].status) is None:
+                if asyncio.get_running_loop().time() > deadline:
+                    raise InternalError(f"{name} did not end within {seconds:g} s:\n{self.tail(name)}")
+                await asyncio.sleep(_POLL_SECONDS)
+        finally:
+            self.awaited.remove(name)
         self._reaper.remove(self.processes[name].pid)
         return status
 

@@ -280,7 +280,8 @@ class ChaosRun:
     def restart_servers(self) -> None:
         """Restarts servers that were taken for lost without a fault of their own, as a launcher does."""
         for name, process in self.cluster.processes.items():
-            if name.startswith("server") and process.status == INFRASTRUCTURE:
+            unforeseen = name.startswith("server") and name not in self.cluster.awaited
+            if unforeseen and process.status == INFRASTRUCTURE:
                 self.report.expelled += 1
                 self.cluster.launch(name)
 

@@ -70,7 +70,9 @@ def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_step
         ended = False
         while left and not ended:
             run = start(path, runs, d_steps)
-            run.until(r"rank 0 (is at|begins)", rng.randrange(1, STEPS))
+            begun = run.until(r"rank 0 begins at \d+ (\d+)")
+            if lines := rng.randrange((STEPS - int(begun[1])) * (d_steps + 1)):
+                run.until(r"rank 0 is at", lines)
             run.process.send_signal(rng.choice((signal.SIGTERM, signal.SIGINT)))
             status, text = run.end()
             ended = status == 0

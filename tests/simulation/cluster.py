@@ -467,10 +467,13 @@ class World:
         cluster = self.scheduler.cluster.map
         shards = [shard for entry in cluster.parameters for shard in entry.shards]
         whole = all(len(shard.backups) == self.options.replicas - 1 and not shard.filling for shard in shards)
-        return whole and all(
-            host.admission.map.epoch == cluster.epoch
-            for number, host in self.hosts.items()
-            if not self.server_nodes[number].dead
+        living = [host for number, host in self.hosts.items() if not self.server_nodes[number].dead]
+        holders = {replica for shard in shards for replica in shard.replicas}
+        # A server may be dead that the scheduler does not miss yet.
+        return (
+            whole
+            and holders <= {host.me for host in living}
+            and all(host.admission.map.epoch == cluster.epoch for host in living)
         )
 
     def check_copies(self) -> None:

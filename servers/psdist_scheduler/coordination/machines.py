@@ -98,7 +98,7 @@ class Machines:
         shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
         stops = Stops(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
-        unreachable = UnreachableServers(settings, members, registry)
+        unreachable = UnreachableServers(settings, members, registry, deferred)
         silent = SilentMembers(settings, members, deferred)
         start = RunStart.begin(settings, demand, registry, now)
         follow = (deferred, unreachable, silent, start, now)

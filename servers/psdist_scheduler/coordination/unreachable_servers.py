@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from psdist.consistency import ASP
 from psdist.types import ParametersEntry, Replica
+from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.records import ClusterSettings, Identity, Member
 from psdist_scheduler.events.worker_events import CheckServer, UnreachableServer
@@ -41,9 +42,6 @@ _ASKED_AT_A_TIME = 3
 EVIDENCE_SECONDS = 6.0
 #: Younger doubts are not logged: connections break and are made again.
 _LOG_SECONDS = 3.0
-
-#: Ids and reasons of members that are expelled.
-Losses = list[tuple[str, str]]
 
 
 @dataclass(slots=True)
@@ -63,6 +61,7 @@ class UnreachableServers:
     _settings: ClusterSettings
     _members: Membership
     _registry: Registry
+    _deferred: DeferredLosses
     #: By worker (its id and incarnation) and server.
     _doubts: dict[tuple[Identity, Replica], Doubt] = field(default_factory=dict)
     #: By server and worker id, when the worker last reached that server because it was asked to.
@@ -118,7 +117,7 @@ class UnreachableServers:
             if now - doubt.since > limit and now - doubt.reported <= self._fresh_seconds and self._is_needed(server):
                 overdue.setdefault(server, []).append((worker, doubt))
         for server, doubts in overdue.items():
-            if 2 * len(doubts) > len(self._members.workers) and self._can_go(server):
+            if 2 * len(doubts) > len(self._members.workers) and self._can_go(server, now):
                 names = ", ".join(worker_id for (worker_id, _), _ in doubts)
                 return [(server.server_id, f"{names} cannot reach it for {limit:g} s (--worker-timeout)")]
         return self._blamed_worker(overdue, now)
@@ -207,8 +206,11 @@ class UnreachableServers:
             for entry in self._entries_of(server)
         )
 
-    def _can_go(self, server: Replica) -> bool:
-        """True if nothing is lost with the server, and another one is left."""
-        shards = [shard for p in self._registry.all if p.record is not None for shard in p.entry.shards]
-        held = [shard for shard in shards if shard.primary == server]
-        return len(self._members.servers) > 1 and all(shard.backups for shard in held)
+    def _can_go(self, server: Replica, now: float) -> bool:
+        """True if nothing is lost with the server, and another one is left. A silent server may be gone itself, so its
+        copies do not count."""
+        member, sessions = self._members.get(server.server_id), self._members.sessions
+        silent = frozenset(s.member_id for s in self._members.servers if sessions.is_silent(s.member_id, now))
+        if member is None or len(self._members.servers) <= 1:
+            return False
+        return not self._deferred.has_last_copy(member, silent)

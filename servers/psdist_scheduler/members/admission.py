@@ -107,9 +107,13 @@ class MemberAdmission:
             return self._numbered_id(reserved)
         names = [host, *(f"{host}-{number}" for number in range(2, MEMBERS_MAX + 2))]
         held = {member.member_id: member for name in names if (member := self._members.get(name)) is not None}
-        ended = [name for name, member in held.items() if member.role == "server" and not member.live]
+        ended = {name: member for name, member in held.items() if member.role == "server" and not member.live}
         here = [name for name in ended if held[name].address == event.address]
-        return next(name for name in (*here, *names) if name not in held or name in ended)
+        # A drained server counts as one that the run needs no more. Its id is kept for it, unless all servers of this
+        # host were drained: the successor of another one must not take it.
+        if not all(member.draining for member in held.values()):
+            ended = {name: member for name, member in ended.items() if not member.draining}
+        return next(name for name in (*here, *names) if name in here or name not in held or name in ended)
 
     def _numbered_id(self, reserved: frozenset[str]) -> str:
         for number in range(KNOWN_IDS_MAX + 1):

@@ -32,8 +32,9 @@ class Run:
         self._cut: dict[tuple[int, int], float] = {}
         #: Workers that do not answer questions.
         self.mute: set[int] = set()
-        #: Workers that say nothing at all.
+        #: Workers that say nothing at all, and servers.
         self.frozen: set[int] = set()
+        self.frozen_servers: set[int] = set()
         self._answered: dict[int, int] = {}
 
     def replica(self, server: int) -> Replica:
@@ -50,8 +51,9 @@ class Run:
         end = self.driver.now + seconds
         while self.driver.now < end:
             self.driver.tick(0.25)
-            for _, session in self.servers:
-                self.driver.beat(session)
+            for number, (_, session) in enumerate(self.servers):
+                if number not in self.frozen_servers:
+                    self.driver.beat(session)
             for number, (member, session) in enumerate(self.workers):
                 if member.member_id in self.live and number not in self.frozen:
                     self._speak(number, session)
@@ -152,6 +154,17 @@ def test_a_server_that_most_workers_do_not_reach_goes_where_nothing_is_lost_with
     run.pass_time(LEASE + 2.0)
     assert run.gone == ["server-0"]
     assert "worker-0, worker-2 cannot reach it" in run.driver.lost[0].reason
+
+
+def test_copies_on_a_silent_server_do_not_count() -> None:
+    """Both servers are overdue at the same tick: losing both would take the shards that only they hold."""
+    run = Run(servers=3, replicas=2, lease_seconds=LEASE)
+    run.frozen_servers = {1}
+    for worker in range(3):
+        run.cut(worker, 0)
+    run.pass_time(LEASE + 0.5)
+    assert run.gone == ["server-1"]
+    assert not any(shard.lost for entry in run.driver.map.parameters for shard in entry.shards)
 
 
 def test_without_a_witness_nobody_is_expelled() -> None:

@@ -96,3 +96,24 @@ def test_a_host_with_the_name_of_a_member_gets_a_number_behind_it() -> None:
     d = Driver()
     d.register("worker", member_id="box")
     assert server_at(d, "box", "10.0.0.1:5") == "box-2"
+
+
+def test_a_successor_does_not_take_the_name_of_a_drained_server() -> None:
+    d = Driver(servers_min=3)
+    for port in (1, 2, 3):
+        server_at(d, "b", f"10.0.0.9:{port}")
+    d.on(ev.Drain(d.number(), "", "b"))
+    lose(d, "b")
+    # b-2 was killed and started again, before the scheduler has noticed.
+    assert server_at(d, "b", "10.0.0.9:4") == "b-4"
+    lose(d, "b-2")
+    assert d.cluster.demand.shortage(workers=0) == ""
+
+
+def test_a_drained_server_that_comes_back_has_its_name_again() -> None:
+    d = Driver()
+    server_at(d, "a", "10.0.0.8:1")
+    server_at(d, "b", "10.0.0.9:1")
+    d.on(ev.Drain(d.number(), "", "b"))
+    lose(d, "b")
+    assert server_at(d, "b", "10.0.0.9:2") == "b"
