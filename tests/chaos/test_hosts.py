@@ -42,6 +42,19 @@ with psdist.init() as context:
         pace.wait(0.02)
     print("digest", hashlib.sha256(p.pull()["w"].tobytes()).hexdigest(), flush=True)
 """
+#: Half of the ranks are on another host, so the sum needs a connection between hosts.
+GLOO: Final = """
+import torch
+import torch.distributed as dist
+import psdist
+dist.init_process_group("gloo")
+total = torch.tensor([2.0 ** dist.get_rank()])
+dist.all_reduce(total)
+with psdist.init() as context:
+    assert (context.rank, context.world_size) == (dist.get_rank(), dist.get_world_size())
+    print("rank", dist.get_rank(), "sum", int(total), flush=True)
+dist.destroy_process_group()
+"""
 _PROGRAMS: Final = {
     "scheduler": (sys.executable, "-m", "psdist_scheduler"),
     "server": (sys.executable, "-m", "psdist_server"),
@@ -204,3 +217,25 @@ def test_a_run_over_hosts_that_come_go_and_reboot_has_the_bytes_of_one_host(host
     statuses = {name: process.returncode for name, process in hosts.processes.items()}
     assert set(statuses.values()) == {0}, f"{statuses}\n{hosts.logs}"
     assert digest(hosts.logs) == digest(alone.stdout) != set()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_torch_distributed_finds_its_store_across_hosts(hosts: Hosts) -> None:
+    """gloo listens at the address of the host's own name."""
+    pytest.importorskip("torch")
+    (hosts.path / "train.py").write_text(GLOO)
+    for host in HOSTS[:3]:
+        hosts.publish(host)
+    hosts.start_scheduler()
+    hosts.start("server", "head", "server", "--scheduler", "head:29600", "--host", "0.0.0.0", "--insecure")
+    hosts.start("server-2", "gpu-a", "server", "--scheduler", "head:29600", "--host", "0.0.0.0", "--insecure")
+    for host in ("gpu-a", "gpu-b"):
+        flags = ("--scheduler", "head:29600", "--nnodes", "2", "--nproc-per-node", "2", "train.py")
+        hosts.start(f"worker-{host}", host, "worker", *flags)
+    hosts.wait_for(lambda: all(process.poll() is not None for process in hosts.processes.values()), "end")
+    statuses = {name: process.returncode for name, process in hosts.processes.items()}
+    assert set(statuses.values()) == {0}, f"{statuses}\n{hosts.logs}"
+    assert sorted(line.rpartition("rank ")[2] for line in hosts.logs.splitlines() if " sum " in line) == [
+        f"{rank} sum 15" for rank in range(4)
+    ]
