@@ -1,6 +1,6 @@
 """Servers that this worker cannot reach though the scheduler counts them as live.
 
-The data path reports an attempt that broke. From then on the server is called once a second, on the same channel as
+The data path reports an attempt that broke. From then on the server is called again and again, on the same channel as
 requests, until it answers or is gone. So a server counts as unreachable exactly as long as calls to it fail, whatever
 requests wait for. Heartbeats report such servers, and the scheduler names them and decides what follows; it also has
 other workers call the server (``check``).
@@ -21,8 +21,10 @@ from psdist.types import Replica
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits
 
-#: Between two calls to a server that was not reached.
+#: Longest pause between two calls to a server that was not reached.
 _PAUSE_SECONDS: Final = 1.0
+#: Calls within a worker's lease, at the least: a single call that failed must not expel anybody.
+_CALLS_IN_A_LEASE: Final = 4
 
 
 async def _no_transport(address: str) -> None:
@@ -44,8 +46,13 @@ class Reachability:
     def __init__(self, view: ClusterView) -> None:
         self.call: Callable[[str], Coroutine[Any, Any, None]] = _no_transport
         self._view = view
+        self._pause_seconds = _PAUSE_SECONDS
         self._unreachable: dict[Replica, _Unreachable] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def set_lease(self, lease_seconds: float) -> None:
+        """Derive the pause between calls from this worker's lease."""
+        self._pause_seconds = min(_PAUSE_SECONDS, lease_seconds / _CALLS_IN_A_LEASE)
 
     def attempt_broke(self, server: Replica) -> None:
         """An attempt on the server broke: find out whether it can be reached."""
@@ -102,6 +109,6 @@ class Reachability:
         try:
             while reason := await self.why_unreachable(server):
                 unreachable.reason = reason
-                await asyncio.sleep(_PAUSE_SECONDS)
+                await asyncio.sleep(self._pause_seconds)
         finally:
             del self._unreachable[server]

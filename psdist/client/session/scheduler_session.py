@@ -123,6 +123,7 @@ class WorkerSession:
 
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
+        self.activities.reachability.set_lease(response.lease_seconds)
         self.snapshots.marks.start_incarnation()
         self.iterations.start_incarnation()
         self.membership.start_incarnation(response)
