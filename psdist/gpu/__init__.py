@@ -1,4 +1,4 @@
-"""A CUDA device: opening one, compiling kernels for it, and what kernels of both sides have in common.
+"""CUDA devices: open one, compile kernels for it, and the CUDA source that clients and servers share.
 
-Nothing here imports CuPy or loads a library of CUDA before a device is opened or a source is compiled.
+CuPy and CUDA libraries are loaded only when a device is opened or a source is compiled.
 """

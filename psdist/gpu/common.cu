@@ -1,6 +1,6 @@
-// Casts between float32 and the 16-bit types of the wire, by their bits: what psdist/compression/casts.py does, with the
-// same bytes (a NaN is a NaN; its payload bits are not promised). Sources that need them are appended to this text.
-// Everything is compiled without contraction, and with denormal numbers (psdist/gpu/compile.py).
+// Casts between float32 and the 16-bit types of the wire, on their bits: the same bytes as psdist/compression/casts.py
+// (NaN stays NaN, with unspecified payload bits). Sources that use them are appended to this text. Everything is
+// compiled without contraction, and with denormals (psdist/gpu/compile.py).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,8 +15,8 @@ static __device__ __forceinline__ bool is_finite(float value) {
     return (__float_as_uint(value) & EXPONENT_BITS) != EXPONENT_BITS;
 }
 
-// float16 bits to float32, exactly: shifted into place, then multiplied by the difference of the exponent biases, which
-// also makes denormal numbers normal.
+// Widen float16 bits to float32, exactly: shift into place, then multiply by the difference of the exponent biases,
+// which also normalizes denormals.
 static __device__ __forceinline__ float widen_half(u16 half) {
     u32 shifted = (u32)(half & 0x7FFFu) << 13;
     u32 finite = __float_as_uint(__uint_as_float(shifted) * 5192296858534827628530496329220096.0f);  // 2 ** 112
@@ -24,12 +24,12 @@ static __device__ __forceinline__ float widen_half(u16 half) {
     return __uint_as_float(magnitude | ((u32)(half & 0x8000u) << 16));
 }
 
-// bfloat16 bits to float32, exactly: they are its upper half.
+// Widen bfloat16 bits to float32, exactly: they are its upper half.
 static __device__ __forceinline__ float widen_brain(u16 brain) {
     return __uint_as_float((u32)brain << 16);
 }
 
-// float32 to float16 bits, to nearest, ties to even; too large becomes infinite.
+// Narrow float32 to float16 bits, to nearest, ties to even. Overflow becomes infinity.
 static __device__ __forceinline__ u16 narrow_half(float value) {
     u32 bits = __float_as_uint(value);
     u32 sign = bits & 0x80000000u;
@@ -38,7 +38,7 @@ static __device__ __forceinline__ u16 narrow_half(float value) {
     if (magnitude >= (u32)(127 + 16) << 23) {
         result = magnitude > EXPONENT_BITS ? 0x7E00u : 0x7C00u;
     } else if (magnitude < (u32)(127 - 14) << 23) {
-        // The addition rounds: its result has the half's last denormal place as its own last place.
+        // The addition rounds: the last place of its result is the last denormal place of float16.
         u32 denormal = (u32)(127 - 15 + 23 - 10 + 1) << 23;
         result = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(denormal)) - denormal;
     } else {
@@ -48,7 +48,7 @@ static __device__ __forceinline__ u16 narrow_half(float value) {
     return (u16)(result | (sign >> 16));
 }
 
-// float32 to bfloat16 bits, to nearest, ties to even; NaN stays NaN, with its sign.
+// Narrow float32 to bfloat16 bits, to nearest, ties to even. NaN keeps its sign.
 static __device__ __forceinline__ u16 narrow_brain(float value) {
     u32 bits = __float_as_uint(value);
     u32 upper = bits >> 16;

@@ -1,11 +1,11 @@
-"""CUDA C to machine code by NVRTC, and the options by which the results are numpy's.
+"""Compilation of CUDA C by NVRTC, with options that make results equal to numpy's.
 
-The options turn contraction off and keep denormal numbers, so that every operation is rounded as written: the default
-of NVRTC contracts ``a * b + c``, and CuPy adds ``-ftz=true`` to whatever it compiles itself. Therefore no source is
-given to CuPy; it loads what is compiled here (``device``).
+The options turn contraction off and keep denormals, so that every operation is rounded as written. NVRTC contracts ``a
+* b + c`` by default, and CuPy adds ``-ftz=true`` to everything that it compiles. So CuPy never gets a source; it loads
+the output of this module (``device``).
 
-``compile_source`` needs no device: the library is that of the wheel ``nvidia-cuda-nvrtc-cu12``, or the toolkit's. So
-every source can be compiled where there is none.
+``compile_source`` needs no device: the library is that of the wheel ``nvidia-cuda-nvrtc-cu12``, or the toolkit's.
+Every source can therefore be compiled on a machine without a GPU.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from typing import Any, Final
 
 from psdist.errors import DeviceUnavailableError, InternalError
 
-#: Of every source.
+#: Options of every compilation.
 OPTIONS: Final = ("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--std=c++17")
-#: The architectures for which sources are compiled in tests: the oldest that is supported, and Hopper.
+#: Architectures that tests compile for: the oldest supported one, and Hopper.
 ARCHITECTURES: Final = ("sm_75", "sm_90")
 
 _FOLDER: Final = Path(__file__).parent
 _SONAMES: Final = ("libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so")
-#: Where toolkits are installed.
+#: Installation folder of toolkits.
 _TOOLKIT: Final = "/usr/local/cuda"
-#: NVRTC's numbers of errors: among OPTIONS only the architecture is one that it may not know; and its library of
-#: builtins cannot be loaded.
+#: Error numbers of NVRTC: an invalid option, which among OPTIONS can only be the architecture; and a library of
+#: builtins that cannot be loaded.
 _INVALID_OPTION: Final = 5
 _NO_BUILTINS: Final = 7
-#: Packages of the wheels, and where in them the library lies.
+#: Packages of the wheels that contain the library.
 _PACKAGES: Final = ("cuda_nvrtc", "cu13")
 
 
 @cache
 def common_source() -> str:
-    """The text that sources of kernels begin with: names of types, and casts."""
+    """Return the source that every kernel source begins with: type names and casts."""
     return (_FOLDER / "common.cu").read_text(encoding="utf-8")
 
 
 def compile_source(source: str, architecture: str, options: Sequence[str] = OPTIONS) -> bytes:
-    """The CUBIN of a CUDA C ``source``.
+    """Compile a CUDA C ``source`` to a CUBIN.
 
     architecture: such as "sm_90".
 
-    Raises DeviceUnavailableError where there is no NVRTC, or none that knows the architecture, and InternalError with
-    its log where it refuses the source.
+    Raises DeviceUnavailableError without an NVRTC that knows the architecture, and InternalError with NVRTC's log if
+    it rejects the source.
     """
     library = nvrtc()
     with _program(library, source) as program:
@@ -58,15 +58,15 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = OPTI
         result = library.nvrtcCompileProgram(program, len(texts), (ctypes.c_char_p * len(texts))(*texts))
         if result == _INVALID_OPTION:
             raise DeviceUnavailableError(
-                f"this NVRTC does not know {architecture}, the architecture of the device: install another one, as by "
-                "pip install -U nvidia-cuda-nvrtc-cu12",
+                f"this NVRTC does not know {architecture}, the architecture of the device: install a newer one, "
+                "such as by pip install -U nvidia-cuda-nvrtc-cu12",
                 missing="nvrtc",
             )
         if result:
             log = _taken(library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog, program).rstrip(bytes(1)).decode()
             if result == _NO_BUILTINS:
                 raise DeviceUnavailableError(
-                    f"NVRTC lacks a part of itself ({log.strip():.2000}): install it anew, as by "
+                    f"NVRTC is incomplete ({log.strip():.2000}): reinstall it, such as by "
                     "pip install -U --force-reinstall nvidia-cuda-nvrtc-cu12",
                     missing="nvrtc",
                 )
@@ -76,7 +76,7 @@ def compile_source(source: str, architecture: str, options: Sequence[str] = OPTI
 
 @cache
 def nvrtc() -> Any:
-    """NVRTC, loaded. Raises DeviceUnavailableError where it cannot be found."""
+    """Load NVRTC. Raises DeviceUnavailableError if it cannot be found."""
     for name in _candidates():
         with suppress(OSError):
             _load_builtins(Path(name))
@@ -84,13 +84,12 @@ def nvrtc() -> Any:
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
     raise DeviceUnavailableError(
-        "NVRTC is not installed, which compiles kernels: pip install nvidia-cuda-nvrtc-cu12", missing="nvrtc"
+        "NVRTC, which compiles kernels, is not installed: pip install nvidia-cuda-nvrtc-cu12", missing="nvrtc"
     )
 
 
 def _load_builtins(path: Path) -> None:
-    """Loads what lies beside NVRTC, which then finds it by its name: the library of CUDA 13.0's wheel does not look in
-    its own folder."""
+    """Load the builtins beside NVRTC, so that it finds them: CUDA 13.0's wheel does not search its own folder."""
     for builtins in sorted(path.parent.glob("libnvrtc-builtins.so*")) if path.is_absolute() else ():
         with suppress(OSError):
             ctypes.CDLL(str(builtins))
@@ -121,7 +120,7 @@ def _program(library: Any, source: str) -> Iterator[ctypes.c_void_p]:
 
 
 def _taken(size_of: Any, take: Any, program: ctypes.c_void_p) -> bytes:
-    """What a pair of functions of NVRTC returns: the size of a text, and the text."""
+    """Return the text of a pair of NVRTC functions: one for its size, one for its content."""
     size = ctypes.c_size_t()
     _check(nvrtc(), size_of(program, ctypes.byref(size)))
     text = ctypes.create_string_buffer(size.value)

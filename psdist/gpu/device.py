@@ -1,12 +1,14 @@
-"""What kernels' callers need of a CUDA device, and its implementation by CuPy, which is imported when one is opened.
+"""CUDA devices: the interface for callers of kernels, and its implementation by CuPy.
 
-A ``Device`` knows addresses and bytes, not arrays: ``launch`` takes numpy scalars of exactly the types that the kernel
-declares (np.uint64 for an address). Tests have another implementation, which runs the same sources on the processor
+CuPy is imported when a device is opened.
+
+A ``Device`` works with addresses and bytes, not arrays: ``launch`` takes numpy scalars of exactly the types that the
+kernel declares (np.uint64 for an address). Tests have another implementation, which runs the same sources on the CPU
 (``tests/support/host_device.py``).
 
-Invariants: what is given to one stream is done in its order. Methods may be called from any thread, for streams that no
-other thread uses meanwhile. Every error of CUDA but that of memory that is used up is a DeviceLostError: after one of
-them the device is not to be used.
+Invariants: Work on one stream runs in order. Methods may be called from any thread, provided no other thread uses the
+same stream at the same time. Every CUDA error except running out of memory becomes DeviceLostError; the device must
+not be used after that.
 """
 
 from __future__ import annotations
@@ -34,82 +36,91 @@ from psdist.errors import DeviceLostError, DeviceUnavailableError, InvalidArgume
 from psdist.gpu.compile import OPTIONS, compile_source, nvrtc
 
 AnyArray = NDArray[Any]
-#: A stream of a device, for its own methods.
+#: Stream of a device, opaque to callers.
 Stream = Any
-#: A kernel of a device, for its own methods.
+#: Kernel of a device, opaque to callers.
 DeviceKernel = Any
 
 _NAME: Final = re.compile(r"cuda(?::(\d{1,3}))?")
-#: CUDA's numbers of errors.
+#: Error numbers of CUDA.
 _OUT_OF_MEMORY, _INSUFFICIENT_DRIVER, _INITIALIZATION, _NO_DEVICE, _INVALID_DEVICE = 2, 35, 3, 100, 101
-#: Of a driver that cannot load what was compiled: its form, for this device, or of this version.
+#: Errors of a driver that cannot load a compiled kernel: bad image, no binary for this device, unsupported PTX
+#: version.
 _UNLOADABLE: Final = (200, 209, 222)
-#: A kernel that is loaded when a device is opened.
+#: Kernel that is loaded when a device is opened.
 _PROBE: Final = 'extern "C" __global__ void probe() {}'
 
 
 class Allocation(Protocol):
-    """Memory of a device. It is given back when nothing refers to this object any more."""
+    """Device memory. It is freed when nothing refers to this object any more."""
 
     @property
     def address(self) -> int:
-        """Where it begins: a multiple of 256."""
+        """Start address, a multiple of 256."""
 
     @property
     def size(self) -> int:
-        """Its bytes."""
+        """Size in bytes."""
 
 
 class Device(Protocol):
-    """A device. name: how the user named it, and what it is. allocated: bytes of ``allocate`` that are in use."""
+    """Interface of a device.
+
+    name: the user's name for the device, and its model.
+    allocated: bytes of ``allocate`` that are in use.
+    """
 
     name: str
     allocated: int
 
     def kernels(self, source: str) -> Callable[[str], DeviceKernel]:
-        """Compiles a source once, and returns what finds its kernels by name."""
+        """Compile a source once. Return a function that finds its kernels by name."""
 
     def allocate(self, size: int) -> Allocation:
-        """``size`` bytes of the device's memory, whose content is anything. Raises LimitExceededError where it has no
-        more."""
+        """Allocate ``size`` uninitialized bytes of device memory. Raises LimitExceededError if there is no room."""
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """``size`` bytes of the host's memory, between which and the device copies go beside kernels. Raises
-        LimitExceededError where the system has no more of it."""
+        """Allocate ``size`` bytes of pinned host memory. Copies between it and the device run beside kernels.
+
+        Raises LimitExceededError if the system has no room.
+        """
 
     def stream(self) -> Stream:
-        """A new stream."""
+        """Create a stream."""
 
     def copy_in(self, address: int, values: AnyArray, stream: Stream) -> None:
-        """Copies contiguous ``values`` to the device. They stay as they are until the stream has come so far."""
+        """Copy contiguous ``values`` to the device. They must not change until the stream has reached the copy."""
 
     def copy_out(self, values: AnyArray, address: int, stream: Stream) -> None:
-        """Copies from the device to contiguous ``values``, which are whole once the stream has come so far."""
+        """Copy from the device to contiguous ``values``, which are complete once the stream has reached the copy."""
 
     def clear(self, address: int, size: int, stream: Stream) -> None:
-        """Writes zeros to ``size`` bytes of the device's memory."""
+        """Write zeros to ``size`` bytes of device memory."""
 
     def launch(
         self, kernel: DeviceKernel, grid: int, block: int, arguments: Sequence[np.generic], stream: Stream
     ) -> None:
-        """Runs a kernel of ``kernels`` with ``grid`` blocks of ``block`` threads each."""
+        """Run a kernel of ``kernels`` with ``grid`` blocks of ``block`` threads each."""
 
     def wait(self, stream: Stream) -> None:
-        """Returns when all that was given to the stream is done."""
+        """Wait until all work on the stream is done."""
 
     def register(self, array: AnyArray) -> bool:
-        """Lets copies to and from this memory of the host go beside kernels; False where the system does not allow
-        it, and copies are slower. ``unregister`` comes before the memory is given back."""
+        """Pin host memory, so that copies to and from it run in parallel with kernels.
+
+        Returns False if the system does not allow it; copies are then slower. Call ``unregister`` before freeing the
+        memory.
+        """
 
     def unregister(self, array: AnyArray) -> None:
-        """Takes ``register`` back."""
+        """Undo ``register``."""
 
     def memory(self) -> tuple[int, int]:
-        """The device's memory in bytes: what is free, and all of it."""
+        """Return the free and the total bytes of device memory."""
 
 
 def device_number(name: str) -> int:
-    """The number in "cuda" (0) or "cuda:N". Raises InvalidArgumentError."""
+    """Return the number in "cuda" (0) or "cuda:N". Raises InvalidArgumentError for another name."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise InvalidArgumentError(f"device {name!r:.40} is neither cpu, cuda nor cuda:N, where N is a number")
@@ -117,8 +128,10 @@ def device_number(name: str) -> int:
 
 
 def open_device(name: str) -> CudaDevice:
-    """The device "cuda" (the first) or "cuda:N". Raises InvalidArgumentError for another name, and
-    DeviceUnavailableError, which names what is missing."""
+    """Open the device "cuda" (the first one) or "cuda:N".
+
+    Raises InvalidArgumentError for another name, and DeviceUnavailableError, which names what is missing.
+    """
     number = device_number(name)
     cupy = _cupy()
     try:
@@ -128,11 +141,11 @@ def open_device(name: str) -> CudaDevice:
     if number >= count:
         numbers = f"cuda:0 to cuda:{count - 1}" if count > 1 else "cuda:0" if count else "none at all"
         raise DeviceUnavailableError(
-            f"there is no {name} on this machine, which has {numbers}: name one of them, and look at "
+            f"there is no {name} on this machine, which has {numbers}: name one of them, and check "
             "CUDA_VISIBLE_DEVICES, which hides devices",
             missing="device",
         )
-    with suppress(Exception):  # So that its library is found by name where it lies beside CuPy.
+    with suppress(Exception):  # Load the NVRTC beside CuPy first, so that it is found by name.
         cupy.cuda.nvrtc.getVersion()
     nvrtc()
     try:
@@ -144,7 +157,7 @@ def open_device(name: str) -> CudaDevice:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of CuPy says that memory is used up, after which the device can be used as before."""
+    """True if a CuPy error only means that memory is used up. The device remains usable."""
     return isinstance(error, MemoryError) or getattr(error, "status", 0) == _OUT_OF_MEMORY
 
 
@@ -154,13 +167,13 @@ def _cupy() -> Any:
     except ImportError as error:
         raise DeviceUnavailableError(
             f"CuPy is not installed, or cannot be loaded ({error}): pip install cupy-cuda12x nvidia-cuda-nvrtc-cu12 "
-            "nvidia-cuda-runtime-cu12, or cupy-cuda13x with its NVRTC where the driver is of CUDA 13",
+            "nvidia-cuda-runtime-cu12, or cupy-cuda13x with its NVRTC for a driver of CUDA 13",
             missing="cupy",
         ) from None
 
 
 def _unusable(cupy: Any, name: str, error: BaseException) -> DeviceUnavailableError:
-    """Why a device cannot be opened."""
+    """Return the error that says why a device cannot be opened."""
     status = getattr(error, "status", 0)
     if is_out_of_memory(error):
         return DeviceUnavailableError(
@@ -192,12 +205,14 @@ def _version(get: Callable[[], int]) -> str:
 
 @contextmanager
 def current_device(cupy: Any, number: int) -> Iterator[None]:
-    """A device is the thread's current one; after that the one that was. Where the thread has used none so far this one
-    stays: setting device 0, of which nobody wants anything, makes a context on it since CUDA 12. Not by CuPy's ``with
-    device``: any number of threads are here at once."""
+    """Make a device the calling thread's current one for a while.
+
+    If the thread had no current device, this one stays: since CUDA 12, setting device 0 would create a context on it
+    that nobody needs. CuPy's ``with device`` is not used because any number of threads may be in here together.
+    """
     runtime = cupy.cuda.runtime
     before = number
-    with suppress(cupy.cuda.driver.CUDADriverError):  # The driver has not begun yet.
+    with suppress(cupy.cuda.driver.CUDADriverError):  # The driver is not initialized yet.
         before = runtime.getDevice() if cupy.cuda.driver.ctxGetCurrent() else number
     runtime.setDevice(number)
     try:
@@ -208,9 +223,10 @@ def current_device(cupy: Any, number: int) -> Iterator[None]:
 
 
 class CudaDevice:
-    """A device of CUDA, by CuPy.
+    """CUDA device, used through CuPy.
 
-    cupy: the module. number: the device's.
+    cupy: the module.
+    number: number of the device.
     """
 
     def __init__(self, cupy: Any, number: int) -> None:
@@ -218,11 +234,11 @@ class CudaDevice:
         self._number = number
         self._errors = (self._runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError, MemoryError)
         self._lock = Lock()
-        self._count_lock = RLock()  # An allocation may end in the thread that counts another.
+        self._count_lock = RLock()  # A finalizer may free an allocation while the same thread counts another.
         self.allocated = 0
         self._finders: dict[str, Callable[[str], DeviceKernel]] = {}
         with self._current():
-            self._runtime.free(0)  # Makes the context, so that what is missing shows here.
+            self._runtime.free(0)  # Creates the context, so that a missing part shows here.
             properties = self._runtime.getDeviceProperties(number)
         kind = properties["name"]
         self._architecture = f"sm_{properties['major']}{properties['minor']}"
@@ -230,7 +246,7 @@ class CudaDevice:
 
     @contextmanager
     def _used(self, what: str) -> Iterator[None]:
-        """This device is the thread's current one; its errors are ours."""
+        """Make this device the thread's current one, and convert its errors to DeviceLostError."""
         try:
             with self._current():
                 yield
@@ -241,7 +257,7 @@ class CudaDevice:
         return current_device(self._cupy, self._number)
 
     def load_probe(self) -> None:
-        """Loads a kernel, so that a driver which cannot do that shows here. Raises CuPy's errors."""
+        """Load a kernel, so that a driver which cannot do that fails here. Raises CuPy's errors."""
         with self._current():
             path = _compiled(_PROBE, self._architecture)
             self._cupy.RawModule(path=str(path)).get_function("probe").compile()
@@ -250,7 +266,7 @@ class CudaDevice:
         with self._lock, self._used("loading kernels"):
             if source not in self._finders:
                 path = _compiled(source, self._architecture)
-                # CuPy makes a new kernel each time, and looks it up in the module at its first launch.
+                # CuPy makes a new kernel object each time, and looks it up in the module at its first launch.
                 self._finders[source] = cache(partial(self._kernel, self._cupy.RawModule(path=str(path))))
             return self._finders[source]
 
@@ -286,7 +302,7 @@ class CudaDevice:
                     raise
         raise LimitExceededError(
             f"{self.name}: the host has no room for {size:,} bytes more of pinned memory, which copies to it need. End "
-            "what else uses the host's memory, or raise what the container may have of it"
+            "what else uses the host's memory, or raise the container's memory limit"
         )
 
     def stream(self) -> Stream:
@@ -336,7 +352,11 @@ class CudaDevice:
 
 
 class _CudaAllocation:
-    """Memory of a device. memory: CuPy's, which gives it back at its end. count: is told then that it is gone."""
+    """Allocation by CuPy.
+
+    memory: CuPy's object, which frees the memory when it is deleted.
+    count: called with the negative size at that time.
+    """
 
     def __init__(self, memory: Any, size: int, count: Callable[[int], None]) -> None:
         self._memory = memory
@@ -346,7 +366,10 @@ class _CudaAllocation:
 
 
 class _PinnedMemory:
-    """Memory of the host for numpy. memory: CuPy's, which is given back with the last array that looks into it."""
+    """Pinned host memory as a numpy buffer.
+
+    memory: CuPy's object, which is freed with the last array that views it.
+    """
 
     def __init__(self, memory: Any, size: int) -> None:
         self._memory = memory
@@ -359,7 +382,7 @@ def _address(array: AnyArray) -> int:
 
 
 def _compiled(source: str, architecture: str) -> Path:
-    """The file of a source's CUBIN, which is compiled unless it is among CuPy's cached kernels."""
+    """Return the file of a source's CUBIN. The source is compiled unless CuPy's kernel cache holds it."""
     library = nvrtc()
     version = ctypes.c_int(), ctypes.c_int()
     library.nvrtcVersion(*map(ctypes.byref, version))
@@ -375,12 +398,12 @@ def _compiled(source: str, architecture: str) -> Path:
         return _written(folder, file, cubin)
     except OSError:
         folder = Path(tempfile.mkdtemp(prefix="psdist-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # CuPy reads the file when a kernel is looked for.
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)  # CuPy reads the file when a kernel is looked up.
         return _written(folder, file, cubin)
 
 
 def _cache_folder() -> Path | None:
-    """Where CuPy has compiled kernels; None for a user without a home."""
+    """Return CuPy's folder of compiled kernels, or None for a user without a home."""
     if chosen := os.environ.get("CUPY_CACHE_DIR"):
         return Path(chosen)
     try:
@@ -390,7 +413,7 @@ def _cache_folder() -> Path | None:
 
 
 def _written(folder: Path, file: str, content: bytes) -> Path:
-    """Writes a file at once, so that other processes see all of it or nothing."""
+    """Write a file atomically: other processes see all of it or nothing."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as made:
         made.write(content)
