@@ -1,9 +1,10 @@
 """Codecs: how gradients are encoded for the wire.
 
-A codec is a frozen dataclass that a user writes (``compression=psdist.compression.BFloat16()``) or names
-(``compression="bfloat16"``). A ``Cast`` turns a float32 slice into a payload; the server turns the payload back into
-float32. A ``Compressor`` encodes each tensor in its own way, in segments: ``psdist.compression.segments`` says how a
-client and a server use it. ``PerTensor`` gives tensors different ones.
+A codec is a frozen dataclass (``compression=psdist.compression.BFloat16()``) or its name (``compression="bfloat16"``).
+
+- A ``Cast`` encodes a whole float32 slice; the server casts the payload back to float32.
+- A ``Compressor`` encodes each tensor separately, in segments (``psdist.compression.segments``).
+- ``PerTensor`` assigns codecs to tensors by name.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ __all__ = [
     "Int4", "Int8", "OneBit", "PerTensor", "PowerSGD", "RandomK", "TopK", "resolve",
 ]  # fmt: skip
 
-#: Codecs by the names users may give instead.
+#: Codecs by the names that users may give instead of an object.
 CODECS: dict[str, Callable[[], Codec]] = {
     "auto": Auto,
     "none": Float32,
@@ -55,12 +56,16 @@ CODECS: dict[str, Callable[[], Codec]] = {
 }
 
 
-#: What codecs have in common, of which there are no codecs.
+#: Abstract bases of the codecs: not codecs themselves.
 _KINDS = (Codec, Cast, Compressor, Integers)
 
 
 def resolve(compression: Codec | str | None) -> Codec:
-    """The codec for a codec, its name, or None (no compression). Raises UnknownCodecError."""
+    """Return the codec that ``compression`` stands for.
+
+    compression: a codec, a name in ``CODECS``, or None for no compression.
+    Raises UnknownCodecError for anything else.
+    """
     if compression is None:
         return Float32()
     if isinstance(compression, Codec) and type(compression) not in _KINDS:

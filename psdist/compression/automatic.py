@@ -1,7 +1,7 @@
-"""``compression="auto"``: which codec makes pushes fastest, by the speed of the links and of encoding. Pure.
+"""``compression="auto"``: choose the codec with the shortest pushes, given the speed of links and encoder. Pure.
 
-It chooses among codecs with which training goes as without (docs/compression.md): none, Int8 and Int4, with error
-feedback. What is left out for longer, as by sparse codecs, is for the user to decide.
+The candidates are those that train as well as float32 (docs/compression.md): none, Int8 and Int4, with error feedback.
+Sparse codecs delay part of the gradient for longer, so they are left to the user.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ from psdist.compression.regions import regions
 from psdist.compression.specifications import Codec, Compressor, Float32, Int4, Int8
 from psdist.types import Layout
 
-#: By codec, bytes of an element: its bits, and a float32 for each block.
+#: Bytes per element of each candidate: its bits, plus one float32 scale per block.
 CANDIDATES: Final[Mapping[Codec, float]] = {codec: codec.bits / 8 + 4 / codec.block for codec in (Int8(), Int4())}
-#: Float32 input that a codec encodes in a second, in bytes, where that was not measured.
+#: Assumed encoder speed, in bytes of float32 input per second, for a codec that was not measured.
 USUAL_SPEED: Final = 4e9
-#: A codec must make pushes at least so much shorter.
+#: Smallest relative saving in push time for which a codec is used.
 _GAIN: Final = 0.1
-#: Fewer elements are pushed in a moment in any case.
+#: Below this many elements a push is short in any case.
 _SMALL_ELEMENTS: Final = 1 << 16
 
 
 class Choice(NamedTuple):
-    """A codec, and why it is used."""
+    """Chosen codec, and the reason in words."""
 
     codec: Codec
     reason: str
 
 
 def compressed_elements(layout: Layout) -> int:
-    """Elements of the tensors that a codec would compress: not of vectors and small ones."""
+    """Return the number of elements in tensors that a codec would compress. Vectors and small tensors are excluded."""
     found = regions(layout.tensors, Int8())
     return sum(region.size for region in found if isinstance(region.codec, Compressor))
 
 
 def choose(layout: Layout, remote: float, link: float, speeds: Mapping[Codec, float]) -> Choice:
-    """The codec for gradients of ``layout``.
+    """Return the codec for gradients of ``layout``.
 
-    remote: the part of the elements that does not stay on this host. link: bytes per second that this worker can send
-    to servers of other hosts, all together. speeds: by codec, bytes of float32 per second that it encodes.
+    remote: fraction of the elements that does not stay on this host.
+    link: bytes per second that this worker can send to servers on other hosts, in total.
+    speeds: measured encoder speed per codec, in bytes of float32 input per second.
     """
     total, compressed = layout.total, compressed_elements(layout)
     if not remote:
         return Choice(Float32(), "none: all servers share memory with this worker")
     if compressed < _SMALL_ELEMENTS:
-        return Choice(Float32(), f"none: no more than {compressed} elements are in tensors that could be compressed")
+        return Choice(Float32(), f"none: only {compressed} elements are in tensors that could be compressed")
     plain = 4 * total * remote / link
     found = {
         codec: 4 * total / speeds.get(codec, USUAL_SPEED)

@@ -1,12 +1,13 @@
-"""Compiling kernels while a server or a worker is at work: in another process, of low priority, with a line in the log.
+"""Kernel compilation in the background: a low-priority process compiles while a server or a worker runs.
 
-Until a kernel is there it is interpreted, which gives the same bytes, so nothing waits. The first time on a machine it
-is compiled, which takes half a minute for all of them. The compiler keeps the interpreter's lock for long; a process of
-its own does not take it from the event loop, whose heartbeats others wait for, and can be ended at any time. It leaves
-what it compiled in numba's cache, from which this process then loads it.
+Until a kernel is compiled, numpy interprets it with the same bytes, so nothing waits. The first time on a machine,
+compiling all kernels takes half a minute. The compiler holds the interpreter lock for long stretches, which would
+delay the event loop and its heartbeats; a separate process does not, and can be killed at any time. It leaves its
+results in numba's cache, and this process loads them from there.
 
-To import numba and to load kernels takes half a second and some 60 MB, which is more than numpy needs for small vectors
-altogether. So this begins once a process has spent some time in interpreted kernels, or is told that it is worth it.
+Importing numba and loading kernels takes half a second and about 60 MB, more than numpy needs in total for
+small vectors. So this starts only after a process has spent some time in interpreted kernels, or when a caller asks
+for it.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from typing import IO, Final
 
 from psdist.compression.compiled import Kernel, compile_all, locked
 
-#: To interpret for longer would cost more than to load what is compiled.
+#: Interpreting for longer than this costs more than loading the compiled kernels.
 _WORTH_SECONDS: Final = 0.2
-#: Vectors of so many elements are worth it at once.
+#: Vectors of this many elements justify compiling immediately.
 LARGE_ELEMENTS: Final = 1 << 18
-#: The program that compiles the kernels whose names it is given.
+#: Program that compiles the kernels named on its command line.
 _PROGRAM: Final = "psdist_server.kernels"
-#: A process that waits for its compiler looks this often whether it is about to exit.
+#: Interval at which a process that waits for its compiler checks whether it is about to exit.
 _POLL_SECONDS: Final = 0.1
 _MADV_DONTNEED: Final = getattr(mmap, "MADV_DONTNEED", 4)
-#: Others that compile the same may be about to end, and a machine that does much else takes a while to start a process.
+#: Delay before compilation is logged: another process may be about to finish, and a busy machine starts processes
+#: slowly.
 _REPORT_SECONDS: Final = 0.5
-#: By signals that go to a whole group of processes.
+#: Exit codes after a signal that is sent to a whole process group.
 _ASKED_TO_END: Final = (-signal.SIGTERM, -signal.SIGINT)
-#: Of the output of a process that failed.
+#: Length of a failed process's output in the log.
 _PROBLEM_CHARACTERS: Final = 2000
 
 
 class BackgroundCompiler:
-    """Compiles kernels for this process. Any thread may call its methods. ``log`` is told what takes long.
+    """Compiler of kernels for this process. Thread-safe.
 
-    Its threads are no daemons, as the interpreter would crash if it ended while one of them loads a kernel. They end
-    within a second after the main thread does: ``close`` is not needed for that.
+    Its threads are not daemons: the interpreter would crash if it exited while one of them loads a kernel. They end
+    within a second after the main thread, even without ``close``.
 
-    Invariant: once it is closed, no process that it started is left, and it starts none.
+    Invariant: Once it is closed, all its processes are dead, and it starts no others.
     """
 
     def __init__(self, log: logging.Logger) -> None:
@@ -65,24 +67,29 @@ class BackgroundCompiler:
         self._closed = False
         self._begun = False
         self._seconds = 0.0
-        #: All that were added: one that is being compiled, or is there, is not compiled again for somebody else.
+        #: All kernels added so far. A kernel that is being compiled, or is loaded, is not compiled again for another
+        #: caller.
         self._known: set[Kernel] = set()
-        #: Kernels for which it was not yet begun, and their purpose.
+        #: Kernels that are not being compiled yet, and their purpose.
         self._added: list[tuple[Sequence[Kernel], str]] = []
-        #: Done when kernels that are in the cache are loaded.
+        #: Pending loads of kernels that are in the cache.
         self._loading: set[Future[None]] = set()
 
     async def loaded(self) -> None:
-        """Waits for kernels that are in the cache. It takes a moment, and memory, which the first requests want too."""
+        """Wait for kernels that are in the cache.
+
+        Loading takes a moment, and memory that the first requests need as well.
+        """
         for loading in tuple(self._loading):
-            # One request that is cancelled meanwhile must not cancel what others wait for, and so these requests.
+            # Shield: cancelling one request must not cancel the load that others wait for.
             await asyncio.shield(asyncio.wrap_future(loading))
 
     def add(self, kernels: Sequence[Kernel], purpose: str) -> None:
-        """Has ``kernels`` interpreted, and compiled, or loaded from the cache, once that is worth it; those that were
-        added before are left out.
+        """Interpret ``kernels`` for now; compile them, or load them from the cache, once that is worth it.
 
-        purpose: what they are for, in a log line.
+        Kernels that were added before are skipped.
+
+        purpose: name of the kernels in log lines.
         """
         with self._lock:
             new = [kernel for kernel in kernels if kernel not in self._known]
@@ -97,7 +104,7 @@ class BackgroundCompiler:
             self.begin()
 
     def begin(self) -> None:
-        """Begins to compile, or to load, what was added. From now on it is worth it."""
+        """Start to compile, or to load, all added kernels, now and from now on."""
         with self._lock:
             self._begun = True
             added, self._added = self._added, []
@@ -107,13 +114,13 @@ class BackgroundCompiler:
             threading.Thread(target=self._compile, args=(kernels, purpose, loading), name="psdist-compile").start()
 
     def _spend(self, seconds: float) -> None:
-        """Counts the processor time of a call that was interpreted."""
+        """Add the processor time of an interpreted call."""
         self._seconds += seconds
         if self._seconds >= _WORTH_SECONDS and not self._begun:
             self.begin()
 
     def close(self) -> None:
-        """Ends what is being compiled."""
+        """Kill the compiler processes."""
         with self._lock:
             self._closed = True
             for process in list(self._processes):
@@ -132,37 +139,43 @@ class BackgroundCompiler:
             compile_all(kernels, is_wanted=lambda: not self._is_over())
             release_compiler()
         except ImportError as error:  # numba is broken here; numpy works.
-            self._log.warning("kernels for %s cannot be compiled, and are slower: %r", purpose, error)
+            self._log.warning("kernels for %s cannot be compiled and stay slow: %r", purpose, error)
         finally:
             self._end_loading(loading)
 
     def _forget(self, kernels: Sequence[Kernel]) -> None:
-        """Has whoever adds these again try again: a signal that ended their compiler need not have ended this."""
+        """Allow these kernels to be added again: a signal that ended their compiler need not end this process."""
         with self._lock:
             self._known.difference_update(kernels)
 
     def _end_loading(self, loading: Future[None]) -> None:
-        """Nothing waits for these kernels any more."""
+        """Release the callers of ``loaded``."""
         self._loading.discard(loading)
         if not loading.done():
             loading.set_result(None)
 
     def _is_over(self) -> bool:
-        """Whether this was closed. The end of the main thread closes it, after which the interpreter waits for the
-        other threads."""
+        """True once this was closed.
+
+        The end of the main thread closes it; the interpreter then waits for the other threads.
+        """
         if not threading.main_thread().is_alive():
             self.close()
         return self._closed
 
     def _fill_cache(self, kernels: Sequence[Kernel], purpose: str, is_reporter: bool) -> bool:
-        """Returns when another process has compiled ``kernels``, or has failed to; False where it was asked to end, as
-        this one is then. is_reporter: of several processes that compile for one cache, one writes to the log."""
+        """Compile ``kernels`` in another process. Return once it has ended, or failed.
+
+        Returns False if that process was asked to end; this process is then ending as well.
+
+        is_reporter: True if this process writes to the log, on behalf of all that compile for the same cache.
+        """
         begin = monotonic()
         with TemporaryFile() as output, ExitStack() as started:
             try:
                 process = self._start(sorted({kernel.__name__ for kernel in kernels}), output)
-            except OSError as error:  # Then they are compiled here, though that holds up everything else.
-                self._log.warning("no process could be started to compile kernels: %s", error)
+            except OSError as error:  # They are compiled in this process instead, which blocks everything else.
+                self._log.warning("could not start a process to compile kernels: %s", error)
                 return True
             if process is None:
                 return False
@@ -173,33 +186,37 @@ class BackgroundCompiler:
                     self._report(kernels[0].file("progress"), purpose)
                 self._wait(process)
             if process.returncode in _ASKED_TO_END:
-                self._log.info("what compiles kernels for %s was asked to end: numpy goes on with their work", purpose)
+                self._log.info("compiler of kernels for %s was asked to end; numpy keeps doing their work", purpose)
                 return False
             if process.returncode == 0:
-                self._log.info("kernels for %s are compiled, after %.1f s", purpose, monotonic() - begin)
-            elif not self._is_over():  # Then they are compiled here, too.
+                self._log.info("compiled kernels for %s in %.1f s", purpose, monotonic() - begin)
+            elif not self._is_over():  # They are compiled in this process instead.
                 output.seek(0)
                 problem = output.read().decode(errors="replace")[-_PROBLEM_CHARACTERS:]
-                self._log.warning("the process that compiles kernels ended with %d: %s", process.returncode, problem)
+                self._log.warning("compiler of kernels ended with %d: %s", process.returncode, problem)
             return True
 
     def _report(self, progress: Path | None, purpose: str) -> None:
-        """Says that kernels are compiled. ``progress`` remembers that it was said: runs that end before their compiler
-        do not each claim to be the first."""
+        """Log that kernels are being compiled.
+
+        progress: file that records the log line, so that runs which end before their compiler do not each claim to be
+        the first.
+        """
         is_again = False
         with suppress(OSError):
             if progress is not None:
                 is_again = progress.stat().st_size > 0
                 progress.write_text("begun\n")
         begins = "still compiling" if is_again else "compiling"
-        why = "earlier runs ended before it was done; psdist warmup does it now" if is_again else (
+        why = "earlier runs ended too early; psdist warmup finishes it" if is_again else (
             "once on this machine; psdist warmup does it ahead")  # fmt: skip
-        self._log.warning(
-            "%s kernels for %s (%s): numpy does their work, more slowly, until then", begins, purpose, why
-        )
+        self._log.warning("%s kernels for %s (%s): numpy does their work until then, more slowly", begins, purpose, why)
 
     def _wait(self, process: subprocess.Popen[bytes], seconds: float = math.inf) -> bool:
-        """Returns whether ``process`` has ended, of itself or because this process is about to, within so long."""
+        """Wait up to ``seconds`` for ``process`` to end, or for this process to end.
+
+        Returns True if ``process`` has ended.
+        """
         until = monotonic() + seconds
         while process.poll() is None and monotonic() < until:
             self._is_over()
@@ -208,12 +225,12 @@ class BackgroundCompiler:
         return process.returncode is not None
 
     def _start(self, names: Sequence[str], output: IO[bytes]) -> subprocess.Popen[bytes] | None:
-        """A process that compiles the kernels of these names; None once this is closed."""
+        """Start a process that compiles the kernels with these names. Return None once this is closed."""
         command = [sys.executable, "-P", "-m", _PROGRAM, *names]
         with self._lock:
             if self._closed:
                 return None
-            # It ends when its standard input does, so that it does not outlive a process that is killed.
+            # The child ends when its standard input does, so that it does not outlive a process that is killed.
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output)
             self._processes.add(process)
         return process
@@ -221,14 +238,14 @@ class BackgroundCompiler:
 
 @cache
 def of_workers() -> BackgroundCompiler:
-    """The one that all workers of this process use."""
+    """Return the compiler that all workers of this process share."""
     return BackgroundCompiler(logging.getLogger("psdist"))
 
 
 def release_compiler() -> None:
-    """Gives back the pages of LLVM's code and constants (some 65 MB) once the kernels are compiled.
+    """Give back the pages of LLVM's code and constants (about 65 MB) once the kernels are compiled.
 
-    They are read-only pages of a file: if they are needed again, the kernel reads them again.
+    They are read-only pages of a file: the kernel reads them again if they are needed.
     """
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None, use_errno=True)
@@ -237,13 +254,14 @@ def release_compiler() -> None:
 
 
 def clean_mappings(smaps: str, library: str) -> list[tuple[int, int]]:
-    """The first address of each read-only mapping of ``library``, and that behind its end, where all pages are as in
-    the file. smaps: of /proc.
+    """Return the address ranges [start, stop) of read-only mappings of ``library`` whose pages are all as in the file.
 
-    The linker has written addresses into some that are read-only now. Their pages would be lost.
+    The linker has relocated some mappings that are read-only now; dropping their pages would lose the addresses.
+
+    smaps: content of /proc/self/smaps.
     """
     found: list[tuple[int, int]] = []
-    # What was written and swapped out is not counted as anonymous.
+    # Pages that were written and then swapped out are not counted as anonymous.
     is_clean = re.compile(r"^Anonymous: +0 kB$.*^Swap: +0 kB$", re.M | re.S)
     for text in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", smaps, flags=re.M):
         header = text.partition("\n")[0].split()

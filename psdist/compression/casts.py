@@ -1,7 +1,7 @@
-"""Casts between float32 and the 16-bit types of the wire, one pass over memory each, compiled by numba.
+"""Casts between float32 and the 16-bit types of the wire. Compiled by numba; each is one pass over memory.
 
-The results are those of numpy and ml_dtypes, byte for byte (a NaN is a NaN; its payload bits are not promised).
-Widening is exact; narrowing rounds to nearest, ties to even.
+The results equal those of numpy and ml_dtypes, byte for byte (NaN stays NaN, with unspecified payload bits). Widening
+is exact; narrowing rounds to nearest, ties to even.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatc
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
 
-# numba has no 16-bit floats on CPUs, so these work on their bits. All constants are uint32: a mere int would make the
+# numba has no 16-bit floats on CPUs, so these work on their bits. All constants are uint32: a plain int would make the
 # expression 64 bits wide, and half as fast.
 
 _U = np.uint32
@@ -37,8 +37,11 @@ _BRAIN_ROUND, _BRAIN_NAN = _U(0x7FFF), _U(0x7FC0)
 
 
 def _half_to_single(half: Any) -> Any:
-    """float16 bits to float32, exactly: shift into place, then multiply by the difference of the exponent biases, which
-    also makes denormal numbers normal."""
+    """Widen float16 bits to float32, exactly.
+
+    The bits are shifted into place and multiplied by the difference of the exponent biases, which also normalizes
+    denormals.
+    """
     half = _U(half)
     shifted = _U((half & _HALF_MAGNITUDE) << _THIRTEEN)
     special = shifted >= _HALF_SHIFTED_INFINITY
@@ -48,16 +51,16 @@ def _half_to_single(half: Any) -> Any:
 
 
 def _brain_to_single(brain: Any) -> Any:
-    """bfloat16 bits to float32, exactly: they are its upper half."""
+    """Widen bfloat16 bits to float32, exactly: they are its upper half."""
     return _U(_U(brain) << _SIXTEEN).view(np.float32)
 
 
 def _single_to_half(bits: Any) -> Any:
-    """float32 bits to float16 bits, to nearest, ties to even; too large becomes infinite."""
+    """Narrow float32 bits to float16 bits, to nearest, ties to even. Overflow becomes infinity."""
     sign = _U(bits & _SIGN)
     magnitude = _U(bits ^ sign)
     special = _HALF_NAN if magnitude > INFINITY else _HALF_INFINITY
-    # The addition rounds: its result has the half's last denormal place as its own last place.
+    # The addition rounds: the last place of its result is the last denormal place of float16.
     denormal = _U(np.float32(magnitude.view(np.float32) + _HALF_DENORMAL).view(np.uint32) - _HALF_DENORMAL_BITS)
     odd = _U(_U(magnitude >> _THIRTEEN) & _ONE)
     normal = _U(_U(magnitude + _HALF_ROUND + odd) >> _THIRTEEN)
@@ -66,7 +69,7 @@ def _single_to_half(bits: Any) -> Any:
 
 
 def _single_to_brain(bits: Any) -> Any:
-    """float32 bits to bfloat16 bits, to nearest, ties to even; NaN stays NaN, with its sign."""
+    """Narrow float32 bits to bfloat16 bits, to nearest, ties to even. NaN keeps its sign."""
     upper = _U(bits >> _SIXTEEN)
     rounded = _U(_U(bits + _BRAIN_ROUND + _U(upper & _ONE)) >> _SIXTEEN)
     nan = _U(_U(upper & _HALF_SIGN) | _BRAIN_NAN)
@@ -89,28 +92,28 @@ def _widen_by_numpy(dtype: np.dtype[Any], values: AnyArray, out: Floats) -> None
 
 @kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["float16"]))
 def narrow_half(bits: Any, out: Any) -> None:
-    """float32 bits to float16 bits."""
+    """Narrow float32 bits to float16 bits."""
     for i in range(out.size):
         out[i] = narrow_half_one(bits[i])
 
 
 @kernel(IN_BITS32, OUT_BITS16, interpreted=partial(_narrow_by_numpy, NUMPY_DTYPES["bfloat16"]))
 def narrow_brain(bits: Any, out: Any) -> None:
-    """float32 bits to bfloat16 bits."""
+    """Narrow float32 bits to bfloat16 bits."""
     for i in range(out.size):
         out[i] = narrow_brain_one(bits[i])
 
 
 @kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["float16"]))
 def widen_half(halves: Any, out: Any) -> None:
-    """float16 bits to float32."""
+    """Widen float16 bits to float32."""
     for i in range(out.size):
         out[i] = widen_half_one(halves[i])
 
 
 @kernel(IN_BITS16, OUT, interpreted=partial(_widen_by_numpy, NUMPY_DTYPES["bfloat16"]))
 def widen_brain(brains: Any, out: Any) -> None:
-    """bfloat16 bits to float32."""
+    """Widen bfloat16 bits to float32."""
     for i in range(out.size):
         out[i] = widen_brain_one(brains[i])
 
@@ -126,9 +129,9 @@ _WIDEN: Final[dict[np.dtype[Any], Kernel]] = {
 
 
 def narrow(values: Floats, out: AnyArray) -> None:
-    """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even.
+    """Write float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even.
 
-    NaN stays NaN; what is too large becomes infinite. Raises DTypeMismatchError and ShapeMismatchError.
+    NaN stays NaN; overflow becomes infinity. Raises DTypeMismatchError and ShapeMismatchError.
     """
     check_vector("values", values, NUMPY_DTYPES["float32"], out.size)
     if out.dtype not in _NARROW:
@@ -138,7 +141,7 @@ def narrow(values: Floats, out: AnyArray) -> None:
 
 
 def widen(values: AnyArray, out: Floats) -> None:
-    """Writes float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly. Raises as ``narrow``."""
+    """Write float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly. Raises the errors of ``narrow``."""
     check_vector("out", out, NUMPY_DTYPES["float32"], values.size)
     check_output("out", out)
     check_vector("values", values, values.dtype, values.size)
@@ -147,12 +150,12 @@ def widen(values: AnyArray, out: Floats) -> None:
     _WIDEN[values.dtype](values.view(np.uint16), out)
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (narrow_half, narrow_brain, widen_half, widen_brain)
 
 
 def check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) -> None:
-    """Raises DTypeMismatchError or ShapeMismatchError unless ``array`` is a contiguous dtype[size]."""
+    """Raise DTypeMismatchError or ShapeMismatchError unless ``array`` is a contiguous dtype[size]."""
     if array.dtype != dtype:
         raise DTypeMismatchError(f"{name} has dtype {array.dtype}, not {dtype}", dtype=array.dtype)
     if array.ndim != 1 or array.size != size or not array.flags.c_contiguous:
@@ -160,6 +163,6 @@ def check_vector(name: str, array: AnyArray, dtype: np.dtype[Any], size: int) ->
 
 
 def check_output(name: str, array: AnyArray) -> None:
-    """Raises InvalidArgumentError unless ``array`` can be written to by a kernel."""
+    """Raise InvalidArgumentError unless a kernel can write to ``array``."""
     if not array.flags.carray:
         raise InvalidArgumentError(f"{name} cannot be written to: it must be writable, aligned and contiguous")

@@ -1,12 +1,11 @@
-"""Kernels: functions on arrays that numba compiles for one signature each, ahead of their use.
+"""Kernels: functions on arrays that numba compiles ahead of time, for one signature each.
 
-For the servers' arithmetic and both sides' codecs. Nothing is compiled at import, and numba is not imported
-(``deferred``). A kernel is compiled, or loaded from numba's cache beside its module, at its first call;
-or it is interpreted by numpy until somebody has it compiled. The lock of the interpreter is not held while a compiled
-kernel runs.
+They serve the servers' arithmetic and the codecs of both sides. Nothing is compiled at import, and numba is not
+imported (``deferred``). The first call of a kernel compiles it, or loads it from numba's cache beside its module;
+alternatively numpy interprets it until a caller compiles it. A compiled kernel runs without the interpreter lock.
 
-Invariant: no two processes compile the same kernel at once for one cache. One of them compiles it, and the others wait
-and load it. The lock is a file beside the cache's, which the system releases when its process ends.
+Invariant: For one cache, no two processes compile the same kernel at the same time. One compiles it; the others wait
+and load it. The lock is a file beside the cache, which the system releases when its owner ends.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, Final
 from psdist.compression import kernel_cache
 from psdist.compression.deferred import PartOfKernel, evaluate, numba, resolve, types
 
-# Argument types. What is only read may be read-only memory at an odd address: a payload inside a received message.
+# Argument types. Read-only arguments may be unaligned read-only memory: a payload inside a received message.
 FLOAT = types.float32
 OUT = types.Array(FLOAT, 1, "C")
 IN = types.Array(FLOAT, 1, "C", True, None, False)  # readonly, no name, not aligned
@@ -33,7 +32,7 @@ OUT_BITS16 = types.Array(types.uint16, 1, "C")
 IN_BITS16 = types.Array(types.uint16, 1, "C", True, None, False)
 IN_BITS32 = types.Array(types.uint32, 1, "C", True, None, False)
 
-#: A process that holds a lock for longer is taken to stand still.
+#: A process that holds a lock for longer than this is assumed to be stuck.
 LOCK_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
 
@@ -43,10 +42,10 @@ _compile_lock = Lock()
 class Kernel:
     """A function that is compiled for one signature, at its first call or by ``compile``.
 
-    There is one signature for all combinations of writable, aligned and read-only arrays, so that nothing is compiled
-    in the middle of training.
+    The signature covers all combinations of writable, aligned and read-only arrays, so that nothing is compiled in the
+    middle of training.
 
-    interpreted: does the same to the byte without a compiler, more slowly.
+    interpreted: slower equivalent without a compiler, equal to the byte.
     """
 
     def __init__(
@@ -58,32 +57,32 @@ class Kernel:
     ) -> None:
         self.__name__ = function.__name__
         self.__doc__ = function.__doc__
-        #: The Python function.
+        #: The plain Python function.
         self.function = function
         self._signature = result(*arguments)
         self.interpreted = interpreted
         self._compiled: Callable[..., Any] | None = None
-        #: What calls run. The first one compiles it, unless ``interpret`` was called.
+        #: Implementation behind ``__call__``. The first call compiles it, unless ``interpret`` was called.
         self._current: Callable[..., Any] | None = None
 
     @property
     def signature(self) -> Any:
-        """The types of its result and its arguments, as numba's."""
+        """Result and argument types, as a numba signature."""
         return evaluate(self._signature)
 
     def __call__(self, *arguments: Any) -> Any:
         return (self._current or self.compile())(*arguments)
 
     def interpret(self, spent: Callable[[float], None] = lambda seconds: None) -> None:
-        """From now on calls do not compile. Until ``compile`` was called they are interpreted.
+        """Interpret calls until ``compile`` is called.
 
-        spent: is told the processor time of each such call, in seconds.
+        spent: called with the processor time of each interpreted call, in seconds.
         """
         if self._current is None and self.interpreted is not None:
             self._current = partial(_measured, self.interpreted, spent)
 
     def compile(self) -> Callable[..., Any]:
-        """Compiles the function once, and returns it. Any thread may call this."""
+        """Compile the function once, and return it. Thread-safe."""
         with _compile_lock:
             if self._compiled is None:
                 dispatcher = self._dispatcher()
@@ -93,7 +92,7 @@ class Kernel:
             return self._compiled
 
     def try_compile(self) -> bool:
-        """Compiles the function unless another process does that now. Returns whether it is compiled."""
+        """Compile the function unless another process is compiling it. Return True if it is compiled."""
         with _compile_lock:
             if self._compiled is None:
                 dispatcher = self._dispatcher()
@@ -103,27 +102,27 @@ class Kernel:
             return self._compiled is not None
 
     def file(self, suffix: str) -> Path | None:
-        """A file of this kernel beside its cache; None where nothing is cached."""
+        """Return a file of this kernel beside its cache, or None if nothing is cached."""
         directory = self._dispatcher().stats.cache_path
         return None if directory is None else Path(directory) / f"{self.function.__module__}.{self.__name__}.{suffix}"
 
     @property
     def is_compiled(self) -> bool:
-        """Whether calls run machine code."""
+        """True if calls run machine code."""
         return self._compiled is not None
 
     @property
     def is_cached(self) -> bool:
-        """Whether numba's cache has this function, as it is now: then loading it takes a moment."""
+        """True if numba's cache holds this function in its current form. Loading it then takes a moment."""
         return kernel_cache.holds(self._dispatcher(), self.signature)
 
     def _dispatcher(self) -> Any:
-        """What compiles the function."""
+        """Return numba's dispatcher for the function."""
         options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
         function = resolve(self.function)
         try:
             dispatcher = numba.value.njit(cache=True, **options)(function)
-        except RuntimeError:  # numba finds no directory that it may write its cache to
+        except RuntimeError:  # numba finds no writable directory for its cache.
             return numba.value.njit(**options)(function)
         kernel_cache.bind_to_sources(dispatcher, function)
         return dispatcher
@@ -131,7 +130,7 @@ class Kernel:
     def _compile(self, dispatcher: Any) -> None:
         try:
             dispatcher.compile(self.signature)
-        except OSError:  # It is compiled, and the cache has no room for it.
+        except OSError:  # The function is compiled, but the cache has no room for it.
             if not dispatcher.overloads:
                 raise
         dispatcher.disable_compile()
@@ -146,7 +145,7 @@ def _measured(interpreted: Callable[..., Any], spent: Callable[[float], None], *
 
 
 def part_of_kernel(function: Callable[..., Any]) -> Any:
-    """Compiled into the kernels that call it."""
+    """Decorate a function that is compiled into the kernels calling it."""
     return PartOfKernel(function)
 
 
@@ -155,9 +154,10 @@ def compile_all(
     compiled: Callable[[], None] = lambda: None,
     is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Compiles ``kernels``; those that another process compiles now come last, so that processes share the work.
+    """Compile ``kernels``. Those that another process is compiling come last, so that processes share the work.
 
-    compiled: called after each of them. is_wanted: whether to go on with the next one.
+    compiled: called after each kernel.
+    is_wanted: returns False to stop before the next kernel.
     """
     left, refused = deque(kernels), 0
     while left and is_wanted():
@@ -174,10 +174,10 @@ def compile_all(
 
 @contextmanager
 def locked(path: Path | None, wait: bool) -> Iterator[bool]:
-    """Holds the lock that the file ``path`` is; yields False where another process holds it.
+    """Hold the file lock ``path``. Yields False if another process holds it.
 
-    Without a file, on a file system without locks, and where the other process holds it for LOCK_SECONDS, nothing is
-    locked: then two processes may compile the same kernel, which is harmless.
+    Nothing is locked without a path, on a file system without locks, or if the other process holds the lock for
+    LOCK_SECONDS. Two processes may then compile the same kernel, which is harmless.
     """
     fd, is_free = None, True
     try:
@@ -195,7 +195,7 @@ def locked(path: Path | None, wait: bool) -> Iterator[bool]:
 
 
 def _acquire(fd: int, seconds: float) -> bool:
-    """Whether the lock could be taken within so long."""
+    """Try to take the lock for ``seconds``. Return True on success."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -203,7 +203,7 @@ def _acquire(fd: int, seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(_POLL_SECONDS)  # flock waits without an end, or not at all.
+            time.sleep(_POLL_SECONDS)  # flock itself waits forever or not at all.
         else:
             return True
 
@@ -211,5 +211,5 @@ def _acquire(fd: int, seconds: float) -> bool:
 def kernel(
     *arguments: Any, result: Any = types.void, interpreted: Callable[..., Any] | None = None
 ) -> Callable[[Callable[..., Any]], Kernel]:
-    """A decorator that makes a function a Kernel of these argument types."""
+    """Return a decorator that makes a function a Kernel with these argument types."""
     return lambda function: Kernel(function, arguments, result, interpreted)

@@ -1,10 +1,10 @@
-"""What kernels need of numba, which is imported when the first of them is compiled or loaded.
+"""Deferred access to numba, which is imported when the first kernel is compiled or loaded.
 
-numba and its target take half a second to import, and some 60 MB. A process whose vectors are small does without:
-numpy does the work of its kernels (``compiled.Kernel``).
+numba and its target take half a second and about 60 MB to import. A process with small vectors does without: numpy
+does the work of its kernels (``compiled.Kernel``).
 
-A function that is to be compiled names what it needs of numba, and other compiled functions, as globals of its module.
-These are ``Deferred`` until ``resolve`` puts what they stand for in their place.
+A function to be compiled refers to parts of numba, and to other compiled functions, as globals of its module. These
+globals are ``Deferred`` until ``resolve`` replaces them with their values.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _imported: list[Any] = []
 
 
 class Deferred:
-    """Stands for what ``make`` returns, which is called when it is first needed. Its attributes and the results of
-    calls are deferred, too."""
+    """Placeholder for the result of ``make``, which is called at first use.
+
+    Attributes of the placeholder, and results of calling it, are deferred as well.
+    """
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
@@ -31,7 +33,7 @@ class Deferred:
 
     @property
     def value(self) -> Any:
-        """What this stands for. Any thread may ask for it."""
+        """The value that this stands for. Thread-safe."""
         with _lock:
             if not self._made:
                 self._made.append(self._make())
@@ -47,7 +49,7 @@ class Deferred:
 
 
 class PartOfKernel(Deferred):
-    """A function that is compiled into the kernels that call it. ``py_func`` is the function itself."""
+    """Function that is compiled into the kernels calling it. ``py_func`` is the plain function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.py_func = function
@@ -55,12 +57,12 @@ class PartOfKernel(Deferred):
 
 
 def evaluate(what: Any) -> Any:
-    """What ``what`` stands for; itself where it is not deferred."""
+    """Return the value of a Deferred; return anything else unchanged."""
     return what.value if isinstance(what, Deferred) else what
 
 
 def resolve(function: F) -> F:
-    """Returns ``function`` when its module has what its deferred globals stand for. Several threads may do that."""
+    """Replace deferred globals of the function's module with their values. Return ``function``. Thread-safe."""
     assert isinstance(function, FunctionType)
     for name in _names(function.__code__):
         if isinstance(one := function.__globals__.get(name), Deferred):
@@ -69,13 +71,13 @@ def resolve(function: F) -> F:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names of globals and attributes in a function, and in those that are defined in it."""
+    """Return the names of globals and attributes used in a function and in the functions nested in it."""
     inner = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def when_imported(hook: Callable[[], None]) -> None:
-    """Calls ``hook`` once numba is imported, before the first function is compiled."""
+    """Call ``hook`` once numba is imported, before the first function is compiled."""
     with _lock:
         if _imported:
             hook()
@@ -90,6 +92,6 @@ def _import() -> Any:
     return _imported[0]
 
 
-#: The module, and its types.
+#: The numba module, and its types.
 numba = Deferred(_import)
 types = numba.types

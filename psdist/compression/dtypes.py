@@ -1,11 +1,11 @@
-"""The dtypes of payloads, as numpy knows them."""
+"""numpy dtypes of payloads."""
 
 from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
 
-#: numpy's name for each dtype that a payload may hold.
+#: numpy dtype for each dtype that a payload may hold.
 NUMPY_DTYPES: dict[str, np.dtype[np.generic]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),

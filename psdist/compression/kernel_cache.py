@@ -1,10 +1,10 @@
-"""numba's cache of one kernel: what is in it, and whether it is of today's code.
+"""numba's on-disk cache of one kernel: look an entry up, and tie it to the current sources.
 
-numba looks at the file that a function is written in. What a kernel calls of other files is compiled into it, too. So
-the digest of all files beside it, and of the codecs', belongs to what a cache must match. Without that a machine with
-an old cache would have other arithmetic than its peers.
+numba checks only the file that defines the function. Code that a kernel calls in other files is compiled into it as
+well. The cache key therefore includes a digest of all files beside it, and of the codecs' files. Otherwise a machine
+with an old cache would compute differently from its peers.
 
-numba has no public names for this. Where a version of it has others, its own rule is left as it is.
+This uses private names of numba. With a version that lacks them, numba's own rule stays in force.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CODECS: Final = Path(__file__).parent
 
 
 def bind_to_sources(dispatcher: Any, function: Callable[..., Any]) -> None:
-    """Has ``dispatcher``, which compiles ``function``, use only what was compiled of today's files."""
+    """Restrict ``dispatcher``, which compiles ``function``, to cache entries compiled from the current files."""
     file: Any = getattr(getattr(dispatcher, "_cache", None), "_cache_file", None)
     if hasattr(file, "_source_stamp"):
         folder = Path(function.__code__.co_filename).parent
@@ -28,7 +28,7 @@ def bind_to_sources(dispatcher: Any, function: Callable[..., Any]) -> None:
 
 
 def holds(dispatcher: Any, signature: Any) -> bool:
-    """Whether the cache has the machine code of this signature, for this processor and today's files."""
+    """True if the cache holds machine code of this signature for this processor and the current files."""
     cached = getattr(dispatcher, "_cache", None)
     file = getattr(cached, "_cache_file", None)
     if cached is None or file is None:
@@ -36,14 +36,14 @@ def holds(dispatcher: Any, signature: Any) -> bool:
     key = cached._index_key(signature, dispatcher.targetctx.codegen())
     try:
         name = file._load_index().get(key)
-    except (OSError, EOFError):  # another process removes it, or the disk was full
+    except (OSError, EOFError):  # Another process is removing it, or the disk was full.
         return False
     return name is not None and os.path.exists(file._data_path(name))
 
 
 @cache
 def _digest(folder: Path) -> bytes:
-    """The digest of all Python files in a folder and its folders. Those that cannot be read are left out."""
+    """Return the digest of all Python files in a folder and its subfolders. Unreadable files are skipped."""
     found = blake2b(digest_size=16)
     for path in sorted(folder.rglob("*.py")):
         try:

@@ -1,4 +1,4 @@
-"""Casts between float32 and the 16-bit types of the wire by numpy. The bytes are those of ``casts``."""
+"""Casts between float32 and the 16-bit types of the wire by numpy. Byte-identical to ``casts``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from numpy.typing import NDArray
 
 
 def narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""
-    with np.errstate(all="ignore"):  # The check for what is not finite comes before, and knows the dtype.
+    """Write float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""
+    with np.errstate(all="ignore"):  # Non-finite values are checked by the caller, which knows the dtype.
         out[...] = values
 
 
 def widen(values: NDArray[Any], out: NDArray[np.float32]) -> None:
-    """Writes float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly."""
+    """Write float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly."""
     if values.dtype == np.float16:
         out[...] = values
         return

@@ -1,6 +1,7 @@
-"""Casts of 16-bit payloads on the client: numpy's until those of ``casts`` are compiled, with the same bytes.
+"""Casts of 16-bit payloads in the client: by numpy until the kernels of ``casts`` are compiled, with the same bytes.
 
-Not ``casts`` itself, whose kernels are compiled by their first call: a client must not miss heartbeats.
+The client does not call ``casts`` directly: the first call of its kernels would compile them, and heartbeats would be
+missed meanwhile.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from numpy.typing import NDArray
 
 
 def narrow(values: NDArray[np.float32], out: NDArray[Any]) -> None:
-    """Writes float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""
+    """Write float32[n] ``values`` to float16[n] or bfloat16[n] ``out``, rounded to nearest, ties to even."""
     _casts().narrow(values, out)
 
 
 def widen(values: NDArray[Any], out: NDArray[np.float32]) -> None:
-    """Writes float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly."""
+    """Write float16[n] or bfloat16[n] ``values`` to float32[n] ``out``, exactly."""
     _casts().widen(values, out)
 
 
 @cache
 def _casts() -> Any:
-    """The module. A client that casts nothing imports none of it."""
+    """Import ``casts`` at first use: a client that casts nothing does not need it."""
     from psdist.compression import casts
     from psdist.compression.background_compiler import of_workers
 

@@ -1,7 +1,7 @@
-"""Which codec each tensor has, and the flat vector cut into regions by it.
+"""Assignment of codecs to tensors, and the division of the flat vector into regions by codec. Pure.
 
-A region is a range of the flat vector with one codec. A tensor that is compressed is a region of its own; adjacent
-tensors that are not are one region. Pure.
+A region is a range of the flat vector with one codec. A compressed tensor is a region of its own; adjacent
+uncompressed tensors form one region.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from psdist.compression.specifications import Auto, Cast, Codec, Compressor, Flo
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.types import TensorSpec
 
-#: Less is never compressed: the limit of a payload's bytes follows from it.
+#: Smallest tensor that is ever compressed. The limit on payload bytes follows from it.
 MIN_ELEMENTS: Final = 64
 _ELEMENTS_LAST: Final = 2**62
 
 
 @dataclass(frozen=True)
 class PerTensor(Codec):
-    """A codec for each tensor: that of the first pattern which matches its name (shell style), else none.
+    """Codec for each tensor, chosen by name.
 
-    min_elements: smaller tensors stay float32.
-    min_vector: smaller tensors of one dimension, such as biases and norms, stay float32.
+    codecs: shell-style patterns (``fnmatch``, case-sensitive) to codecs. The first match counts; a tensor without a
+    match stays float32.
+    min_elements: tensors with fewer elements stay float32. At least 64.
+    min_vector: one-dimensional tensors with fewer elements, such as biases and norms, stay float32. At least 64.
+    Raises InvalidArgumentError, also for a nested PerTensor or Auto.
     """
 
     codecs: Mapping[str, Codec]
@@ -44,7 +47,7 @@ class PerTensor(Codec):
         object.__setattr__(self, "codecs", MappingProxyType(dict(self.codecs)))
 
     def __eq__(self, other: object) -> bool:
-        """The first pattern that matches counts, so their order does."""
+        """Compare patterns in order: the first match counts."""
         return isinstance(other, PerTensor) and self._key == other._key
 
     def __hash__(self) -> int:
@@ -55,32 +58,32 @@ class PerTensor(Codec):
         return tuple(self.codecs.items()), self.min_elements, self.min_vector
 
     def __reduce__(self) -> tuple[type[PerTensor], tuple[dict[str, Codec], int, int]]:
-        """For copies and other processes: a read-only view of a mapping has neither."""
+        """Support copying and pickling: a read-only view of a mapping supports neither."""
         return PerTensor, (dict(self.codecs), self.min_elements, self.min_vector)
 
     def codec_of(self, tensor: TensorSpec) -> Codec:
-        """The codec of a tensor."""
+        """Return the codec of a tensor."""
         smallest = self.min_vector if len(tensor.shape) <= 1 else self.min_elements
         if tensor.size < max(smallest, self.min_elements):
             return Float32()
         return next((codec for pattern, codec in self.codecs.items() if fnmatchcase(tensor.name, pattern)), Float32())
 
     def unmatched(self, tensors: Iterable[TensorSpec]) -> tuple[str, ...]:
-        """The patterns that match no tensor's name."""
+        """Return the patterns that match no tensor's name."""
         names = [tensor.name for tensor in tensors]
         return tuple(one for one in self.codecs if not any(fnmatchcase(name, one) for name in names))
 
 
 def send_differences(codecs: Iterable[Codec]) -> bool:
-    """Whether a push by these codecs is a difference to an estimate (EF21)."""
+    """True if a push with these codecs sends differences to an estimate (EF21)."""
     return any(isinstance(codec, Compressor) and codec.feedback == "ef21" for codec in codecs)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Elements [start, stop) of the flat vector, which have one codec.
+    """Elements [start, stop) of the flat vector that share one codec.
 
-    shape: of the tensor; that of a vector where the region is made of several.
+    shape: shape of the tensor; of a vector if the region joins several tensors.
     """
 
     start: int
@@ -90,12 +93,15 @@ class Region:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 def regions(tensors: Iterable[TensorSpec], codec: Codec) -> tuple[Region, ...]:
-    """The flat vector in regions, in order. A codec that is no PerTensor holds for all tensors, with its defaults."""
+    """Divide the flat vector into regions, in order.
+
+    codec: a PerTensor, or any other codec, which then applies to all tensors with PerTensor's default thresholds.
+    """
     policy = codec if isinstance(codec, PerTensor) else PerTensor({"*": codec})
     found: list[Region] = []
     at = 0

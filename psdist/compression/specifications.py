@@ -1,7 +1,8 @@
-"""The codecs as a user writes them: frozen dataclasses, whose arguments are checked.
+"""Codecs as users write them: frozen dataclasses with checked arguments.
 
-``Cast`` is for a whole gradient, as it lies. A ``Compressor`` is for one tensor at a time, in segments
-(``psdist.compression.segments``), and may have an error feedback: what it left out of one push is added to the next.
+A ``Cast`` encodes a whole gradient. A ``Compressor`` encodes one tensor at a time, in segments
+(``psdist.compression.segments``), and may use error feedback: the part that one push leaves out (the residual) is
+added to the next one.
 """
 
 from __future__ import annotations
@@ -23,25 +24,29 @@ ErrorFeedback = bool | Literal["ef21"]
 _SEED_LAST = 2**63 - 1
 _BLOCK_LAST = 65536
 _WARM_UP_RATIO = 0.25
-#: With a momentum of 1 nothing would ever be forgotten.
+#: A momentum of 1 would never forget anything.
 _MOMENTUM_LAST = 0.9999
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How gradients are encoded for the wire."""
+    """Encoding of gradients on the wire. Abstract."""
 
 
 @dataclass(frozen=True)
 class Cast(Codec):
-    """Elements cast to ``dtype``, one after another (CODEC_RAW on the wire)."""
+    """Codec that casts the elements to ``dtype``, in order (CODEC_RAW on the wire). Abstract."""
 
     dtype: ClassVar[DType]
 
     def encode(self, values: NDArray[np.float32], out: NDArray[Any] | None = None) -> NDArray[Any]:
-        """The elements in the wire's dtype: ``values`` itself where no cast is needed, else in ``out`` or a new array.
+        """Return the elements in the wire's dtype.
 
-        out: contiguous, of the wire's dtype and the length of ``values``.
+        The result is ``values`` itself if no cast is needed, else ``out`` or a new array.
+
+        values: float32[n], contiguous.
+        out: contiguous, of the wire's dtype, shape [n].
+        Raises DTypeMismatchError and ShapeMismatchError.
         """
         if self.dtype == "float32":
             return values
@@ -53,40 +58,50 @@ class Cast(Codec):
 
 @dataclass(frozen=True)
 class Float32(Cast):
-    """No compression: the gradients as they are."""
+    """No compression: gradients as float32."""
 
     dtype: ClassVar[DType] = "float32"
 
 
 @dataclass(frozen=True)
 class Float16(Cast):
-    """Half the bytes, with 5 exponent bits: large gradients overflow to Inf, which the server rejects."""
+    """Gradients as IEEE float16: half the bytes, 5 exponent bits.
+
+    Gradients beyond 65,504 overflow to Inf, which the server rejects (NonFiniteGradientError).
+    """
 
     dtype: ClassVar[DType] = "float16"
 
 
 @dataclass(frozen=True)
 class BFloat16(Cast):
-    """Half the bytes, with the range of float32 and 8 bits of precision."""
+    """Gradients as bfloat16: half the bytes, the range of float32, 8 bits of precision."""
 
     dtype: ClassVar[DType] = "bfloat16"
 
 
 @dataclass(frozen=True)
 class Auto(Codec):
-    """The codec that makes pushes shortest, of those with which training goes as without: it is chosen when the
-    parameters are opened, by the speed of the links and of encoding (``automatic``)."""
+    """Automatic choice among the codecs that train as well as float32 (``automatic``).
+
+    It is made when the parameters are opened, from the speed of the links and of the encoder: the codec with the
+    shortest pushes wins.
+    """
 
 
 @dataclass(frozen=True)
 class Compressor(Codec):
-    """A codec of tensors.
+    """Codec that encodes each tensor separately. Abstract.
 
-    error_feedback: True adds what was left out to the next push, False forgets it. None is True for a biased codec.
-        "ef21" encodes the difference between the gradient and an estimate that worker and servers have, which is the
-        gradient that counts after it (Richtarik et al., arXiv 2106.05203). Servers keep an estimate for each worker,
-        float32. All codecs of a parameter set have it, or none.
-    residual_decay: what the residual is multiplied by, in (0, 1], before it is added.
+    error_feedback: treatment of the part of a gradient that a push leaves out, the residual.
+    - True: add the residual to the next push (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847).
+    - False: discard it.
+    - "ef21": encode the difference between the gradient and an estimate that the worker and the servers both hold. The
+      updated estimate takes the gradient's place (EF21, Richtarik et al., arXiv 2106.05203). Servers store one float32
+      estimate per worker. All codecs of a parameter set use "ef21", or none does.
+    - None: True for a biased codec, else False.
+    residual_decay: factor in (0, 1] applied to the residual before it is added. Needs ``error_feedback=True``.
+    Raises InvalidArgumentError for a bad value.
     """
 
     error_feedback: ErrorFeedback | None = field(default=None, kw_only=True)
@@ -105,20 +120,24 @@ class Compressor(Codec):
 
     @property
     def is_biased(self) -> bool:
-        """Whether the mean of what is decoded differs from what was encoded."""
+        """True if the mean of the decoded values differs from the encoded value."""
         return True
 
     @property
     def feedback(self) -> ErrorFeedback:
-        """The error feedback that is used."""
+        """The error feedback in effect: True, False or "ef21"."""
         return self.is_biased if self.error_feedback is None else self.error_feedback
 
 
 @dataclass(frozen=True)
 class Integers(Compressor):
-    """Whole numbers of ``bits`` bits, with one scale for each ``block`` elements of a tensor.
+    """Codec that rounds to ``bits``-bit integers times a scale per block of a tensor. Abstract.
 
-    stochastic: rounds up or down by chance, so that the mean is right. seed: of that.
+    scale = max |x| / (2^(bits - 1) - 1) over the block; code = round(x / scale), ties to even.
+
+    block: elements per float32 scale, 16 to 65,536.
+    stochastic: round up or down at random so that the mean is unbiased (QSGD, Alistarh et al., arXiv 1610.02132).
+    seed: seed of the random rounding, 0 to 2^63 - 1.
     """
 
     bits: ClassVar[int]
@@ -135,20 +154,20 @@ class Integers(Compressor):
 
     @property
     def is_biased(self) -> bool:
-        """Rounding by chance is right in the mean."""
+        """False with random rounding, which is unbiased."""
         return not self.stochastic
 
 
 @dataclass(frozen=True)
 class Int8(Integers):
-    """A quarter of the bytes: whole numbers from -127 to 127 times the block's scale."""
+    """Integers from -127 to 127 times the block's scale: a quarter of the bytes of float32."""
 
     bits: ClassVar[int] = 8
 
 
 @dataclass(frozen=True)
 class Int4(Integers):
-    """An eighth of the bytes: whole numbers from -7 to 7 times the block's scale."""
+    """Integers from -7 to 7 times the block's scale: an eighth of the bytes of float32."""
 
     bits: ClassVar[int] = 4
     block: int = 128
@@ -156,7 +175,7 @@ class Int4(Integers):
 
 @dataclass(frozen=True)
 class Int2(Integers):
-    """A sixteenth of the bytes, and the scales: -1, 0 or 1 times the block's largest magnitude."""
+    """-1, 0 or 1 times the block's largest magnitude: a sixteenth of the bytes of float32, plus scales."""
 
     bits: ClassVar[int] = 2
     block: int = 64
@@ -164,12 +183,14 @@ class Int2(Integers):
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The ``ratio`` of a tensor's elements that are the largest in magnitude, as they are.
+    """The ``ratio`` of a tensor's elements with the largest magnitude, as float32.
 
-    warm_up: over so many pushes of the worker the ratio falls from a quarter, by the same factor in each. In a run that
-        goes on from a snapshot those before it count, whichever codec they had.
-    momentum: of deep gradient compression: the worker sums up its gradients with this momentum before it selects from
-        them, and forgets it for elements that were sent. 0 is none.
+    ratio: in (0, 1]. At least one element is sent.
+    warm_up: number of a worker's pushes over which the ratio falls geometrically from 0.25. A run that resumes from a
+        snapshot counts the pushes before it, whatever their codec.
+    momentum: momentum correction of deep gradient compression (Lin et al., arXiv 1712.01887). The worker accumulates
+        its gradients as u = momentum * u + g and selects from u plus the residual; u is reset to 0 for sent elements.
+        In [0, 0.9999]; 0 turns it off. Needs ``error_feedback=True``.
     """
 
     ratio: float = 0.01
@@ -185,7 +206,7 @@ class TopK(Compressor):
             check_momentum(self, self)
 
     def ratio_at(self, ordinal: int) -> float:
-        """The ratio of push number ``ordinal``, from 0."""
+        """Return the ratio for push number ``ordinal``, counted from 0."""
         if ordinal >= self.warm_up or self.ratio >= _WARM_UP_RATIO:
             return self.ratio
         return float(_WARM_UP_RATIO * (self.ratio / _WARM_UP_RATIO) ** (ordinal / self.warm_up))
@@ -193,10 +214,12 @@ class TopK(Compressor):
 
 @dataclass(frozen=True)
 class ChunkedTopK(Compressor):
-    """The ``k`` elements of each ``chunk`` of a tensor that are the largest in magnitude.
+    """The ``k`` elements with the largest magnitude in each ``chunk`` elements of a tensor.
 
-    bits: of their values. 32: as they are. 16: bfloat16. 8: whole numbers times the chunk's scale. 2: the sign, and
-        whether it is the chunk's scale or twice that.
+    k: 1 to ``chunk``. A shorter last chunk sends its proportional share.
+    chunk: 16 to 65,536.
+    bits: width of the values. 32: float32. 16: bfloat16. 8: integers times the chunk's scale. 2: sign, and one bit
+        that selects the chunk's scale or twice the scale.
     """
 
     k: int = 64
@@ -213,9 +236,13 @@ class ChunkedTopK(Compressor):
 
 @dataclass(frozen=True)
 class RandomK(Compressor):
-    """One element of each 1 / ``ratio`` of a tensor, at a place that is drawn anew for each push, and not sent.
+    """One element out of every 1 / ``ratio`` of a tensor, at a random position drawn for each push.
 
-    Without an error feedback values are divided by the ratio, so that their mean is right.
+    Both sides derive the positions from a key, so they are not sent. Without error feedback the values are divided by
+    the ratio, which makes their mean unbiased.
+
+    ratio: in (0, 1]; 1 / ratio is at most 65,536.
+    seed: seed of the positions, 0 to 2^63 - 1.
     """
 
     ratio: float = 0.01
@@ -229,13 +256,18 @@ class RandomK(Compressor):
 
     @property
     def period(self) -> int:
-        """The elements of which one is sent."""
+        """One element out of this many is sent."""
         return round(min(1.0 / self.ratio, 2.0**31))  # 1 / ratio may be infinite.
 
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """The signs, times the mean magnitude of each ``block`` elements of a tensor."""
+    """Signs, times the mean magnitude of each ``block`` elements of a tensor.
+
+    This is the scaled sign of Karimireddy et al. (arXiv 1901.09847), block by block.
+
+    block: elements per float32 scale, 16 to 65,536.
+    """
 
     block: int = 256
 
@@ -246,10 +278,14 @@ class OneBit(Compressor):
 
 @dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Matrices as products of two thin ones, of ``rank`` columns each: one step of power iteration for each push.
+    """Low-rank approximation of matrices (PowerSGD, Vogels et al., arXiv 1905.13727).
 
-    A tensor of more dimensions is taken as a matrix with its first one as rows. A tensor that would not get smaller is
-    sent as it is. seed: of where the iteration begins.
+    Each push makes one step of power iteration and sends P (rows x rank) and Q (rank x columns), with P Q near the
+    gradient. A tensor of more than two dimensions is reshaped to a matrix with its first dimension as rows. A tensor
+    that would not shrink is sent as float32.
+
+    rank: columns of P, 1 to 255.
+    seed: seed of the initial Q, 0 to 2^63 - 1.
     """
 
     rank: int = 4
@@ -263,10 +299,13 @@ class PowerSGD(Compressor):
 
 @dataclass(frozen=True)
 class Chain(Compressor):
-    """The elements that ``sparse`` selects, their values as ``values`` encodes them: BFloat16(), Int8() or Int2().
+    """Sparse codec whose values are encoded by a second codec.
 
-    chunk: elements of the tensor, kept or not, that one scale stands for; ChunkedTopK has its own. The error feedback
-    and its residual's decay are arguments of the chain.
+    sparse: TopK, ChunkedTopK with ``bits=32``, or RandomK; it selects the elements. Its own error_feedback and
+        residual_decay stay unset: they are arguments of the chain.
+    values: BFloat16(), Int8() or Int2() with default arguments; only BFloat16() with RandomK.
+    chunk: elements of the tensor, sent or not, per scale of the values. ChunkedTopK uses its own chunk instead.
+    Raises InvalidArgumentError for any other combination.
     """
 
     sparse: TopK | ChunkedTopK | RandomK
@@ -291,7 +330,7 @@ class Chain(Compressor):
 
     @property
     def bits(self) -> int:
-        """The width of each value."""
+        """Width of each value in bits."""
         return _VALUE_BITS[type(self.values)]
 
 
@@ -299,15 +338,17 @@ _VALUE_BITS: dict[type[Codec], int] = {BFloat16: 16, Int8: 8, Int2: 2}
 
 
 def check_momentum(sparse: TopK, whole: Compressor) -> None:
-    """Raises InvalidArgumentError where ``sparse`` has momentum and ``whole``, which it is part of, no residual: there
-    is nothing to sum up then."""
+    """Check that ``whole``, the codec that contains ``sparse``, has a residual if ``sparse`` has momentum.
+
+    Raises InvalidArgumentError otherwise: there would be nothing to accumulate.
+    """
     if sparse.momentum and whole.feedback is not True:
         raise InvalidArgumentError(
-            f"momentum={sparse.momentum!r:.40} needs error feedback, for what is not sent yet: error_feedback=True"
+            f"momentum={sparse.momentum!r:.40} accumulates what is not sent yet, which needs error_feedback=True"
         )
 
 
 def check_number(name: str, value: object, low: float, high: float) -> None:
-    """Raises InvalidArgumentError unless ``value`` is a number in (low, high]."""
+    """Raise InvalidArgumentError unless ``value`` is a number in (low, high]."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low < value <= high or math.isnan(value):
         raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a number above {low:g}, up to {high:g}")

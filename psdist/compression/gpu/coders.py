@@ -1,6 +1,6 @@
-"""How the segments of a codec are encoded on a device: their sizes, their headers and their kernels.
+"""Coders: sizes, headers and kernels of each codec's segments on a device.
 
-Here are the codecs whose segments have sizes that are known before; ``sparse_coders`` has the others.
+Codecs whose segments have a size known in advance are here; ``sparse_coders`` has the others.
 """
 
 from __future__ import annotations
@@ -23,28 +23,30 @@ from psdist.compression.specifications import Cast, Codec, Compressor, Integers,
 from psdist.types import DType
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
-#: From these on a magnitude is not finite.
+#: Magnitudes with at least these bits are not finite.
 INFINITY_BITS: Final = 0x7F800000
 
 
 class PushNumbers(NamedTuple):
-    """What random numbers of a push follow from, beside the codec's seed: the worker's rank, and the push's number."""
+    """Seeds of one push's random numbers, besides the codec's own: the worker's rank and the push's number."""
 
     rank: int
     ordinal: int
 
 
 class PushMemory(NamedTuple):
-    """What the kernels of one push read and write.
+    """Device memory that one push's kernels read and write.
 
-    values: the gradient. rest: what was left out of the pushes before, and what this one leaves out; None without error
-    feedback. velocity: sums of gradients with momentum; None without. flags, forgotten: addresses of a u32 for each
-    region: whether a sum with the rest (bit 0) or with the velocity (bit 1) is not finite, and which of them are
-    forgotten.
+    values: the gradient.
+    residual: residual of earlier pushes, and of this one; None without error feedback.
+    velocity: accumulated gradients with momentum; None without momentum.
+    flags: address of a uint32 per region. Bit 0: the sum with the residual is not finite; bit 1: the sum with the
+        velocity is not.
+    forgotten: address of a uint32 per region, with the same bits: addends that the kernels leave out.
     """
 
     values: DeviceVector
-    rest: DoubleVector | None
+    residual: DoubleVector | None
     velocity: DoubleVector | None
     flags: int
     forgotten: int
@@ -58,7 +60,7 @@ class PlacedSegments(NamedTuple):
 
 
 class SegmentHeader(NamedTuple):
-    """What the header of a segment says beside its elements."""
+    """Header fields of a segment, except its number of elements."""
 
     kind: Kind
     bits: int
@@ -68,36 +70,42 @@ class SegmentHeader(NamedTuple):
 
 
 class Selected(NamedTuple):
-    """What a codec has chosen to send. bitmaps, kept, totals: addresses of what ``sparse.cu`` says."""
+    """Elements that a codec chose to send.
+
+    bitmaps, kept, totals: device addresses, as described in ``sparse.cu``.
+    """
 
     bitmaps: int
     kept: int
     totals: int
 
 
-#: Values of each segment, and the bytes of their gaps: uint32[segments, 2].
+#: Per segment, the number of values and the bytes of their gaps: uint32[segments, 2].
 Totals = NDArray[np.uint32]
 
 
 class Coder(ABC):
-    """The encoder of one codec's segments."""
+    """Encoder of one codec's segments."""
 
     def __init__(self, codec: Codec) -> None:
-        #: Whether what is left out of a region is added to the next push.
+        #: True if the residual of a region is added to the next push.
         self.feeds_back = isinstance(codec, Compressor) and bool(codec.feedback)
         self.decay = codec.residual_decay if isinstance(codec, Compressor) else 1.0
-        #: Of the velocity; 0 for none.
+        #: Factor of the velocity; 0 without momentum.
         self.momentum = codec.momentum if isinstance(codec, TopK) else 0.0
 
     def select(
         self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange], numbers: PushNumbers
     ) -> Selected | None:
-        """Chooses what is sent of ``segments``, where their sizes follow from that; else None."""
+        """Choose the elements to send from ``segments``. Return None if segment sizes do not depend on that choice."""
         return None
 
     @abstractmethod
     def header(self, segment: SegmentRange, totals: Sequence[int]) -> SegmentHeader:
-        """The header of a segment. totals: its row of ``Totals``."""
+        """Return the header of a segment.
+
+        totals: the segment's row of ``Totals``.
+        """
 
     @abstractmethod
     def launch(
@@ -108,30 +116,36 @@ class Coder(ABC):
         numbers: PushNumbers,
         selected: Selected | None,
     ) -> None:
-        """Writes the bodies of segments, whose memory is zeros before. selected: by ``select``, of the same ones."""
+        """Write the bodies of segments into zeroed memory.
+
+        selected: result of ``select`` for the same segments.
+        """
 
     def check(self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange]) -> None:
-        """Flags the regions of ``segments`` with a sum that is not finite."""
+        """Flag the regions of ``segments`` that have a non-finite sum."""
         found = table(segments, [segment.tiles for segment in segments])
         arguments = *self.source(run, memory, found.rows), _U64(memory.flags), _U64(memory.forgotten)
         weights = _F32(self.decay), *self.velocity(memory)[:2]
         run.launch("check_finite", found.tasks, 256, *arguments, *weights, _U32(INFINITY_BITS))
 
-    def rest(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
-        """The addresses of what was left out before, and of what is left out now; zeros without error feedback."""
-        if not self.feeds_back or memory.rest is None:
+    def residual(self, memory: PushMemory) -> tuple[np.uint64, np.uint64]:
+        """Return the addresses of the residual before and after this push; zeros without error feedback."""
+        if not self.feeds_back or memory.residual is None:
             return _U64(0), _U64(0)
-        return _U64(memory.rest.before.address), _U64(memory.rest.after.address)
+        return _U64(memory.residual.before.address), _U64(memory.residual.after.address)
 
     def velocity(self, memory: PushMemory) -> tuple[np.uint64, np.float32, np.uint64]:
-        """The address of the velocity before, the momentum, and the address of the velocity after; zeros without."""
+        """Return the velocity's address before, the momentum, and its address after the push.
+
+        All are zero without momentum.
+        """
         if not self.momentum or memory.velocity is None:
             return _U64(0), _F32(0), _U64(0)
         return _U64(memory.velocity.before.address), _F32(self.momentum), _U64(memory.velocity.after.address)
 
     def source(self, run: Launcher, memory: PushMemory, rows: np.ndarray) -> tuple[np.generic, ...]:
-        rest, _ = self.rest(memory)
-        return _U64(memory.values.address), rest, _U64(run.upload(rows)), _U64(len(rows))
+        residual, _ = self.residual(memory)
+        return _U64(memory.values.address), residual, _U64(run.upload(rows)), _U64(len(rows))
 
 
 @dataclass(frozen=True)
@@ -141,7 +155,7 @@ class _CastKind:
 
 
 class CastCoder(Coder):
-    """RAW32, RAW16 and BRAIN16."""
+    """Coder of RAW32, RAW16 and BRAIN16."""
 
     KINDS: Final[dict[DType, _CastKind]] = {
         "float32": _CastKind(0, Kind.RAW32),
@@ -172,7 +186,7 @@ class CastCoder(Coder):
 
 
 class IntegerCoder(Coder):
-    """INTEGER."""
+    """Coder of INTEGER."""
 
     def __init__(self, codec: Integers) -> None:
         super().__init__(codec)
@@ -197,14 +211,14 @@ class IntegerCoder(Coder):
         found = table(placed.segments, [one.blocks(codec.block) for one in placed.segments], placed.outs, keys)
         values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("encode_integers", -(-found.tasks // 4), 128, values, before, self.rest(memory)[1], rows, count),
+            *("encode_integers", -(-found.tasks // 4), 128, values, before, self.residual(memory)[1], rows, count),
             *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten)),
             *(_F32(self.decay), _U32(codec.bits), _U32(codec.block), _U32(codec.stochastic)),
         )
 
 
 class SignCoder(Coder):
-    """ONE_BIT."""
+    """Coder of ONE_BIT."""
 
     def __init__(self, codec: OneBit) -> None:
         super().__init__(codec)
@@ -225,6 +239,6 @@ class SignCoder(Coder):
         found = table(placed.segments, [one.blocks(self._block) for one in placed.segments], placed.outs)
         values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("encode_signs", -(-found.tasks // 8), 128, values, before, self.rest(memory)[1], rows, count),
+            *("encode_signs", -(-found.tasks // 8), 128, values, before, self.residual(memory)[1], rows, count),
             *(_U64(found.tasks), _U64(memory.flags), _U64(memory.forgotten), _F32(self.decay), _U32(self._block)),
         )

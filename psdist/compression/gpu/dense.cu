@@ -1,7 +1,8 @@
-// Encoders of segments whose size follows from their elements: casts, INTEGER and ONE_BIT. The results are those of
-// psdist/compression/segments, byte for byte. Output words that two tasks share are zero before, and are or-ed.
+// Encoders of segments whose size follows from their elements: casts, INTEGER and ONE_BIT. The results equal those of
+// psdist/compression/segments, byte for byte. Output words shared by two tasks are zero before, and are combined by
+// atomicOr.
 
-// 32 random bits of `number` (psdist/compression/segments/random_numbers.py).
+// Return 32 random bits for `number` (psdist/compression/segments/random_numbers.py).
 static __device__ __forceinline__ u32 draw(u32 low, u32 high, u32 number) {
     u32 x = number * 0x9E3779B9u + low;
     x = (x ^ x >> 16) * 0x21F0AAADu + high;
@@ -9,12 +10,12 @@ static __device__ __forceinline__ u32 draw(u32 low, u32 high, u32 number) {
     return x ^ x >> 15;
 }
 
-// Uniform in (-0.5, 0.5), from random bits.
+// Map random bits to a float uniform in (-0.5, 0.5).
 static __device__ __forceinline__ float centred(u32 bits) {
     return (float)(bits >> 8) * 5.9604644775390625e-08f - 0.49999997019767761f;  // 2 ** -24, 0.5 - 2 ** -25
 }
 
-// The word of packed codes, of which this task has the elements [from, to) of `per_word`.
+// Store a word of `per_word` packed codes. This task owns its elements [from, to).
 static __device__ __forceinline__ void store_codes(u8* packed, u64 word, u32 codes, u32 bits, u32 from, u32 to) {
     u32 per_word = 32 / bits;
     u32* at = (u32*)packed + word;
@@ -27,12 +28,12 @@ static __device__ __forceinline__ void store_codes(u8* packed, u64 word, u32 cod
     }
 }
 
-// The flag of each region with a magnitude whose bits are from `limit` on, among elements [start, stop) of the segments.
+// Flag each region that has a magnitude with bits >= `limit` among elements [start, stop) of the segments.
 extern "C" __global__ void __launch_bounds__(256) check_finite(
-    const float* values, const float* rest, const Row* rows, u64 count, u32* flags, const u32* forgotten, float decay,
-    const float* velocity, float momentum, u32 limit) {
+    const float* values, const float* residual, const Row* rows, u64 count, u32* flags, const u32* forgotten,
+    float decay, const float* velocity, float momentum, u32 limit) {
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     u64 low = row->start + (blockIdx.x - row->first) * 4096, high = less(low + 4096, row->stop);
     u32 most = 0, found = 0;
     for (u64 i = low + threadIdx.x; i < high; i += 256) {
@@ -40,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(256) check_finite(
         most = magnitude > most ? magnitude : most;
         if (source.velocity && !is_finite(source.moved(i))) found = VELOCITY_OVERFLOWS;
     }
-    if (most >= limit) atomicOr(&flags[row->region], found | REST_OVERFLOWS);
+    if (most >= limit) atomicOr(&flags[row->region], found | RESIDUAL_OVERFLOWS);
 }
 
 // kind: 0 float32, 1 float16, 2 bfloat16. A tile has 4096 elements. Values are checked as they are sent.
@@ -65,14 +66,14 @@ extern "C" __global__ void __launch_bounds__(256) encode_casts(
     if (is_bad) flags[row->region] = 1;
 }
 
-// A warp for each quantization block. after gets what is left out, unless it is null.
+// One warp per quantization block. after: receives the residual, unless it is null.
 extern "C" __global__ void __launch_bounds__(128) encode_integers(
-    const float* values, const float* rest, float* after, const Row* rows, u64 count, u64 tasks, u32* flags,
+    const float* values, const float* residual, float* after, const Row* rows, u64 count, u64 tasks, u32* flags,
     const u32* forgotten, float decay, u32 bits, u32 block, u32 stochastic) {
     u64 task = blockIdx.x * 4ull + threadIdx.x / 32;
     bool is_task = task < tasks;
     const Row* row = row_of(rows, count, is_task ? task : 0);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, residual, forgotten, decay);
     u32 lane = threadIdx.x % 32;
     u64 number = is_task ? task - row->first : 0;  // of the quantization block, in the segment
     u64 begin = (row->start / block + number) * block, end = less(begin + block, row->size);
@@ -116,15 +117,15 @@ extern "C" __global__ void __launch_bounds__(128) encode_integers(
     }
 }
 
-// 16 threads for each quantization block, each of which sums up one lane: element i of a block is in lane i % 16.
+// 16 threads per quantization block. Each sums up one lane: element i of a block belongs to lane i % 16.
 extern "C" __global__ void __launch_bounds__(128) encode_signs(
-    const float* values, const float* rest, float* after, const Row* rows, u64 count, u64 tasks, u32* flags,
+    const float* values, const float* residual, float* after, const Row* rows, u64 count, u64 tasks, u32* flags,
     const u32* forgotten, float decay, u32 block) {
     __shared__ double sums[128];
     u64 task = blockIdx.x * 8ull + threadIdx.x / 16;
     bool is_task = task < tasks;
     const Row* row = row_of(rows, count, is_task ? task : 0);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, residual, forgotten, decay);
     u32 lane = threadIdx.x % 16;
     u64 number = is_task ? task - row->first : 0;
     u64 begin = (row->start / block + number) * block, end = less(begin + block, row->size);
@@ -161,14 +162,14 @@ extern "C" __global__ void __launch_bounds__(128) encode_signs(
     }
 }
 
-// Tensors to their places in the flat vector: out is the address of one, and a tile has 4096 elements.
+// Copy tensors to their positions in the flat vector. out: address of a tensor. A tile has 4096 elements.
 extern "C" __global__ void __launch_bounds__(256) gather(float* vector, const Row* rows, u64 count) {
     const Row* row = row_of(rows, count, blockIdx.x);
     u64 low = row->start + (blockIdx.x - row->first) * 4096, high = less(low + 4096, row->stop);
     for (u64 i = low + threadIdx.x; i < high; i += 256) vector[row->base + i] = ((const float*)row->out)[i];
 }
 
-// float64 to float32 and back, a tile of 4096 elements for each block. CuPy's own conversions flush denormal numbers.
+// Convert float64 to float32 and back, one tile of 4096 elements per block. CuPy's own conversions flush denormals.
 extern "C" __global__ void __launch_bounds__(256) narrow_doubles(const double* from, float* to, u64 size) {
     u64 low = blockIdx.x * 4096ull, high = less(low + 4096, size);
     for (u64 i = low + threadIdx.x; i < high; i += 256) to[i] = (float)from[i];
@@ -178,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(256) widen_floats(const float* from
     for (u64 i = low + threadIdx.x; i < high; i += 256) to[i] = (double)from[i];
 }
 
-// Elements [start, stop) of the rows from one vector to another.
+// Copy elements [start, stop) of the rows from one vector to another.
 extern "C" __global__ void __launch_bounds__(256) copy_ranges(
     const float* from, float* to, const Row* rows, u64 count) {
     const Row* row = row_of(rows, count, blockIdx.x);

@@ -1,11 +1,12 @@
-"""Encoding a gradient on a device: the payloads of ``psdist.compression.segments``, of which only the bytes are copied
-to the host.
+"""Encoder of gradients on a device: the payloads of ``psdist.compression.segments``.
 
-All segments of one codec are encoded by one launch, or by some that first select what is sent. A sum of a gradient and
-its velocity, or what was left out of earlier ones, may be too large for float32: then the flag of its region is set,
-and everything is encoded once more without that region's velocity or rest, as on the host.
+Only the payloads are copied to the host.
 
-Not here: pushes, and what is kept from one to the next (``psdist.client.device``).
+All segments of one codec are encoded by one launch, or by a few that first select the elements to send. The sum of a
+gradient with its velocity or residual may overflow float32. The region's flag is then set, and everything is encoded
+again without that region's velocity or residual, as on the host.
+
+Pushes, and the state kept between them, are in ``psdist.client.device``.
 """
 
 from __future__ import annotations
@@ -20,44 +21,54 @@ from psdist.compression.gpu.coders import Coder, PlacedSegments, PushMemory, Pus
 from psdist.compression.gpu.launcher import Launcher
 from psdist.compression.gpu.memory import DeviceVector, DoubleVector, GrowingBuffer, PinnedPool
 from psdist.compression.gpu.sparse_coders import coder_of
-from psdist.compression.gpu.tables import SegmentRange, rest_of_regions
+from psdist.compression.gpu.tables import SegmentRange, uncovered_parts
 from psdist.compression.regions import Region
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, padded
 from psdist.compression.segments.prepared import non_finite
 from psdist.gpu.device import Device
 
-#: A number for each region.
+#: One number per region.
 Words = NDArray[np.uint32]
-#: Of the flags of a region, as in ``segments.cu``.
-_REST, _VELOCITY = 1, 2
+#: Flags of a region, as in ``segments.cu``.
+_RESIDUAL, _VELOCITY = 1, 2
 
 
 class EncodedBatch(NamedTuple):
-    """payloads: one for each list of segments. overflows: regions whose rest or velocity was forgotten, once each."""
+    """Result of ``DeviceEncoder.encode``.
+
+    payloads: one per list of segments.
+    overflows: numbers of the regions whose residual or velocity was discarded, one entry each time.
+    """
 
     payloads: list[memoryview]
     overflows: list[int]
 
 
 class DevicePush(NamedTuple):
-    """One push. values: its gradient. rest, velocity: see ``PushMemory``. forgotten: which of them are forgotten, by
-    region: uint32[regions], which is updated."""
+    """One push.
+
+    values: its gradient.
+    residual, velocity: see ``PushMemory``.
+    forgotten: uint32[regions], flags of the discarded residuals and velocities. Updated by ``encode``.
+    """
 
     values: DeviceVector
-    rest: DoubleVector | None
+    residual: DoubleVector | None
     velocity: DoubleVector | None
     numbers: PushNumbers
     forgotten: Words
 
 
 def can_encode(regions: Iterable[Region]) -> bool:
-    """Whether all codecs of ``regions`` have kernels."""
+    """True if all codecs of ``regions`` have kernels."""
     return all(coder_of(region.codec) is not None for region in regions)
 
 
 class CodecBatch(NamedTuple):
-    """The segments of one coder, by their numbers. selected: what it has chosen of them, where their sizes follow from
-    that."""
+    """Segments of one coder, by number.
+
+    selected: the coder's choice of elements, if segment sizes depend on it.
+    """
 
     coder: Coder
     numbers: list[int]
@@ -65,7 +76,10 @@ class CodecBatch(NamedTuple):
 
 
 class LaunchedBatch(NamedTuple):
-    """Segments that a device encodes. ends: where each begins in the output, at the address ``out``, and its end."""
+    """Segments that a device is encoding.
+
+    ends: offset of each segment in the output at address ``out``, followed by the end of the last one.
+    """
 
     memory: PushMemory
     headers: list[SegmentHeader]
@@ -74,9 +88,9 @@ class LaunchedBatch(NamedTuple):
 
 
 class DeviceEncoder:
-    """The encoder of the regions of one flat vector. One thread at a time uses it.
+    """Encoder of the regions of one flat vector. Not thread-safe.
 
-    Raises DeviceUnavailableError and DeviceLostError, here and when it encodes.
+    The constructor and ``encode`` raise DeviceUnavailableError and DeviceLostError.
     """
 
     def __init__(self, device: Device, regions: Sequence[Region]) -> None:
@@ -89,18 +103,18 @@ class DeviceEncoder:
 
     @property
     def launcher(self) -> Launcher:
-        """Its stream, for what is to be done before or after it."""
+        """Launcher of this encoder; its stream orders work before or after encoding."""
         return self._run
 
     def coder(self, region: Region) -> Coder:
-        """The coder of a region."""
+        """Return the coder of a region."""
         return self._coders[region.codec]
 
     def encode(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]], new: Sequence[int]) -> EncodedBatch:
-        """The payloads of ``slices``, each of which is given by its segments in order.
+        """Return one payload for each of ``slices``, given as the slice's segments in order.
 
-        new: the regions that nothing was encoded of before in this push: all of their values are looked at.
-        Raises NonFiniteGradientError where a value that is sent is not finite.
+        new: numbers of the regions that this push has not encoded yet; all of their values are checked.
+        Raises NonFiniteGradientError if a value to be sent is not finite.
         """
         overflows: list[int] = []
         while True:
@@ -110,15 +124,15 @@ class DeviceEncoder:
                 return EncodedBatch(payloads, overflows)
             for number in flagged:
                 region = self._regions[number]
-                # Without the velocity the sum with the rest may be finite.
-                forgets = _VELOCITY if flags[number] & _VELOCITY else _REST
+                # Without the velocity, the sum with the residual may be finite.
+                forgets = _VELOCITY if flags[number] & _VELOCITY else _RESIDUAL
                 if not self.coder(region).feeds_back or push.forgotten[number] & forgets:
                     raise non_finite(region, 0, region.size)
                 push.forgotten[number] |= forgets
                 overflows.append(number)
 
     def encode_there(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]]) -> None:
-        """Encodes without copying anything but sizes to the host: for measurements."""
+        """Encode, but copy nothing except sizes to the host. For measurements."""
         self._launch(push, [segment for one in slices for segment in one])
         self._run.wait()
 
@@ -127,7 +141,7 @@ class DeviceEncoder:
     ) -> tuple[list[memoryview], Words]:
         segments = [segment for one in slices for segment in one]
         batch = self._launch(push, segments)
-        self._check_rest(batch.memory, segments, new)
+        self._check_uncovered(batch.memory, segments, new)
         flags, taken = np.empty(len(self._regions), np.uint32), self._pinned.take(batch.ends[-1])
         self._run.copy_out(flags, batch.memory.flags)
         self._run.copy_out(taken, batch.out)
@@ -140,11 +154,11 @@ class DeviceEncoder:
         return payloads, flags
 
     def _launch(self, push: DevicePush, segments: Sequence[SegmentRange]) -> LaunchedBatch:
-        """Gives all work on ``segments`` to the device."""
+        """Enqueue all work on ``segments``."""
         flags = self._run.scratch(4 * len(self._regions))
         self._run.clear(flags, 4 * len(self._regions))
         forgotten = self._run.upload(push.forgotten)
-        memory = PushMemory(push.values, push.rest, push.velocity, flags, forgotten)
+        memory = PushMemory(push.values, push.residual, push.velocity, flags, forgotten)
         batches = [batch for coder in self._coders.values() if (batch := self._select(push, memory, coder, segments))]
         headers = self._headers(segments, batches)
         ends = np.cumsum([0, *(HEADER_BYTES + padded(header.size) for header in headers)]).tolist()
@@ -159,19 +173,19 @@ class DeviceEncoder:
     def _select(
         self, push: DevicePush, memory: PushMemory, coder: Coder, segments: Sequence[SegmentRange]
     ) -> CodecBatch | None:
-        """The segments of one coder, with what it selects of them."""
+        """Return the segments of one coder, with its choice of elements; None if it has none."""
         numbers = [i for i, segment in enumerate(segments) if self.coder(segment.region) is coder]
         if not numbers:
             return None
         mine = [segments[i] for i in numbers]
-        if push.rest is not None and not coder.feeds_back:
+        if push.residual is not None and not coder.feeds_back:
             for segment in mine:
                 start = segment.region.start
-                self._run.clear_vector(push.rest.after, start + segment.start, start + segment.stop)
+                self._run.clear_vector(push.residual.after, start + segment.start, start + segment.stop)
         return CodecBatch(coder, numbers, coder.select(self._run, memory, mine, push.numbers))
 
     def _headers(self, segments: Sequence[SegmentRange], batches: Sequence[CodecBatch]) -> list[SegmentHeader]:
-        """The headers of all segments. Waits for the sizes of those that were selected."""
+        """Return the headers of all segments. Waits for the sizes of sparse ones."""
         totals = np.zeros((len(segments), 2), np.uint32)
         found = [(batch, np.empty((len(batch.numbers), 2), np.uint32)) for batch in batches if batch.selected]
         for batch, mine in found:
@@ -183,13 +197,13 @@ class DeviceEncoder:
             totals[batch.numbers] = mine
         return [self.coder(one.region).header(one, row) for one, row in zip(segments, totals.tolist(), strict=True)]
 
-    def _check_rest(self, memory: PushMemory, segments: Sequence[SegmentRange], new: Sequence[int]) -> None:
-        """Looks at what ``segments`` leave out of new regions: whether a rest is forgotten holds for a whole region."""
+    def _check_uncovered(self, memory: PushMemory, segments: Sequence[SegmentRange], new: Sequence[int]) -> None:
+        """Check the elements of new regions outside ``segments``: a residual is discarded for a region as a whole."""
         regions = {number: self._regions[number] for number in new if self.coder(self._regions[number]).feeds_back}
         for coder in self._coders.values():
             mine = {number: region for number, region in regions.items() if self.coder(region) is coder}
-            if rest := rest_of_regions(segments, mine):
-                coder.check(self._run, memory, rest)
+            if parts := uncovered_parts(segments, mine):
+                coder.check(self._run, memory, parts)
 
 
 def _write_headers(

@@ -19,14 +19,14 @@ _FILES: Final = ("segments.cu", "dense.cu", "sparse.cu")
 
 @cache
 def codec_source() -> str:
-    """The CUDA C of all encoders."""
+    """Return the CUDA C source of all encoders."""
     return "\n".join([common_source(), *((_FOLDER / name).read_text(encoding="utf-8") for name in _FILES)])
 
 
 class Launcher:
-    """One stream of ``device``, and the kernels. One thread at a time uses it.
+    """Stream of ``device``, with the kernels. Not thread-safe.
 
-    What is given to ``upload``, and memory of ``scratch``, lies on the device until ``wait``.
+    Uploads and ``scratch`` memory stay valid until ``wait``.
     """
 
     def __init__(self, device: Device) -> None:
@@ -38,44 +38,44 @@ class Launcher:
         self._held: list[NDArray[Any]] = []
 
     def upload(self, values: NDArray[Any]) -> int:
-        """The address of a copy of contiguous ``values``."""
+        """Copy contiguous ``values`` to the device. Return the address."""
         address = self.scratch(values.nbytes)
         self._held.append(values)
         self.device.copy_in(address, values, self.stream)
         return address
 
     def scratch(self, size: int) -> int:
-        """The address of ``size`` bytes, whose content is anything."""
+        """Return the address of ``size`` uninitialized bytes."""
         if self._used == len(self._pieces):
             self._pieces.append(GrowingBuffer(self.device))
         self._used += 1
         return self._pieces[self._used - 1].address(size)
 
     def launch(self, name: str, grid: int, threads: int, *arguments: np.generic) -> None:
-        """Runs a kernel. Nothing where there are no blocks."""
+        """Run a kernel, unless the grid is empty."""
         if grid:
             self.device.launch(self._find(name), grid, threads, arguments, self.stream)
 
     def clear(self, address: int, size: int) -> None:
-        """Writes zeros."""
+        """Write zeros."""
         if size:
             self.device.clear(address, size, self.stream)
 
     def copy_out(self, values: NDArray[Any], address: int) -> None:
-        """Copies to the host."""
+        """Copy to the host."""
         if values.size:
             self.device.copy_out(values, address, self.stream)
 
     def synchronize(self) -> None:
-        """Returns when all that was launched is done."""
+        """Wait until everything launched so far is done."""
         self.device.wait(self.stream)
 
     def wait(self) -> None:
-        """The same, after which uploads and scratch memory are used again."""
+        """Wait as ``synchronize``, then release uploads and scratch memory for reuse."""
         self.synchronize()
         self._used = 0
         self._held.clear()
 
     def clear_vector(self, vector: DeviceVector, start: int, stop: int) -> None:
-        """Writes zeros to elements [start, stop)."""
+        """Write zeros to elements [start, stop)."""
         self.clear(vector.at(start), 4 * (stop - start))

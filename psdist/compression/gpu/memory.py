@@ -1,4 +1,4 @@
-"""Memory of a device that encoders use again from push to push, and of the host beside it."""
+"""Memory that encoders reuse from push to push: on a device, and pinned on the host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _ITEM_BYTES: Final = 4
 
 @dataclass(frozen=True)
 class DeviceVector:
-    """float32[size] in the memory of ``device``. owner: what keeps the memory."""
+    """float32[size] in the memory of ``device``.
+
+    owner: object that keeps the memory alive.
+    """
 
     device: Device
     address: int
@@ -28,17 +31,17 @@ class DeviceVector:
 
     @classmethod
     def allocate(cls, device: Device, size: int, stream: Stream) -> DeviceVector:
-        """A new vector of zeros, once the stream has come so far. Raises DeviceLostError."""
+        """Allocate a vector of zeros, valid after the stream's pending work. Raises DeviceLostError."""
         allocation = device.allocate(_ITEM_BYTES * size)
         device.clear(allocation.address, _ITEM_BYTES * size, stream)
         return cls(device, allocation.address, size, allocation)
 
     def at(self, start: int) -> int:
-        """The address of element ``start``."""
+        """Return the address of element ``start``."""
         return self.address + _ITEM_BYTES * start
 
     def read(self, stream: Stream, out: Floats | None = None) -> Floats:
-        """Its values, in ``out`` or a new array."""
+        """Copy the values to ``out`` or a new array, and wait for it."""
         values: Floats = np.empty(self.size, np.float32) if out is None else out
         if self.size:
             self.device.copy_out(values, self.address, stream)
@@ -46,15 +49,17 @@ class DeviceVector:
         return values
 
     def write(self, values: Floats, stream: Stream) -> None:
-        """Overwrites it by contiguous float32[size]."""
+        """Overwrite the vector with contiguous float32[size], and wait for it."""
         if self.size:
             self.device.copy_in(self.address, values, stream)
         self.device.wait(stream)
 
 
 class DoubleVector:
-    """A vector that each push changes, twice. before: as it was when the push under way began, until that is over.
-    after: as it is after it, in slices that are encoded; others may have anything. The end of the push swaps the two.
+    """Pair of vectors for state that each push changes.
+
+    before: the state at the start of the push under way; unchanged until the push ends.
+    after: the state after the push, in the slices encoded so far; undefined elsewhere.
     """
 
     def __init__(self, device: Device, size: int, stream: Stream) -> None:
@@ -62,39 +67,39 @@ class DoubleVector:
         self.after = DeviceVector.allocate(device, size, stream)
 
     def swap(self) -> None:
-        """What was after the push is before the next one."""
+        """End the push: its ``after`` is the next push's ``before``."""
         self.before, self.after = self.after, self.before
 
 
 class GrowingBuffer:
-    """Bytes of a device whose content is anything. It is made anew where it is too small."""
+    """Uninitialized device memory, reallocated when it is too small."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._allocation: Allocation | None = None
 
     def address(self, size: int) -> int:
-        """The address of at least ``size`` bytes. What was given out before is not to be used any more by then."""
+        """Return the address of at least ``size`` bytes. Earlier addresses become invalid."""
         if self._allocation is None or self._allocation.size < size:
-            self._allocation = None  # Given back before more is asked for.
+            self._allocation = None  # Free first, then ask for more.
             self._allocation = self._device.allocate(max(size + size // 4, 1 << 12))
         return self._allocation.address
 
 
 class PinnedPool:
-    """Pinned memory of the host, each piece used again once nobody refers to what was made of it."""
+    """Pinned host memory. A piece is reused once nothing refers to it any more."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._lent: list[tuple[Bytes, weakref.ref[NDArray[Any]]]] = []
 
     def take(self, size: int) -> Bytes:
-        """``size`` bytes that nobody else has. They are free when no array or memoryview of the result is left."""
+        """Return ``size`` bytes for exclusive use. They are freed with the last array or memoryview of the result."""
         free = [(memory, user) for memory, user in self._lent if user() is None]
         self._lent = [entry for entry in self._lent if entry[1]() is not None]
         fitting = next((memory for memory, _ in free if memory.size >= size), None)
         memory = self._device.pinned(max(size + size // 4, 1 << 12)) if fitting is None else fitting
-        # Of a memoryview: views of a view of an array refer to that array alone.
+        # Go through a memoryview: views of an array's view refer to that array only.
         lent: Bytes = np.frombuffer(memory.data, np.uint8)
         self._lent.append((memory, weakref.ref(lent)))
         return lent[:size]

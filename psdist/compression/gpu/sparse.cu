@@ -1,32 +1,32 @@
-// Encoders of SPARSE segments. What is kept of a task (a chunk of the region within the segment, or a tile of the
-// segment) is a bitmap, counted from the task's first element. First it is selected and measured, so that the sizes of
-// segments are known; then values and gaps are written. Magnitudes are compared as the bits of float32 without their
-// sign. Of equal ones the first are kept; zeros never are.
+// Encoders of SPARSE segments. The kept elements of a task (a chunk of the region within the segment, or a tile of the
+// segment) form a bitmap that begins at the task's first element. They are selected and measured first, which gives
+// the sizes of segments; then values and gaps are written. Magnitudes are compared as float32 bits without the sign.
+// Ties keep the first; zeros are never kept.
 
 #define HISTOGRAM_TILE 16384
 
-// What is kept of a task. Places are counted from the segment's first element.
+// Kept elements of a task. Positions are relative to the segment's first element.
 struct Kept {
     u32 count;
-    u32 bytes;     // of the gaps, without the part of the first one that lies before the task
+    u32 bytes;     // of the gaps, without the part of the first one before the task
     u32 first;
     u32 last;
-    u32 value_at;  // values of the segment before
-    u32 gap_at;    // bytes of gaps before
-    u32 previous;  // where the gap before the first one begins
-    u32 scale;     // its bits
+    u32 value_at;  // values of the segment before this task
+    u32 gap_at;    // bytes of gaps before this task
+    u32 previous;  // start of the gap before the first element
+    u32 scale;     // bits of the scale
 };
 
-// Of the search for the largest elements of a region.
+// State of the search for the largest elements of a region.
 struct Search {
-    u32 prefix;     // the upper bits of the threshold, as far as they are known; at the end the threshold
-    u32 remaining;  // how many of those that begin like it are kept
-    u32 ties;       // how many begin like it
+    u32 prefix;     // upper bits of the threshold, as far as known; finally the threshold
+    u32 remaining;  // number of elements to keep among those with this prefix
+    u32 ties;       // number of elements with this prefix
     u32 unused;
-    u64 ties_stop;  // from this place on those that equal the threshold are not kept
+    u64 ties_stop;  // elements equal to the threshold are not kept from this position on
 };
 
-// The sum of `value` over the threads of a block, of 8 warps at most.
+// Return the sum of `value` over the threads of a block of at most 8 warps.
 static __device__ __forceinline__ u32 block_sum(u32 value, u32* sums) {
     for (int by = 16; by; by /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, by);
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = value;
@@ -47,7 +47,7 @@ static __device__ __forceinline__ u32 block_max(u32 value, u32* found) {
     return most;
 }
 
-// Takes the last `surplus` places of `ties` out of a bitmap. By one thread.
+// Remove the last `surplus` positions of `ties` from a bitmap. For one thread.
 static __device__ void drop_ties(u32* words, u32* ties, u32 count, u32 surplus) {
     for (u32 w = count; surplus && w--;) {
         for (; surplus && ties[w]; surplus--) {
@@ -58,7 +58,8 @@ static __device__ void drop_ties(u32* words, u32* ties, u32 count, u32 surplus) 
     }
 }
 
-// The scale with the least squared error, if the split into small and large ones is that of the mean. By one thread.
+// Return the scale with the least squared error, given the split into small and large values at 1.2 times the mean.
+// For one thread.
 static __device__ float scale_of_2_bits(const Source& source, u64 begin, const u32* words, u32 count) {
     double total = 0.0, above = 0.0, squares = 0.0;
     u32 kept = 0;
@@ -78,7 +79,7 @@ static __device__ float scale_of_2_bits(const Source& source, u64 begin, const u
     return scale < top ? scale : top;
 }
 
-// The part of a bitmap's word w that lies in [low, high), counted from its first element.
+// Return the part of a bitmap's word w that is in [low, high), counted from the bitmap's first element.
 static __device__ __forceinline__ u32 mask_of(u32 w, u64 low, u64 high) {
     u64 origin = 32ull * w, from = more(low, origin), to = less(high, origin + 32);
     if (from >= to) return 0;
@@ -86,14 +87,14 @@ static __device__ __forceinline__ u32 mask_of(u32 w, u64 low, u64 high) {
     return below & ~((1u << (from - origin)) - 1);
 }
 
-// A block of 1 or 8 warps for each chunk: the `kept` largest of each, or its share where it is shorter. The first 16
-// magnitudes of each thread are in registers, others are read again.
+// Select the `kept` largest elements of each chunk, or the proportional share of a shorter one. One block of 1 or 8
+// warps per chunk. The first 16 magnitudes of each thread stay in registers; the others are read again.
 extern "C" __global__ void __launch_bounds__(256) select_chunks(
-    const float* values, const float* rest, float* after, const Row* rows, u64 count, u32* flags, const u32* forgotten,
-    u32* bitmaps, Kept* kept_of, float decay, u32 chunk, u32 kept, u32 bits) {
+    const float* values, const float* residual, float* after, const Row* rows, u64 count, u32* flags,
+    const u32* forgotten, u32* bitmaps, Kept* kept_of, float decay, u32 chunk, u32 kept, u32 bits) {
     __shared__ u32 words[2048], ties[2048], sums[8];
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay);
+    Source source = source_of(row, values, residual, forgotten, decay);
     u64 begin = (row->start / chunk + (blockIdx.x - row->first)) * chunk, end = less(begin + chunk, row->size);
     u32 size = (u32)(end - begin), share = (u32)(((u64)kept * size + chunk - 1) / chunk);
     u64 low = more(begin, row->start) - begin, high = less(end, row->stop) - begin;
@@ -156,14 +157,14 @@ extern "C" __global__ void __launch_bounds__(256) select_chunks(
     for (u32 w = threadIdx.x; w < stride; w += width) bitmap[w] = w < used ? words[w] & mask_of(w, low, high) : 0;
 }
 
-// How many magnitudes of each region have each digit, of those that begin with what is known of the threshold. A row is
-// a whole region. bins: 2048 for each row, zeros before. digit: its bits, from `shift` on.
+// Count, per region, the magnitudes with each digit, among those that begin with the known prefix of the threshold. A
+// row is a whole region. bins: 2048 per row, zeroed. digit: number of its bits, from `shift` up.
 extern "C" __global__ void __launch_bounds__(256) count_digits(
-    const float* values, const float* rest, const Row* rows, u64 count, u32* flags, const u32* forgotten,
+    const float* values, const float* residual, const Row* rows, u64 count, u32* flags, const u32* forgotten,
     const Search* searches, u32* bins, float decay, const float* velocity, float momentum, u32 shift, u32 digit) {
     __shared__ u32 counts[2048];
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     u32 mask = (1u << digit) - 1, prefix = searches[row - rows].prefix, most = 0, found = 0;
     for (u32 i = threadIdx.x; i < 2048; i += 256) counts[i] = 0;
     __syncthreads();
@@ -174,14 +175,14 @@ extern "C" __global__ void __launch_bounds__(256) count_digits(
         if ((u64)magnitude >> (shift + digit) == prefix) atomicAdd(&counts[magnitude >> shift & mask], 1u);
         if (source.velocity && !is_finite(source.moved(i))) found = VELOCITY_OVERFLOWS;
     }
-    if (most >= INFINITY_BITS) atomicOr(&flags[row->region], found | REST_OVERFLOWS);
+    if (most >= INFINITY_BITS) atomicOr(&flags[row->region], found | RESIDUAL_OVERFLOWS);
     __syncthreads();
     u32* mine = bins + (row - rows) * 2048ull;
     for (u32 i = threadIdx.x; i < 2048; i += 256)
         if (counts[i]) atomicAdd(&mine[i], counts[i]);
 }
 
-// The next digit of each region's threshold: a block for each region. bins are zeros after it.
+// Choose the next digit of each region's threshold, one block per region. Zeroes bins.
 extern "C" __global__ void __launch_bounds__(256) choose_digit(
     const Row* rows, Search* searches, u32* bins, u32 digit, u32 is_first, u32 is_last) {
     __shared__ u32 sums[256];
@@ -209,15 +210,15 @@ extern "C" __global__ void __launch_bounds__(256) choose_digit(
     for (u32 i = threadIdx.x; i < 2048; i += 256) mine[i] = 0;
 }
 
-// How many elements of a tile equal the threshold, where not all of those are kept.
+// Count the elements of a tile that equal the threshold, if not all of them are kept.
 extern "C" __global__ void __launch_bounds__(256) count_ties(
-    const float* values, const float* rest, const Row* rows, u64 count, const u32* forgotten, const Search* searches,
-    u32* counts, float decay, const float* velocity, float momentum) {
+    const float* values, const float* residual, const Row* rows, u64 count, const u32* forgotten,
+    const Search* searches, u32* counts, float decay, const float* velocity, float momentum) {
     __shared__ u32 sums[8];
     const Row* row = row_of(rows, count, blockIdx.x);
     const Search* search = searches + (row - rows);
     if (search->ties <= search->remaining) return;
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     u64 low = (blockIdx.x - row->first) * HISTOGRAM_TILE, high = less(low + HISTOGRAM_TILE, row->size);
     u32 mine = 0;
     for (u64 i = low + threadIdx.x; i < high; i += 256) mine += source.magnitude(i) == search->prefix;
@@ -225,18 +226,18 @@ extern "C" __global__ void __launch_bounds__(256) count_ties(
     if (threadIdx.x == 0) counts[blockIdx.x] = mine;
 }
 
-// The place of the first tie that is not kept: a block for each region. Who gave the gradient may write to it meanwhile,
-// so that there are fewer ties now than were counted: no search goes beyond the region for that.
+// Find the position of the first tie that is not kept, one block per region. The owner of the gradient may write to it
+// meanwhile, so there may be fewer ties than were counted: the search never leaves the region.
 extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
-    const float* values, const float* rest, const Row* rows, const u32* forgotten, Search* searches, const u32* counts,
-    float decay, const float* velocity, float momentum) {
+    const float* values, const float* residual, const Row* rows, const u32* forgotten, Search* searches,
+    const u32* counts, float decay, const float* velocity, float momentum) {
     __shared__ u32 mine[256];
     __shared__ u64 tile;
     __shared__ u32 before;
     const Row* row = rows + blockIdx.x;
     Search* search = searches + blockIdx.x;
     if (search->ties <= search->remaining) return;
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     u64 tiles = (row->size + HISTOGRAM_TILE - 1) / HISTOGRAM_TILE;
     if (threadIdx.x == 0) {
         before = 0;
@@ -259,12 +260,12 @@ extern "C" __global__ void __launch_bounds__(256) find_ties_stop(
     }
 }
 
-// A block for each tile of 4096 elements: those above their region's threshold. searches: by region.
+// Select the elements above their region's threshold, one block per tile of 4096 elements. searches: by region.
 extern "C" __global__ void __launch_bounds__(256) select_above(
-    const float* values, const float* rest, float* after, const Row* rows, u64 count, const u32* forgotten,
+    const float* values, const float* residual, float* after, const Row* rows, u64 count, const u32* forgotten,
     const Search* searches, u32* bitmaps, float decay, const float* velocity, float momentum, float* moved) {
     const Row* row = row_of(rows, count, blockIdx.x);
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     const Search* search = searches + row->key;
     u32 threshold = search->prefix;
     u64 begin = row->start + (blockIdx.x - row->first) * 4096;
@@ -281,13 +282,14 @@ extern "C" __global__ void __launch_bounds__(256) select_above(
     }
 }
 
-// The first element of a task, from the segment's first one on: below 0, and around, where a chunk begins before it.
+// Return the first element of a task, relative to the segment's first one: negative (wrapped) if a chunk begins before
+// it.
 static __device__ __forceinline__ u32 origin_of(const Row* row, u64 task, u32 chunk) {
     u64 number = task - row->first;
     return chunk ? (u32)((row->start / chunk + number) * chunk - row->start) : (u32)(number * 4096);
 }
 
-// A thread for each task. chunk: 0 for tiles. stride: words of a task's bitmap.
+// Measure kept elements, one thread per task. chunk: 0 for tiles. stride: words of a task's bitmap.
 extern "C" __global__ void __launch_bounds__(64) measure_kept(
     const Row* rows, u64 count, u64 tasks, const u32* bitmaps, Kept* kept_of, u32 chunk, u32 stride) {
     u64 task = blockIdx.x * 64ull + threadIdx.x;
@@ -308,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(64) measure_kept(
     kept_of[task] = kept;
 }
 
-// A thread for each segment: what lies before each of its tasks. totals: its values, and the bytes of its gaps.
+// Sum up what precedes each task, one thread per segment. totals: the segment's number of values and bytes of gaps.
 extern "C" __global__ void __launch_bounds__(32) arrange_kept(
     const Row* rows, u64 count, u64 tasks, Kept* kept_of, u32* totals) {
     u64 segment = blockIdx.x * 32ull + threadIdx.x;
@@ -330,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(32) arrange_kept(
     totals[2 * segment + 1] = bytes;
 }
 
-// The code of a value, and what it stands for.
+// Return the code of a value, and the decoded value.
 static __device__ __forceinline__ u32 code_of(float value, float scale, u32 bits, float* decoded) {
     if (bits == 8) {
         float x = scale > 0.0f ? value / scale : 0.0f;
@@ -345,23 +347,22 @@ static __device__ __forceinline__ u32 code_of(float value, float scale, u32 bits
     return (is_negative ? 2u : 0u) | (is_large ? 1u : 0u);
 }
 
-// A value of 16 bits; one that is too large becomes the largest.
+// Narrow to bfloat16; overflow becomes the largest finite value.
 static __device__ __forceinline__ u16 finite_brain(float value) {
     u16 brain = narrow_brain(value);
     return (brain & 0x7FFF) == 0x7F80 ? (u16)(brain - 1) : brain;
 }
 
-// A thread for each task writes its part of the body, which is zeros before. scaled: elements that a scale stands for,
-// or 0. What is left out of values that are kept is written over the values themselves; their velocity, in `moved`, is
-// 0 from then on.
+// Write each task's part of the body, which was zeroed, one thread per task. scaled: elements per scale, or 0. The
+// residual of kept values replaces the values in `after`; their velocity, in `moved`, becomes 0.
 extern "C" __global__ void __launch_bounds__(64) write_kept(
-    const float* values, const float* rest, float* after, const Row* rows, u64 count, u64 tasks, const u32* forgotten,
-    const u32* bitmaps, const Kept* kept_of, const u32* totals, float decay, const float* velocity, float momentum,
-    float* moved, u32 bits, u32 chunk, u32 stride, u32 scaled) {
+    const float* values, const float* residual, float* after, const Row* rows, u64 count, u64 tasks,
+    const u32* forgotten, const u32* bitmaps, const Kept* kept_of, const u32* totals, float decay, const float* velocity,
+    float momentum, float* moved, u32 bits, u32 chunk, u32 stride, u32 scaled) {
     u64 task = blockIdx.x * 64ull + threadIdx.x;
     if (task >= tasks) return;
     const Row* row = row_of(rows, count, task);
-    Source source = source_of(row, values, rest, forgotten, decay, velocity, momentum);
+    Source source = source_of(row, values, residual, forgotten, decay, velocity, momentum);
     Kept kept = kept_of[task];
     u32 sent = totals[2 * (row - rows)], gap_bytes = totals[2 * (row - rows) + 1];
     u32 scales = scaled ? (u32)((row->stop + scaled - 1) / scaled - row->start / scaled) : 0;

@@ -1,5 +1,4 @@
-"""Coders of SPARSE segments: what is kept is selected first, and then their sizes are known; and which codec has which
-coder."""
+"""Coders of SPARSE segments, whose sizes are known only after selection; and the mapping from codecs to coders."""
 
 from __future__ import annotations
 
@@ -32,14 +31,19 @@ _SEARCH_BYTES: Final = 24
 _BINS_BYTES: Final = 4 * 2048
 #: Elements whose digits are counted together.
 _HISTOGRAM_TILE: Final = 16384
-#: Chunks of at most so many elements have a warp each, others a block of 8 warps.
+#: Chunks of at most this size get one warp each, larger ones a block of 8 warps.
 _SMALL_CHUNK: Final = 512
-#: The digits of a threshold: where they begin, and their bits.
+#: Digits of a threshold: lowest bit, and number of bits.
 _DIGITS: Final = ((20, 11), (10, 10), (0, 10))
 
 
 class SparseCoder(Coder):
-    """SPARSE. bits: of values. chunk: of the tasks; 0 for tiles. scaled: elements that a scale stands for, or 0."""
+    """Coder of SPARSE.
+
+    bits: width of the values.
+    chunk: elements per task; 0 for tiles.
+    scaled: elements per scale, or 0.
+    """
 
     def __init__(self, codec: Compressor, bits: int, chunk: int) -> None:
         super().__init__(codec)
@@ -53,7 +57,7 @@ class SparseCoder(Coder):
         return -(-(self.chunk or TILE) // 32)
 
     def tasks_of(self, segments: Sequence[SegmentRange], outs: Sequence[int] = (), keys: Sequence[int] = ()) -> Table:
-        """The table of ``segments``."""
+        """Return the table of ``segments``."""
         tasks = [one.blocks(self.chunk) if self.chunk else one.tiles for one in segments]
         return table(segments, tasks, outs, keys)
 
@@ -61,7 +65,7 @@ class SparseCoder(Coder):
     def choose(
         self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange], numbers: PushNumbers
     ) -> tuple[int, int]:
-        """Writes the bitmaps of what is sent, and what is left out. Returns the addresses of bitmaps and of Kept."""
+        """Write the bitmaps of elements to send, and the residual. Return the addresses of the bitmaps and of Kept."""
 
     def select(
         self, run: Launcher, memory: PushMemory, segments: Sequence[SegmentRange], numbers: PushNumbers
@@ -79,7 +83,7 @@ class SparseCoder(Coder):
         count, gap_bytes = totals
         scales = segment.blocks(self.scaled) if self.scaled else 0
         size = 4 + 4 * scales + -(-count * self.bits // 8) + gap_bytes
-        if self.bits == 32 and size > 4 * segment.size:  # Zeros for what is not kept: fewer bytes where most are.
+        if self.bits == 32 and size > 4 * segment.size:  # Dense is shorter if most are kept.
             return SegmentHeader(Kind.RAW32, 32, 0, 4 * segment.size, 0)
         phase = segment.start % self.scaled if self.scaled else 0
         return SegmentHeader(Kind.SPARSE, self.bits, phase, size, self.scaled)
@@ -96,7 +100,7 @@ class SparseCoder(Coder):
         found = self.tasks_of(placed.segments, placed.outs)
         values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("write_kept", -(-found.tasks // 64), 64, values, before, self.rest(memory)[1], rows, count),
+            *("write_kept", -(-found.tasks // 64), 64, values, before, self.residual(memory)[1], rows, count),
             *(_U64(found.tasks), _U64(memory.forgotten), _U64(selected.bitmaps), _U64(selected.kept)),
             *(_U64(selected.totals), _F32(self.decay), *self.velocity(memory)),
             *(_U32(self.bits), _U32(self.chunk), _U32(self.stride), _U32(self.scaled)),
@@ -104,7 +108,7 @@ class SparseCoder(Coder):
 
 
 class ChunkedTopKCoder(SparseCoder):
-    """The largest elements of each chunk."""
+    """Coder that keeps the largest elements of each chunk."""
 
     def __init__(self, codec: ChunkedTopK) -> None:
         super().__init__(codec, codec.bits, codec.chunk)
@@ -123,7 +127,7 @@ class ChunkedTopKCoder(SparseCoder):
                 32 if self.chunk <= _SMALL_CHUNK else 256,
                 values,
                 before,
-                self.rest(memory)[1],
+                self.residual(memory)[1],
                 rows,
                 count,
             ),
@@ -134,7 +138,7 @@ class ChunkedTopKCoder(SparseCoder):
 
 
 class TopKCoder(SparseCoder):
-    """The largest elements of each region."""
+    """Coder that keeps the largest elements of each region."""
 
     def __init__(self, codec: TopK) -> None:
         super().__init__(codec, 32, 0)
@@ -151,13 +155,13 @@ class TopKCoder(SparseCoder):
         bitmaps, kept = run.scratch(4 * self.stride * found.tasks), run.scratch(_KEPT_BYTES * found.tasks)
         values, before, rows, count = self.source(run, memory, found.rows)
         run.launch(
-            *("select_above", found.tasks, 256, values, before, self.rest(memory)[1], rows, count),
+            *("select_above", found.tasks, 256, values, before, self.residual(memory)[1], rows, count),
             *(_U64(memory.forgotten), _U64(searches), _U64(bitmaps), _F32(self.decay), *self.velocity(memory)),
         )
         return bitmaps, kept
 
     def _search(self, run: Launcher, memory: PushMemory, whole: Sequence[SegmentRange], numbers: PushNumbers) -> int:
-        """The address of a Search for each of these regions: its threshold, and which ties are kept."""
+        """Return the address of a Search per region: its threshold, and which ties are kept."""
         ratio = self._codec.ratio_at(numbers.ordinal)
         keys = [max(1, round(ratio * one.size)) for one in whole]
         found = table(whole, [-(-one.size // _HISTOGRAM_TILE) for one in whole], keys=keys)
@@ -182,7 +186,7 @@ class TopKCoder(SparseCoder):
 
 
 def coder_of(codec: Codec) -> Coder | None:
-    """The coder of a codec; None where it is encoded on the host."""
+    """Return the coder of a codec, or None if the codec is encoded on the host."""
     match codec:
         case Compressor() if codec.feedback == "ef21":
             return None

@@ -1,4 +1,4 @@
-"""Tables of segments, by which one launch encodes many. Pure."""
+"""Tables of segments, with which one launch encodes many segments. Pure."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from numpy.typing import NDArray
 
 from psdist.compression.regions import Region
 
-#: A row of ``segments.cu``.
+#: Row of a table, as in ``segments.cu``.
 ROW: Final = np.dtype([(name, "<u8") for name in ("base", "size", "start", "stop", "out", "region", "first", "key")])
-#: Elements of a tile, where a segment has no blocks.
+#: Elements per tile, for segments without blocks.
 TILE: Final = 4096
 
 
 class SegmentRange(NamedTuple):
-    """Elements [start, stop) of a region. number: the region's."""
+    """Elements [start, stop) of a region.
+
+    number: the region's number.
+    """
 
     number: int
     region: Region
@@ -26,21 +29,21 @@ class SegmentRange(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return self.stop - self.start
 
     @property
     def tiles(self) -> int:
-        """The number of tiles, which are counted from its begin."""
+        """Number of tiles, counted from the segment's start."""
         return -(-self.size // TILE)
 
     def blocks(self, block: int) -> int:
-        """The number of blocks that it touches, which are counted from the region's begin."""
+        """Return the number of blocks that the segment touches. Blocks are counted from the region's start."""
         return -(-self.stop // block) - self.start // block
 
 
 class Table(NamedTuple):
-    """Rows of segments, and the number of their tasks."""
+    """Rows of segments, and the total number of their tasks."""
 
     rows: NDArray[Any]
     tasks: int
@@ -49,7 +52,11 @@ class Table(NamedTuple):
 def table(
     segments: Sequence[SegmentRange], tasks: Sequence[int], outs: Sequence[int] = (), keys: Sequence[int] = ()
 ) -> Table:
-    """The rows of ``segments``, which have so many ``tasks``. outs, keys: of each; zeros where they are left out."""
+    """Return the table of ``segments``.
+
+    tasks: number of tasks of each segment.
+    outs, keys: values for each row; zeros if omitted.
+    """
     rows = np.zeros(len(segments), ROW)
     rows["base"] = [segment.region.start for segment in segments]
     rows["size"] = [segment.region.size for segment in segments]
@@ -65,16 +72,16 @@ def table(
     return Table(rows, int(ends[-1]) if len(segments) else 0)
 
 
-def rest_of_regions(segments: Iterable[SegmentRange], size_of: dict[int, Region]) -> list[SegmentRange]:
-    """What ``segments`` leave out of the regions of these numbers."""
+def uncovered_parts(segments: Iterable[SegmentRange], regions: dict[int, Region]) -> list[SegmentRange]:
+    """Return the parts of the regions ``regions``, given by number, that ``segments`` do not cover."""
     found: list[SegmentRange] = []
-    ends = dict.fromkeys(size_of, 0)
+    ends = dict.fromkeys(regions, 0)
     for segment in sorted(segments):
         if segment.number in ends:
             if segment.start > ends[segment.number]:
                 found.append(SegmentRange(segment.number, segment.region, ends[segment.number], segment.start))
             ends[segment.number] = segment.stop
-    for number, region in size_of.items():
+    for number, region in regions.items():
         if ends[number] < region.size:
             found.append(SegmentRange(number, region, ends[number], region.size))
     return found

@@ -1,4 +1,4 @@
-"""Compressed payloads (CODEC_SEGMENTS): encoding them, and what servers do with them.
+"""Compressed payloads (CODEC_SEGMENTS): encoding in the client, validation and accumulation in the server.
 
 Every kernel also works without being compiled (``Kernel.interpret``), and without numba.
 
@@ -7,24 +7,26 @@ A server::
     check(payload, elements)      # raises MalformedPayloadError, NonFiniteGradientError; changes nothing
     accumulate(payload, out)      # out += decoded; out is float32[elements]
 
-A decoded gradient is *defined* as zeros, then ``accumulate``. No negative zero comes of it, if none was in ``out``. So
-decoding each contribution and adding them up gives the same bytes as accumulating one after another into zeros.
-``payload_limit(elements)`` is the most bytes that a payload may have.
+A decoded gradient is *defined* as zeros followed by ``accumulate``. It contains no negative zero unless ``out`` did.
+So decoding each contribution and adding them up gives the same bytes as accumulating one after another into zeros.
+``payload_limit(elements)`` is the largest valid payload in bytes.
 
 A client::
 
     cut = regions(layout.tensors, codec)                       # psdist.compression.regions, once
-    # each push; acc is the flat vector, float32, with what the last residual adds to it:
+    # each push; acc is the flat vector, float32, with the last residual added:
     prepared = [prepare(r, acc[r.start : r.stop], PushNumber(rank, ordinal), states.get(r.start)) for r in cut]
     size = encode(prepared, start, stop, out, residual)        # each slice, in any order, in any thread
     states = {p.region.start: p.next_state for p in prepared if p.next_state is not None}
 
-``out`` has at least ``payload_limit(stop - start)`` bytes. ``residual`` is a vector beside ``acc``, since a slice may
-need values of its neighbours. Its elements [start, stop) are overwritten with acc - decoded; None leaves that out. For
-codecs that ``selects_places`` names it may be ``acc`` itself, of which only what is sent changes then. ``acc`` must not
-change until all slices are written. A region can be prepared as soon as its values are there, and a slice be encoded as
-soon as its regions are prepared. The same slice encoded again has the same bytes. ``prepare_sum`` makes ``acc`` of a
-gradient and a residual, and prepares it.
+- ``out`` has at least ``payload_limit(stop - start)`` bytes.
+- ``residual`` is a separate vector, since a slice may need values of its neighbours. Its elements [start, stop) are
+  overwritten with acc - decoded. None skips that. For codecs accepted by ``selects_places`` it may be ``acc`` itself;
+  then only sent elements change.
+- ``acc`` must not change until all slices are written.
+
+A region can be prepared as soon as its values exist, and a slice encoded as soon as its regions are prepared. Encoding
+a slice again gives the same bytes. ``prepare_sum`` computes ``acc`` from a gradient and a residual, and prepares it.
 """
 
 from psdist.compression.regions import Region, regions

@@ -1,8 +1,8 @@
-"""Decoders of segments: is a payload valid, and add what it encodes to a sum. Compiled by numba.
+"""Decoders of segments: validate a payload, and add its values to a sum. Compiled by numba.
 
-``accumulate`` is safe for any bytes, also if they changed since ``check``: each number that an index or a length
-follows from is read once and compared with what it must not pass, before it is used. ``numpy_decoding`` has the same
-without a compiler, with the same results and bytes.
+``accumulate`` is safe for any bytes, even if they changed since ``check``: each number that determines an index or a
+length is read once and compared with its bound before use. ``numpy_decoding`` is the same without a compiler, with
+equal results and bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BYTES = types.Array(types.uint8, 1, "C", True, None, False)
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _SIGN = np.uint32(0x80000000)
-# numba takes single numbers as constants.
+# numba accepts single numbers as constants, but not enums.
 _HEADER: Final = HEADER_BYTES
 _RAW32, _RAW16, _BRAIN16 = int(Kind.RAW32), int(Kind.RAW16), int(Kind.BRAIN16)
 _INTEGER, _SPARSE, _ONE_BIT = int(Kind.INTEGER), int(Kind.SPARSE), int(Kind.ONE_BIT)
@@ -32,8 +32,8 @@ _RANDOM, _LOW_RANK, _POSITION_STOP = int(Kind.RANDOM), int(Kind.LOW_RANK), POSIT
 _NONE, _LENGTH, _BAD_HEADER, _BODY = (int(f) for f in (Defect.NONE, Defect.LENGTH, Defect.HEADER, Defect.BODY))
 _PADDING, _VALUE, _NON_FINITE = int(Defect.PADDING), int(Defect.VALUE), int(Defect.NON_FINITE)
 _BLOCK_FIRST, _BLOCK_STOP = numpy_decoding.BLOCK_FIRST, numpy_decoding.BLOCK_STOP
-_LARGEST: Final = _U(0x7F7FFFFF)  # the bits of the largest finite float32
-#: Places that are decoded before values are added there.
+_LARGEST: Final = _U(0x7F7FFFFF)  # bits of the largest finite float32
+#: Positions that are decoded before their values are added.
 _PLACES: Final = 512
 _ONE_EXPONENT: Final = _U(1 << 23)
 _HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
@@ -41,20 +41,20 @@ _HALF_INFINITY, _BRAIN_INFINITY = np.uint16(0x7C00), np.uint16(0x7F80)
 
 @part_of_kernel
 def word(data: Any, at: Any) -> Any:
-    """The unsigned 32-bit number at a byte."""
+    """Return the little-endian uint32 at byte ``at``."""
     low = _I(data[at]) | (_I(data[at + 1]) << 8)
     return low | (_I(data[at + 2]) << 16) | (_I(data[at + 3]) << 24)
 
 
 @part_of_kernel
 def block_count(phase: Any, elements: Any, block: Any) -> Any:
-    """The blocks that a segment touches which begins ``phase`` elements into its first one."""
+    """Return the number of blocks touched by a segment that begins ``phase`` elements into its first block."""
     return (phase + elements + block - 1) // block
 
 
 @part_of_kernel
 def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, parameter: Any) -> Any:
-    """The defect of a header, as far as it follows from the header alone."""
+    """Return the defect of a header that is visible without the body."""
     if kind in (_RAW32, _RAW16, _BRAIN16):
         width = 4 if kind == _RAW32 else 2
         if bits != 8 * width or phase != 0 or parameter != 0:
@@ -85,7 +85,7 @@ def _structure(kind: Any, bits: Any, phase: Any, elements: Any, size: Any, param
 
 @part_of_kernel
 def _check_floats(values: Any) -> Any:
-    """NON_FINITE where one of float32 values is."""
+    """Return NON_FINITE if one of the float32 values is not finite."""
     bits, bad = values.view(np.uint32), _U(0)
     for i in range(bits.size):
         bad |= _U(_U(bits[i] & INFINITY) == INFINITY)
@@ -94,7 +94,7 @@ def _check_floats(values: Any) -> Any:
 
 @part_of_kernel
 def _check_words(body: Any, infinity: Any) -> Any:
-    """NON_FINITE where one of 16-bit values is."""
+    """Return NON_FINITE if one of the 16-bit values is not finite."""
     words, bad = body.view(np.uint16), np.uint16(0)
     for i in range(words.size):
         bad |= np.uint16(np.uint16(words[i] & infinity) == infinity)
@@ -103,7 +103,10 @@ def _check_words(body: Any, infinity: Any) -> Any:
 
 @part_of_kernel
 def _check_scales(scales: Any, bits: Any) -> Any:
-    """The defect of scales: one is negative, not finite, or times the largest code not finite."""
+    """Return VALUE for a negative scale, NON_FINITE for one that is too large, or NONE.
+
+    A scale is too large if its product with the largest code is not finite.
+    """
     words, largest, negative = scales.view(np.uint32), _U(_LARGEST - _U(_U(bits - 1) * _ONE_EXPONENT)), _U(0)
     most = _U(0)
     for i in range(words.size):
@@ -116,7 +119,7 @@ def _check_scales(scales: Any, bits: Any) -> Any:
 
 @part_of_kernel
 def _has_spare_bits(codes: Any, used: Any) -> Any:
-    """Whether a bit is set behind the ``used`` ones."""
+    """True if a bit beyond the first ``used`` ones is set."""
     left = used % 8
     return left != 0 and (codes[codes.size - 1] >> left) != 0
 
@@ -131,7 +134,7 @@ def _check_integers(bits: Any, phase: Any, block: Any, elements: Any, body: Any)
 
 @part_of_kernel
 def _check_gaps(gaps: Any, count: Any, elements: Any) -> Any:
-    """BODY unless the gaps lead to ``count`` places below ``elements``, the last byte to the last one."""
+    """Return BODY unless the gaps encode ``count`` positions below ``elements`` and end with a position."""
     position, found = _I(-1), _I(0)
     for i in range(gaps.size):
         gap = _I(gaps[i])
@@ -160,13 +163,13 @@ def _check_sparse(bits: Any, phase: Any, chunk: Any, elements: Any, body: Any) -
 
 @part_of_kernel
 def _long_word(body: Any, at: Any) -> Any:
-    """The unsigned 64-bit number at a byte, as a signed one."""
+    """Return the little-endian uint64 at byte ``at`` as an int64."""
     return word(body, at) | (word(body, at + 4) << 32)
 
 
 @part_of_kernel
 def _random_count(body: Any, period: Any, elements: Any) -> Any:
-    """The values that a RANDOM segment has; -1 where its first element cannot be."""
+    """Return the number of values in a RANDOM segment, or -1 if its first element is out of range."""
     position = _long_word(body, 8)
     if not 0 <= position < _POSITION_STOP:
         return _I(-1)
@@ -185,13 +188,13 @@ def _check_random(bits: Any, period: Any, elements: Any, body: Any) -> Any:
 
 @part_of_kernel
 def _rows(columns: Any, column: Any, elements: Any) -> Any:
-    """The rows that a segment touches which begins in ``column``."""
+    """Return the number of matrix rows touched by a segment that begins in ``column``."""
     return (column + elements + columns - 1) // columns
 
 
 @part_of_kernel
 def _has_factors(rank: Any, columns: Any, column: Any, elements: Any, size: Any) -> Any:
-    """Whether a LOW_RANK body has the size of its two factors."""
+    """True if a LOW_RANK body has the size of its two factors."""
     return column < columns and size == 4 + 4 * rank * (_rows(columns, column, elements) + columns)
 
 
@@ -207,7 +210,7 @@ def _check_low_rank(rank: Any, columns: Any, elements: Any, body: Any) -> Any:
 
 @part_of_kernel
 def _largest(body: Any) -> Any:
-    """The largest magnitude of float32 values; NaN or Inf where one is."""
+    """Return the largest magnitude of float32 values; NaN or Inf if one of them is."""
     bits, most = body.view(np.uint32), _U(0)
     for i in range(bits.size):
         most = max(most, _U(bits[i] & _U(0x7FFFFFFF)))
@@ -216,7 +219,7 @@ def _largest(body: Any) -> Any:
 
 @part_of_kernel
 def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any, body: Any) -> Any:
-    """The defect of a body whose size is that of its header."""
+    """Return the defect of a body whose size matches its header."""
     if kind == _RAW32:
         return _check_floats(body)
     if kind == _RAW16:
@@ -234,7 +237,7 @@ def _check_body(kind: Any, bits: Any, phase: Any, parameter: Any, elements: Any,
 
 @part_of_kernel
 def _is_padded(payload: Any, stop: Any) -> Any:
-    """Whether only zeros stand between the end of a body and the next multiple of 4."""
+    """True if all bytes between the end of a body and the next multiple of 4 are zero."""
     bad = np.uint8(0)
     for i in range(stop, (stop + 3) // 4 * 4):
         bad |= payload[i]
@@ -243,9 +246,9 @@ def _is_padded(payload: Any, stop: Any) -> Any:
 
 @kernel(BYTES, types.int64, result=types.int64, interpreted=numpy_decoding.check)
 def check_payload(payload: Any, elements: Any) -> Any:
-    """The defect of a payload, and times 256 the byte at which the defective segment begins.
+    """Return the defect of a payload, plus 256 times the offset of the defective segment.
 
-    A defect of the structure comes before NON_FINITE, wherever it is.
+    Structural defects take precedence over NON_FINITE, wherever they are.
     """
     at, done, size, result = _I(0), _I(0), _I(payload.size), _I(0)
     while at < size:
@@ -273,7 +276,7 @@ def check_payload(payload: Any, elements: Any) -> Any:
 
 @part_of_kernel
 def _add_words(kind: Any, body: Any, out: Any) -> None:
-    """Adds the values of RAW16 or BRAIN16."""
+    """Add the values of RAW16 or BRAIN16."""
     words = body.view(np.uint16)
     if kind == _RAW16:
         for i in range(out.size):
@@ -285,7 +288,7 @@ def _add_words(kind: Any, body: Any, out: Any) -> None:
 
 @part_of_kernel
 def _unpack_some(codes: Any, bits: Any, start: Any, first: Any, last: Any, out: Any) -> None:
-    """Elements [first, last) of ``_unpack``, one by one."""
+    """Unpack elements [first, last) of ``_unpack``, one by one."""
     half = _I(1) << (bits - 1)
     for i in range(first, last):
         at = (start + i) * bits
@@ -294,7 +297,7 @@ def _unpack_some(codes: Any, bits: Any, start: Any, first: Any, last: Any, out: 
 
 @part_of_kernel
 def _unpack(codes: Any, bits: Any, start: Any, out: Any) -> None:
-    """The signed codes of 4 or 2 bits from number ``start`` on, as int8."""
+    """Unpack signed codes of 4 or 2 bits to int8, beginning with code number ``start``."""
     per_byte = 8 // bits
     head = min(-start % per_byte, out.size)
     whole = (out.size - head) // per_byte
@@ -323,7 +326,7 @@ def _add_block(codes: Any, scale: Any, out: Any) -> None:
 
 @part_of_kernel
 def _add_integers(bits: Any, phase: Any, block: Any, body: Any, out: Any) -> None:
-    """Adds code * scale."""
+    """Add code * scale."""
     blocks = block_count(phase, out.size, block)
     scales, codes = body[: 4 * blocks].view(np.float32), body[4 * blocks :]
     unpacked = np.empty(0 if bits == 8 else block, np.int8)
@@ -348,10 +351,11 @@ def _add_floats(body: Any, out: Any) -> None:
 
 @part_of_kernel
 def _places(gaps: Any, position: Any, where: Any) -> Any:
-    """Writes the places, ascending, that ``gaps`` lead to from ``position`` on. Returns the last position, and how many
-    places. where: as long as ``gaps``.
+    """Decode gaps to ascending positions, beginning at ``position``. Return the last position and the count.
 
-    Without a branch: one gap in ten has more than a byte, which no processor foresees.
+    The loop has no branch: one gap in ten has more than a byte, which no processor predicts.
+
+    where: output, at least as long as ``gaps``.
     """
     count = _I(0)
     for i in range(gaps.size):
@@ -365,7 +369,10 @@ def _places(gaps: Any, position: Any, where: Any) -> Any:
 
 @part_of_kernel
 def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
-    """Adds float32 values at the places that ``gaps`` lead to. False where there are not as many places in ``out``."""
+    """Add float32 values at the positions that ``gaps`` encode.
+
+    Returns False if the number of positions is wrong, or one is out of range.
+    """
     position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(values.size))
     where = np.empty(_PLACES, np.int64)
     for at in range(0, gaps.size, _PLACES):
@@ -380,7 +387,7 @@ def _add_at_gaps(gaps: Any, count: Any, values: Any, out: Any) -> Any:
 
 @part_of_kernel
 def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: Any, chunk: Any, out: Any) -> Any:
-    """As ``_add_at_gaps``, with the scale of the chunk that each place is in."""
+    """Add codes times the scale of the chunk of each position. Return as ``_add_at_gaps``."""
     position, k, elements, present = _I(-1), _I(0), _I(out.size), min(_I(count), _I(codes.size))
     border, number = _I(chunk - phase), _I(0)
     where = np.empty(_PLACES, np.int64)
@@ -398,7 +405,7 @@ def _add_codes_at_gaps(gaps: Any, count: Any, codes: Any, scales: Any, phase: An
 
 @part_of_kernel
 def _signed_sizes(packed: Any, out: Any) -> None:
-    """1, 2, -1 or -2 for codes of 2 bits."""
+    """Map 2-bit codes to 1, 2, -1 or -2."""
     for i in range(out.size):
         code = _I(packed[i >> 2] >> np.uint8(2 * (i & 3))) & 3
         out[i] = (1 + (code & 1)) * (1 - (code & 2))
@@ -406,7 +413,7 @@ def _signed_sizes(packed: Any, out: Any) -> None:
 
 @part_of_kernel
 def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
-    """Adds the values that are sent. False where a place is beyond the segment."""
+    """Add the values that were sent. Return False if a position is beyond the segment."""
     count, scales_end = word(body, 0), 4 + (4 * block_count(phase, out.size, chunk) if chunk else 0)
     values_end = scales_end + (count * bits + 7) // 8
     if values_end > body.size or count > out.size:
@@ -428,7 +435,10 @@ def _add_sparse(bits: Any, phase: Any, chunk: Any, body: Any, out: Any) -> Any:
 
 @part_of_kernel
 def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, out: Any) -> None:
-    """Adds ``scale`` with their signs to elements [first, last), one by one. start: the sign of ``out``'s first."""
+    """Add ``scale`` with the sign of each of elements [first, last), one by one.
+
+    start: number of the sign that belongs to ``out[0]``.
+    """
     for i in range(first, last):
         at = start + i
         out[i] += _U(scale ^ _U(_U(_U(signs[at >> 3]) >> _U(at & 7)) << _U(31))).view(np.float32)
@@ -436,7 +446,7 @@ def _add_some_signs(signs: Any, start: Any, scale: Any, first: Any, last: Any, o
 
 @part_of_kernel
 def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
-    """Adds the block's scale with the element's sign."""
+    """Add each block's scale with the element's sign."""
     blocks = block_count(phase, out.size, block)
     scales, signs = body[: 4 * blocks].view(np.uint32), body[4 * blocks :]
     start = _I(0)
@@ -457,7 +467,7 @@ def _add_signs(phase: Any, block: Any, body: Any, out: Any) -> None:
 
 @part_of_kernel
 def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
-    """Adds the values that are sent. False where there are not as many as places."""
+    """Add the values that were sent. Return False if their number differs from that of the positions."""
     count, position = _random_count(body, period, out.size), _long_word(body, 8)
     low, high = _U(word(body, 0)), _U(word(body, 4))
     values = body[16:]
@@ -481,7 +491,7 @@ def _add_random(bits: Any, period: Any, body: Any, out: Any) -> Any:
 
 @part_of_kernel
 def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
-    """Adds rows of the product. False where the factors do not have its size."""
+    """Add rows of the product. Return False if the factors do not have its size."""
     column = word(body, 0)
     if not _has_factors(rank, columns, column, out.size, body.size):
         return False
@@ -492,7 +502,7 @@ def _add_low_rank(rank: Any, columns: Any, body: Any, out: Any) -> Any:
 
 @part_of_kernel
 def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: Any) -> Any:
-    """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
+    """Add a segment with a checked structure. Return False if its body turns out to be invalid."""
     if kind == _RAW32:
         _add_floats(body, out)
     elif kind == _INTEGER:
@@ -512,7 +522,7 @@ def _add_body(kind: Any, bits: Any, phase: Any, parameter: Any, body: Any, out: 
 
 @kernel(BYTES, OUT, result=types.boolean, interpreted=numpy_decoding.accumulate)
 def add_payload(payload: Any, out: Any) -> Any:
-    """Adds what a payload encodes to ``out``. False, with a part of it added, where it is not valid."""
+    """Add a payload's values to ``out``. Return False, with part of it added, if the payload is invalid."""
     at, done, size, elements = _I(0), _I(0), _I(payload.size), _I(out.size)
     while size - at >= _HEADER:
         kind, bits = _I(payload[at]), _I(payload[at + 1])
@@ -529,5 +539,5 @@ def add_payload(payload: Any, out: Any) -> Any:
     return at == size and done == elements
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (check_payload, add_payload)

@@ -1,7 +1,7 @@
-"""Encoding the regions of a flat vector, slice by slice.
+"""Encoding of a flat vector's regions, slice by slice.
 
-A region is prepared once for each push, when all of its values are known: a threshold may follow from the whole tensor.
-Then slices can be encoded in any order, by any thread, each once or more often, with the same bytes.
+Each push prepares a region once, when all of its values are known: a threshold may depend on the whole tensor. Slices
+can then be encoded in any order, by any thread, any number of times, with the same bytes.
 """
 
 from __future__ import annotations
@@ -61,17 +61,18 @@ _NONE: Final = np.empty(0, np.float32)
 
 
 class PushNumber(NamedTuple):
-    """What random numbers of a push follow from, beside the codec's seed: the worker's rank, and the push's number."""
+    """Seeds of one push's random numbers, besides the codec's own: the worker's rank and the push's number."""
 
     rank: int
     ordinal: int
 
 
 def prepare(region: Region, values: Floats, number: PushNumber, state: AnyArray | None = None) -> PreparedRegion:
-    """``region`` with its values, float32[region.size], ready to be written.
+    """Return ``region`` with its values, ready for ``encode``.
 
-    values: contiguous, and kept. state: ``next_state`` of the region's last push; None for the first one.
-    Raises NonFiniteGradientError where all values must be known to be finite, and DTypeMismatchError,
+    values: float32[region.size], contiguous. Not copied.
+    state: ``next_state`` of the region from the last push, or None for the first push.
+    Raises NonFiniteGradientError if the codec needs all values to be finite, and DTypeMismatchError,
     ShapeMismatchError, UnknownCodecError.
     """
     check_vector("values", values, _FLOAT32, region.size)
@@ -92,10 +93,10 @@ def prepare_sum(
     number: PushNumber,
     state: AnyArray | None = None,
 ) -> PreparedRegion | None:
-    """``region`` with the values ``values + factor * addend``, which are written to ``sums``; None where some are not
-    finite, which leaves ``sums`` undefined. Other arguments, and errors, as for ``prepare``.
+    """Compute ``sums = values + factor * addend``, and return ``region`` prepared with these sums.
 
-    All are float32[region.size], contiguous. ``sums`` is kept, and may be one of the other two.
+    All arrays are float32[region.size], contiguous. ``sums`` is not copied, and may be one of the other two. Returns
+    None, with ``sums`` undefined, if a sum is not finite. Other arguments and errors are those of ``prepare``.
     """
     selection = _selection(region, number)
     if selection is None:
@@ -109,7 +110,11 @@ def prepare_sum(
 
 @dataclass(frozen=True)
 class _Selection(ABC):
-    """Which elements of a tensor are sent. kept: how many. bits, chunk: as in ``PreparedSparse``."""
+    """Choice of the elements that are sent.
+
+    kept: number of elements.
+    bits, chunk: as in ``PreparedSparse``.
+    """
 
     kept: int
     bits: int
@@ -117,21 +122,21 @@ class _Selection(ABC):
 
     @abstractmethod
     def select(self, values: Floats) -> Places:
-        """Their places, ascending; only -1 where a value is not finite."""
+        """Return the positions of the chosen elements, ascending; only -1 if a value is not finite."""
 
     @abstractmethod
     def select_of_sum(self, values: Floats, addend: Floats, factor: float, sums: Floats) -> Places:
-        """The same of ``values + factor * addend``, which is written to ``sums``."""
+        """Write ``values + factor * addend`` to ``sums``, and ``select`` from that."""
 
     def prepared(self, region: Region, values: Floats, where: Places) -> PreparedSparse | None:
-        """The region with what was selected of ``values``; None where they are not finite."""
+        """Return the region with the selected ``values``, or None if they are not finite."""
         if where.size and where[0] < 0:
             return None
         return PreparedSparse(region, values, where, values[where], self.bits, self.chunk if self.bits < 16 else 0)
 
 
 class _Largest(_Selection):
-    """The largest of all."""
+    """The largest elements of the whole region."""
 
     def select(self, values: Floats) -> Places:
         where: Places = select_largest(values, self.kept)
@@ -144,7 +149,10 @@ class _Largest(_Selection):
 
 @dataclass(frozen=True)
 class _LargestOfChunks(_Selection):
-    """The largest of each chunk. period: elements of such a chunk."""
+    """The largest elements of each chunk.
+
+    period: elements per chunk.
+    """
 
     period: int
 
@@ -158,7 +166,7 @@ class _LargestOfChunks(_Selection):
 
 
 def _selection(region: Region, number: PushNumber) -> _Selection | None:
-    """What a sparse codec selects; None for other codecs."""
+    """Return a sparse codec's selection, or None for other codecs."""
     codec = region.codec
     sparse = codec.sparse if isinstance(codec, Chain) else codec
     if isinstance(sparse, TopK):
@@ -171,8 +179,10 @@ def _selection(region: Region, number: PushNumber) -> _Selection | None:
 
 
 def selects_places(codec: Codec) -> bool:
-    """Whether segments of ``codec`` have the values of some places and nothing else: then what is left out is all
-    other values, as they are."""
+    """True if segments of ``codec`` hold the values of some positions and nothing else.
+
+    The residual is then all other values, unchanged.
+    """
     return isinstance(codec.sparse if isinstance(codec, Chain) else codec, TopK | ChunkedTopK)
 
 
@@ -180,7 +190,7 @@ def selects_places(codec: Codec) -> bool:
 def _prepare(
     codec: Codec, region: Region, values: Floats, number: PushNumber, state: AnyArray | None
 ) -> PreparedRegion:
-    raise UnknownCodecError(f"codec {codec!r:.60} cannot be a tensor's")
+    raise UnknownCodecError(f"codec {codec!r:.60} cannot encode a single tensor")
 
 
 @_prepare.register
@@ -231,19 +241,19 @@ def _prepare_random(
 
 
 def key_of(seed: int, region: Region, number: PushNumber) -> int:
-    """The key of a region's random numbers."""
+    """Return the key of a region's random numbers."""
     return random_numbers.key(seed, number.rank, number.ordinal, region.start)
 
 
 def encode(
     prepared: Sequence[PreparedRegion], start: int, stop: int, out: Bytes, residual: Floats | None = None
 ) -> int:
-    """Writes the payload of elements [start, stop) of the flat vector to ``out``; returns its bytes.
+    """Write the payload of elements [start, stop) of the flat vector to ``out``. Return its size in bytes.
 
-    prepared: all regions of the flat vector, in order, or those that have these elements.
+    prepared: all regions of the flat vector in order, or at least those that contain these elements.
     out: at least ``payload_limit(stop - start)`` bytes.
-    residual: as long as the flat vector. Its elements [start, stop) get the values less what is decoded.
-    Raises NonFiniteGradientError, with nothing sent and the residual of these elements partly written.
+    residual: as long as the flat vector. Its elements [start, stop) receive the values minus the decoded values.
+    Raises NonFiniteGradientError. The residual of these elements is then partly written.
     """
     check_vector("out", out, np.dtype(np.uint8), out.size)
     check_output("out", out)
@@ -260,8 +270,8 @@ def encode(
         end = min(region.stop, stop)
         if out.size - at < segment_limit(end - done):
             raise InvalidArgumentError(f"regions of fewer than {MIN_ELEMENTS} elements cannot be compressed")
-        rest = _NONE if residual is None else residual[region.start : region.stop]
-        at += one.write(done - region.start, end - region.start, out[at:], rest)
+        unsent = _NONE if residual is None else residual[region.start : region.stop]
+        at += one.write(done - region.start, end - region.start, out[at:], unsent)
         done = end
     if done < stop:
         raise InvalidArgumentError(f"element {done} of the flat vector is in no prepared region")

@@ -1,7 +1,7 @@
-"""The container of encoded payloads: segments, each a header and a body (CODEC_SEGMENTS on the wire).
+"""Container format of encoded payloads: segments, each a header and a body (CODEC_SEGMENTS on the wire).
 
-``docs/payload-format.md`` specifies the bytes. A payload covers the elements of one slice, in order and exactly.
-Everything is little-endian. A body is padded with zeros to a multiple of 4 bytes.
+A payload covers the elements of one slice, in order and exactly. Everything is little-endian. A body is padded with
+zeros to a multiple of 4 bytes. ``docs/payload-format.md`` specifies the bytes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Final
 
 
 class Kind(IntEnum):
-    """How a segment encodes its elements."""
+    """Encoding of a segment's elements."""
 
     RAW32 = 1
     RAW16 = 2
@@ -28,27 +28,27 @@ class Kind(IntEnum):
 HEADER: Final = Struct("<BBHIII")
 HEADER_BYTES: Final = 16
 
-#: Numbers of 64 bits in RANDOM segments: the place of the first element is below this.
+#: RANDOM segments hold the position of the first element as uint64; it is below this.
 POSITION_STOP: Final = 2**62
 
-#: Elements that one scale may stand for; phases have 16 bits.
+#: Valid numbers of elements per scale; phases have 16 bits.
 BLOCK_ELEMENTS: Final = range(16, 65537)
 
 
 def payload_limit(elements: int) -> int:
-    """The most bytes that a valid payload of so many elements has; ``check`` refuses longer ones.
+    """Return the size limit in bytes of a valid payload for this many elements. ``check`` rejects longer ones.
 
-    Encoders stay below it: see ``segment_limit``. All but the first and the last compressed segment of a payload have
-    at least 64 elements, and those that are not compressed are one segment where they are adjacent.
+    Encoders stay below it (``segment_limit``): all compressed segments of a payload, except the first and the last,
+    have at least 64 elements, and adjacent uncompressed elements form one segment.
     """
     return 5 * elements + 128 if elements else 0
 
 
 def segment_limit(elements: int) -> int:
-    """The most bytes that an encoder writes for a segment: 32 more than its elements as float32."""
+    """Return the size limit of a segment that an encoder writes: 32 bytes more than its elements as float32."""
     return 4 * elements + 32
 
 
 def padded(size: int) -> int:
-    """The bytes of a body with its padding."""
+    """Return the size of a body with its padding."""
     return (size + 3) & ~3

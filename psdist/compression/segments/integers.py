@@ -1,7 +1,7 @@
-"""Encoders of INTEGER segments, compiled by numba; ``numpy_integers`` has the same without a compiler, byte for byte.
+"""Encoders of INTEGER segments, compiled by numba. ``numpy_integers`` is the same without a compiler, byte for byte.
 
-A block's scale follows from the whole block, also where a segment has only a part of it. So what is decoded does not
-depend on how a tensor is cut into slices.
+A block's scale depends on the whole block, even if a segment has only part of it. So the decoded values do not depend
+on how a tensor is divided into slices.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ OUT_BYTES = types.Array(types.uint8, 1, "C")
 
 _U, _I, _F, _S = np.uint32, np.int64, np.float32, np.int8
 _MAGNITUDE, _INFINITY = _U(0x7FFFFFFF), _U(0x7F800000)
-# Adding it to a small number rounds to a whole one, ties to even, which is then in the sum's lowest bits.
+# Adding this to a small number rounds it to an integer, ties to even; the integer is in the low bits of the sum.
 _MAGIC: Final = np.float32(1.5 * 2.0**23)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
 @part_of_kernel
 def largest_bits(values: Any) -> Any:
-    """The bits of the largest magnitude; from those of infinity on where a value is not finite."""
+    """Return the bits of the largest magnitude; at least those of infinity if a value is not finite."""
     bits, most = values.view(np.uint32), _U(0)
     for i in range(bits.size):
         most = max(most, _U(bits[i] & _MAGNITUDE))
@@ -35,7 +35,7 @@ def largest_bits(values: Any) -> Any:
 
 @part_of_kernel
 def _quantize(values: Any, scale: Any, limit: Any, codes: Any) -> None:
-    """The nearest whole numbers of scales."""
+    """Round to the nearest multiple of the scale."""
     divisor = scale if scale > _ZERO else _ONE
     for i in range(codes.size):
         x = _F(values[i] / divisor)
@@ -46,7 +46,10 @@ def _quantize(values: Any, scale: Any, limit: Any, codes: Any) -> None:
 
 @part_of_kernel
 def _quantize_by_chance(values: Any, scale: Any, limit: Any, low: Any, high: Any, first: Any, codes: Any) -> None:
-    """One of the two nearest whole numbers of scales, by chance. first: the number of the first element."""
+    """Round to one of the two nearest multiples of the scale, at random.
+
+    first: number of the first element.
+    """
     divisor = scale if scale > _ZERO else _ONE
     for i in range(codes.size):
         x = _F(_F(values[i] / divisor) + centred(draw(low, high, _U(first + _U(i)))))
@@ -56,14 +59,14 @@ def _quantize_by_chance(values: Any, scale: Any, limit: Any, low: Any, high: Any
 
 
 @part_of_kernel
-def _keep_rest(values: Any, codes: Any, scale: Any, residual: Any) -> None:
+def _store_residual(values: Any, codes: Any, scale: Any, residual: Any) -> None:
     for i in range(codes.size):
         residual[i] = values[i] - _F(codes[i]) * scale
 
 
 @part_of_kernel
 def pack(codes: Any, bits: Any, out: Any) -> None:
-    """Codes of 4 or 2 bits, the first one in the lowest bits of the first byte."""
+    """Pack codes of 4 or 2 bits, the first one in the lowest bits of the first byte."""
     per_byte = 8 // bits
     mask = np.uint8((1 << bits) - 1)
     whole = codes.size // per_byte
@@ -96,9 +99,10 @@ def encode_integers(
     out: Any,
     residual: Any,
 ) -> Any:
-    """Writes the body for elements [start, stop) of a tensor, and what it leaves out of them to ``residual``.
+    """Write the body for elements [start, stop) of a tensor. Return False if a value is not finite.
 
-    out: of exactly the body's size. residual: as long as ``values``, or empty. False where a value is not finite.
+    out: exactly the body's size.
+    residual: as long as ``values``, or empty. Its elements [start, stop) receive the residual.
     """
     limit = _F((1 << (bits - 1)) - 1)
     top = _F(_U(_U(0x7F7FFFFF) - _U(_U(bits - 1) << _U(23))).view(np.float32))
@@ -121,11 +125,11 @@ def encode_integers(
         else:
             _quantize(part_values, scale, limit, part_codes)
         if residual.size:
-            _keep_rest(part_values, part_codes, scale, residual[low_end:high_end])
+            _store_residual(part_values, part_codes, scale, residual[low_end:high_end])
     if bits != 8:
         pack(codes, bits, packed)
     return True
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (encode_integers,)

@@ -1,7 +1,7 @@
-"""LOW_RANK segments: rows of a matrix as products of two thin ones, in a fixed order of operations.
+"""LOW_RANK segments: rows of a matrix as the product of two thin matrices, with a fixed order of operations.
 
-Element (i, j) is ``P[i, 0] * Q[0, j] + P[i, 1] * Q[1, j] + ...``, added from left to right and rounded to float32 after
-each operation. Compiled by numba, and beside it the same by numpy, byte for byte.
+Element (i, j) is ``P[i, 0] * Q[0, j] + P[i, 1] * Q[1, j] + ...``, added from left to right and rounded to float32
+after each operation. Compiled by numba; the numpy version beside it gives the same bytes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from psdist.compression.segments import random_numbers
 Floats = NDArray[np.float32]
 
 _TILE: Final = 1024
-#: Products beyond this are not sent, and not taken: sums might not be finite.
+#: Larger products are neither sent nor accepted: their sums might not be finite.
 PRODUCT_LARGEST: Final = 3.0e38
 
 
 @part_of_kernel
 def add_product(p: Any, q: Any, rank: Any, columns: Any, column: Any, out: Any) -> None:
-    """Adds elements of the product to ``out``, from ``column`` of the first row on.
+    """Add elements of the product to ``out``, beginning at ``column`` of the first row.
 
-    p: rows of ``rank`` numbers, q: ``rank`` rows of ``columns``, both flat.
+    p: float32[rows * rank], row by row.
+    q: float32[rank * columns], row by row.
     """
     tile = np.empty(_TILE, np.float32)
     done, row, j = 0, 0, column
@@ -50,7 +51,7 @@ def add_product(p: Any, q: Any, rank: Any, columns: Any, column: Any, out: Any) 
 
 
 def add_product_by_numpy(p: Floats, q: Floats, rank: int, columns: int, column: int, out: Floats) -> None:
-    """``add_product``."""
+    """Compute ``add_product`` with numpy."""
     rows, others = p.reshape(-1, rank), q.reshape(rank, columns)
     product = rows[:, :1] * others[:1]
     for k in range(1, rank):
@@ -60,16 +61,16 @@ def add_product_by_numpy(p: Floats, q: Floats, rank: int, columns: int, column: 
 
 @kernel(IN, IN, types.int64, types.int64, types.int64, OUT, interpreted=add_product_by_numpy)
 def add_low_rank(p: Any, q: Any, rank: Any, columns: Any, column: Any, out: Any) -> None:
-    """``add_product`` for encoders, which know the product that servers will add."""
+    """Compute ``add_product`` for encoders, which need the product that servers will add."""
     add_product(p, q, rank, columns, column, out)
 
 
 def factors(matrix: Floats, rank: int, seed: int, start: int, state: Floats | None) -> tuple[Floats, Floats] | None:
-    """Two thin matrices, (rows, rank) and (rank, columns), whose product is near ``matrix``: a step of power iteration.
+    """Return P (rows, rank) and Q (rank, columns) with P Q near ``matrix``, after one step of power iteration.
 
-    state: the second of the last push, from which the iteration goes on. start: the tensor's place in the flat vector,
-    from which the first begins, with ``seed``. None where their product, or what it leaves out, could be too large for
-    float32.
+    state: Q of the last push, where the iteration resumes; None for the first push.
+    seed, start: seed of the initial Q, with the tensor's position in the flat vector.
+    Returns None if an element of the product or of the residual could overflow float32.
     """
     columns = matrix.shape[1]
     if state is None or state.shape != (rank, columns) or not state.any():
@@ -87,17 +88,19 @@ def factors(matrix: Floats, rank: int, seed: int, start: int, state: Floats | No
 
 
 def _scaled(values: Floats) -> Floats:
-    """``values`` with 1 as the largest magnitude, so that nothing over- or underflows."""
+    """Scale ``values`` to a largest magnitude of 1, so that nothing over- or underflows."""
     most = np.abs(values).max()
     return values / most if most > 0 and np.isfinite(np.float32(1) / most) else values
 
 
 def is_product_finite(p: Floats, q: Floats, rank: int, difference: float = 0.0) -> bool:
-    """Whether all is finite, and no element of the product can be too large, nor its difference to an element of a
-    magnitude of at most ``difference``."""
+    """True if the factors are finite and no element of the product can overflow.
+
+    difference: largest magnitude from which the product is subtracted; the difference must not overflow either.
+    """
     most_p, most_q = float(np.abs(p).max()), float(np.abs(q).max())
     return bool(most_p * most_q * rank + difference <= PRODUCT_LARGEST)  # False for NaN.
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (add_low_rank,)

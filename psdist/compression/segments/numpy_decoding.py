@@ -1,4 +1,4 @@
-"""The decoders of segments by numpy, for the time until they are compiled. Results and bytes are the same."""
+"""Decoders of segments by numpy, used until the compiled ones exist. Equal results and bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST: Final = np.finfo(np.float32).max
 
 
 class Defect(IntEnum):
-    """What is wrong with a segment."""
+    """Defect of a segment."""
 
     NONE = 0
     LENGTH = 1
@@ -38,7 +38,7 @@ class Defect(IntEnum):
 
 
 class Segment(NamedTuple):
-    """A segment, whose body may be shorter than ``length`` where the payload ends."""
+    """Segment of a payload. Its body is shorter than ``length`` if the payload ends early."""
 
     at: int
     kind: int
@@ -51,20 +51,20 @@ class Segment(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """Where the next segment begins."""
+        """Offset of the next segment."""
         return self.at + HEADER_BYTES + padded(self.length)
 
     def blocks(self) -> int:
-        """The blocks that it touches."""
+        """Return the number of blocks that the segment touches."""
         return -(-(self.phase + self.elements) // self.parameter) if self.parameter else 0
 
     def per_element(self, values: Floats) -> Floats:
-        """One value of each block, repeated for its elements."""
+        """Repeat one value per block for each of the block's elements."""
         return np.repeat(values, self.parameter)[self.phase : self.phase + self.elements]
 
 
 def segments(payload: Bytes) -> Iterator[Segment | None]:
-    """The segments of a payload; None where a header is cut."""
+    """Iterate over the segments of a payload. Yields None, and stops, if a header is cut short."""
     at = 0
     while at < payload.size:
         if payload.size - at < HEADER_BYTES:
@@ -78,7 +78,7 @@ def segments(payload: Bytes) -> Iterator[Segment | None]:
 
 
 def check(payload: Bytes, elements: int) -> int:
-    """``decoding.check_payload``."""
+    """Compute ``decoding.check_payload``."""
     done, at, result = 0, 0, 0
     for segment in segments(payload):
         if segment is None:
@@ -100,7 +100,7 @@ def check(payload: Bytes, elements: int) -> int:
 
 
 def structure(s: Segment) -> Defect:
-    """The defect of a header, as far as it follows from the header alone."""
+    """Return the defect of a header that is visible without the body."""
     if s.kind in _WIDTHS:
         width = _WIDTHS[Kind(s.kind)]
         if s.bits != 8 * width or s.phase or s.parameter:
@@ -130,7 +130,7 @@ def structure(s: Segment) -> Defect:
 
 
 def check_body(s: Segment) -> Defect:
-    """The defect of a body whose size is that of its header."""
+    """Return the defect of a body whose size matches its header."""
     if s.kind in _DTYPES:
         values = s.body.view(NUMPY_DTYPES[_DTYPES[Kind(s.kind)]])
         return Defect.NONE if np.isfinite(values).all() else Defect.NON_FINITE
@@ -151,7 +151,7 @@ def check_body(s: Segment) -> Defect:
 
 
 class Sparse(NamedTuple):
-    """The body of a SPARSE segment in its parts, and the places that its gaps lead to."""
+    """Parts of a SPARSE segment's body, and the positions that its gaps encode."""
 
     kept: int
     scales: Floats
@@ -161,7 +161,7 @@ class Sparse(NamedTuple):
 
 
 def sparse(s: Segment) -> Sparse | None:
-    """The parts of a SPARSE segment; None where the body is too short for its values."""
+    """Return the parts of a SPARSE segment, or None if the body is too short for its values."""
     count, scales_end = int(s.body[:4].view("<u4")[0]), 4 + 4 * s.blocks()
     values_end = scales_end + -(-count * s.bits // 8)
     if values_end > s.body.size:
@@ -174,7 +174,7 @@ def sparse(s: Segment) -> Sparse | None:
 
 
 def check_sparse(s: Segment) -> Defect:
-    """The defect of the body of a SPARSE segment."""
+    """Return the defect of a SPARSE segment's body."""
     body = sparse(s)
     if body is None or body.kept > s.elements or body.places.size != body.kept or body.is_open:
         return Defect.BODY
@@ -189,7 +189,7 @@ def check_sparse(s: Segment) -> Defect:
 
 
 def add_sparse(s: Segment, out: Floats) -> bool:
-    """Adds the values that are sent. False where a place is beyond the segment."""
+    """Add the values that were sent. Return False if a position is beyond the segment."""
     body = sparse(s)
     if body is None or body.places.size != body.kept or (body.kept and body.places[-1] >= out.size):
         return False
@@ -204,7 +204,7 @@ def add_sparse(s: Segment, out: Floats) -> bool:
 
 
 def random_places_of(s: Segment) -> NDArray[np.int64] | None:
-    """The places of the values of a RANDOM segment; None where its first element cannot be."""
+    """Return the positions of a RANDOM segment's values, or None if its first element is out of range."""
     key, position = (int(number) for number in s.body[:16].view("<u8"))
     if position >= POSITION_STOP:
         return None
@@ -212,7 +212,7 @@ def random_places_of(s: Segment) -> NDArray[np.int64] | None:
 
 
 def check_random(s: Segment) -> Defect:
-    """The defect of the body of a RANDOM segment."""
+    """Return the defect of a RANDOM segment's body."""
     found = random_places_of(s)
     if found is None:
         return Defect.VALUE
@@ -223,7 +223,7 @@ def check_random(s: Segment) -> Defect:
 
 
 def add_random(s: Segment, out: Floats) -> bool:
-    """Adds the values that are sent. False where there are not as many as places."""
+    """Add the values that were sent. Return False if their number differs from that of the positions."""
     found = random_places_of(s)
     if found is None or s.body.size != 16 + found.size * (s.bits // 8):
         return False
@@ -232,7 +232,7 @@ def add_random(s: Segment, out: Floats) -> bool:
 
 
 def low_rank_factors(s: Segment) -> tuple[Floats, Floats, int] | None:
-    """The two factors of a LOW_RANK segment, flat, and its first column; None where the body has another size."""
+    """Return the two flat factors of a LOW_RANK segment and its first column, or None if the body has another size."""
     column = int(s.body[:4].view("<u4")[0])
     rows = -(-(column + s.elements) // s.parameter)
     if column >= s.parameter or s.body.size != 4 + 4 * s.bits * (rows + s.parameter):
@@ -242,7 +242,7 @@ def low_rank_factors(s: Segment) -> tuple[Floats, Floats, int] | None:
 
 
 def _wide(values: Bytes, bits: int) -> Floats:
-    """Values of 32 bits, or bfloat16, as float32."""
+    """Widen float32 or bfloat16 values to float32."""
     if bits == 32:
         return values.view(np.float32)
     wide = np.empty(values.size // 2, np.float32)
@@ -251,21 +251,24 @@ def _wide(values: Bytes, bits: int) -> Floats:
 
 
 def has_spare_bits(codes: Bytes, used: int) -> bool:
-    """Whether a bit is set behind the ``used`` ones."""
+    """True if a bit beyond the first ``used`` ones is set."""
     return bool(used % 8 and codes[-1] >> (used % 8))
 
 
 def check_scales(scales: Floats, bits: int) -> Defect:
-    """The defect of scales: one is negative, not finite, or times the largest code not finite."""
+    """Return VALUE for a negative scale, NON_FINITE for one that is too large, or NONE.
+
+    A scale is too large if its product with the largest code is not finite.
+    """
     if np.signbit(scales).any():
         return Defect.VALUE
     return Defect.NONE if (scales <= _LARGEST / 2 ** (bits - 1)).all() else Defect.NON_FINITE
 
 
 def accumulate(payload: Bytes, out: Floats) -> bool:
-    """``decoding.add_payload``."""
+    """Compute ``decoding.add_payload``."""
     done, at = 0, 0
-    payload = payload.copy()  # It may change meanwhile.
+    payload = payload.copy()  # The original may change meanwhile.
     for segment in segments(payload):
         if segment is None or not 0 < segment.elements <= out.size - done or segment.body.size < segment.length:
             return False
@@ -279,7 +282,7 @@ def accumulate(payload: Bytes, out: Floats) -> bool:
 
 
 def add_body(s: Segment, out: Floats) -> bool:
-    """Adds a segment whose structure was checked. False where its body turned out not to be valid."""
+    """Add a segment with a checked structure. Return False if its body turns out to be invalid."""
     if s.kind == Kind.RAW32:
         out += s.body.view(np.float32)
     elif s.kind == Kind.SPARSE:
@@ -306,7 +309,7 @@ def add_body(s: Segment, out: Floats) -> bool:
 
 
 def unpack(codes: Bytes, bits: int, elements: int) -> NDArray[Any]:
-    """The signed codes, as int8."""
+    """Return the signed codes as int8."""
     if bits == 8:
         return codes.view(np.int8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)

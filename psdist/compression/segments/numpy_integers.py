@@ -1,4 +1,4 @@
-"""The encoders of INTEGER segments by numpy, for the time until they are compiled. The bytes are the same."""
+"""Encoders of INTEGER segments by numpy, used until the compiled ones exist. Equal bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def encode(
     out: Bytes,
     residual: Floats,
 ) -> bool:
-    """``integers.encode_integers``."""
+    """Compute ``integers.encode_integers``."""
     limit, top = np.float32(2 ** (bits - 1) - 1), np.finfo(np.float32).max / np.float32(2 ** (bits - 1))
     first, last = start // block * block, min(-(-stop // block) * block, values.size)
     most = np.maximum.reduceat(np.abs(values[first:last]), np.arange(0, last - first, block))
@@ -48,7 +48,7 @@ def encode(
 
 
 def _chances(start: int, stop: int, block: int, key: int) -> Floats:
-    """What is added to elements before they are rounded."""
+    """Return the random offsets that are added to elements before rounding."""
     numbers = np.arange(start, stop, dtype=np.uint64)
     salts = (numbers // np.uint64(block) * np.uint64(block) >> np.uint64(32)).astype(np.uint32) * np.uint32(0x85EBCA6B)
     low, high = np.uint32(key & 0xFFFFFFFF), key >> 32
@@ -61,7 +61,7 @@ def _chances(start: int, stop: int, block: int, key: int) -> Floats:
 
 
 def pack(codes: NDArray[Any], bits: int) -> Bytes:
-    """Codes of 8, 4 or 2 bits, the first one in the lowest bits of the first byte."""
+    """Pack codes of 8, 4 or 2 bits, the first one in the lowest bits of the first byte."""
     if bits == 8:
         return codes.view(np.uint8)
     per_byte = 8 // bits

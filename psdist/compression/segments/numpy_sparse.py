@@ -1,4 +1,4 @@
-"""The encoders of SPARSE segments by numpy, for the time until they are compiled. The bytes are the same."""
+"""Encoders of SPARSE segments by numpy, used until the compiled ones exist. Equal bytes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 Positions = NDArray[np.int64]
 
-#: Of 2-bit values: those above so many times the mean are large, before the scale is known.
+#: Among 2-bit values, those above this multiple of the mean magnitude count as large while the scale is computed.
 SPLIT: Final = 1.2
 
 _MAGIC: Final = np.float32(1.5 * 2.0**23)
@@ -27,7 +27,7 @@ _BFLOAT16: Final = NUMPY_DTYPES["bfloat16"]
 
 
 def _magnitudes(values: Floats) -> NDArray[np.uint32]:
-    """The bits without the sign, which are ordered as magnitudes are."""
+    """Return the bits without the sign, which sort in the order of magnitudes."""
     return values.view(np.uint32) & _MAGNITUDE
 
 
@@ -42,7 +42,7 @@ def _not_finite() -> Positions:
 
 
 def select_chunks(values: Floats, chunk: int, kept: int) -> Positions:
-    """``sparse.select_chunks``."""
+    """Compute ``sparse.select_chunks``."""
     found = [np.empty(0, np.int64)]
     for begin in range(0, values.size, chunk):
         magnitudes = _magnitudes(values[begin : begin + chunk])
@@ -55,23 +55,23 @@ def select_chunks(values: Floats, chunk: int, kept: int) -> Positions:
 def add_and_select_chunks(
     values: Floats, addend: Floats, factor: float, chunk: int, kept: int, sums: Floats
 ) -> Positions:
-    """``sparse.add_and_select_chunks``."""
+    """Compute ``sparse.add_and_select_chunks``."""
     return select_chunks(_sums(values, addend, factor, sums), chunk, kept)
 
 
 def select_largest(values: Floats, kept: int) -> Positions:
-    """``sparse.select_largest``."""
+    """Compute ``sparse.select_largest``."""
     magnitudes = _magnitudes(values)
     return _not_finite() if magnitudes.max() >= _INFINITY else _largest(magnitudes, kept)
 
 
 def add_and_select_largest(values: Floats, addend: Floats, factor: float, kept: int, sums: Floats) -> Positions:
-    """``sparse.add_and_select_largest``."""
+    """Compute ``sparse.add_and_select_largest``."""
     return select_largest(_sums(values, addend, factor, sums), kept)
 
 
 def _largest(magnitudes: NDArray[np.uint32], kept: int) -> Positions:
-    """The places of the ``kept`` largest; of equal ones the first, and no zeros."""
+    """Return the positions of the ``kept`` largest. Ties keep the first; zeros are never kept."""
     threshold = max(int(np.partition(magnitudes, magnitudes.size - kept)[magnitudes.size - kept]), 1)
     chosen = magnitudes > threshold
     ties = np.flatnonzero(magnitudes == threshold)[: kept - np.count_nonzero(chosen)]
@@ -82,7 +82,7 @@ def _largest(magnitudes: NDArray[np.uint32], kept: int) -> Positions:
 def write(
     kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, out: Bytes, residual: Floats
 ) -> int:
-    """``sparse.write_sparse``."""
+    """Compute ``sparse.write_sparse``."""
     part = slice(*np.searchsorted(where, [start, stop]))
     inside, values = where[part], kept[part]
     if chunk:
@@ -101,7 +101,7 @@ def write(
 
 
 def gap_bytes(places: Positions) -> Bytes:
-    """The gaps between places: 255 is that much without a value."""
+    """Encode the gaps between positions: a byte of 255 stands for 255 elements without a value."""
     gaps = np.diff(places, prepend=-1) - 1
     ends = np.cumsum(gaps // 255 + 1) - 1
     written = np.full(ends[-1] + 1 if ends.size else 0, 255, np.uint8)
@@ -110,7 +110,7 @@ def gap_bytes(places: Positions) -> Bytes:
 
 
 def _plain(kept: Floats, bits: int) -> tuple[Floats, Bytes, Bytes]:
-    """What is decoded, no scales, and the values of 32 or 16 bits."""
+    """Return decoded values, no scales, and the bytes of 32- or 16-bit values."""
     nothing = np.empty(0, np.uint8)
     if bits == 32:
         return kept, nothing, kept.view(np.uint8)
@@ -126,7 +126,7 @@ def _plain(kept: Floats, bits: int) -> tuple[Floats, Bytes, Bytes]:
 def _scaled(
     kept: Floats, where: Positions, start: int, stop: int, bits: int, chunk: int, part: slice
 ) -> tuple[Floats, Bytes, Bytes]:
-    """What is decoded of the places ``part``, the scales of chunks, and codes of 8 or 2 bits."""
+    """Return the decoded values at the positions ``part``, the scales of chunks, and codes of 8 or 2 bits."""
     first = start // chunk
     borders = np.searchsorted(where, np.arange(first, -(-stop // chunk) + 1) * chunk)
     scale_of = _scale8 if bits == 8 else _scale2
@@ -145,7 +145,7 @@ def _scaled(
 
 
 def signed_sizes(codes: NDArray[Any]) -> Floats:
-    """1, 2, -1, -2 for the codes 0, 1, 2, 3."""
+    """Map the codes 0, 1, 2, 3 to 1, 2, -1, -2."""
     sizes: Floats = np.array([1, 2, -1, -2], np.float32)[codes]
     return sizes
 

@@ -1,4 +1,4 @@
-"""Payloads of segments as servers use them: ``check`` what arrived, then ``accumulate`` it into a sum."""
+"""Server side of segment payloads: ``check`` a payload on arrival, then ``accumulate`` it into a sum."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _REASONS: Final = {
 
 
 def check(payload: memoryview | bytes | NDArray[np.uint8], elements: int) -> None:
-    """Raises unless ``payload`` is exactly a valid encoding of ``elements`` finite float32. Changes nothing.
+    """Check that ``payload`` is exactly a valid encoding of ``elements`` finite float32 values. Changes nothing.
 
-    Raises MalformedPayloadError, and NonFiniteGradientError where nothing but a NaN or Inf is wrong.
+    Raises MalformedPayloadError, or NonFiniteGradientError if a NaN or Inf is the only defect.
     """
     data = _as_bytes(payload)
     if data.size > payload_limit(elements):
         limit = payload_limit(elements)
         raise MalformedPayloadError(
-            f"an encoded payload of {data.size} bytes for {elements} elements: at most {limit} are allowed",
+            f"an encoded payload of {data.size} bytes for {elements} elements is too long: at most {limit} are allowed",
             bytes=data.size,
             elements=elements,
         )
@@ -49,10 +49,10 @@ def check(payload: memoryview | bytes | NDArray[np.uint8], elements: int) -> Non
 
 
 def accumulate(payload: memoryview | bytes | NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-    """Adds what ``payload`` encodes to float32[elements] ``out``; elements that are not sent stay as they are.
+    """Add the values of ``payload`` to float32[elements] ``out``. Elements that were not sent are unchanged.
 
-    The payload was checked. If it has changed since, nothing but ``out`` is written to, and MalformedPayloadError may
-    be raised, with a part of it added.
+    The payload must have passed ``check``. If it changed since, only ``out`` is written to, and MalformedPayloadError
+    may be raised after part of it was added.
     """
     check_vector("out", out, _FLOAT32, out.size)
     check_output("out", out)
@@ -61,7 +61,7 @@ def accumulate(payload: memoryview | bytes | NDArray[np.uint8], out: NDArray[np.
 
 
 def _as_bytes(payload: Any) -> NDArray[np.uint8]:
-    """The payload as a contiguous uint8[n]."""
+    """Return the payload as a contiguous uint8[n]."""
     if not isinstance(payload, np.ndarray):
         return np.frombuffer(payload, np.uint8)
     if payload.dtype != np.uint8:

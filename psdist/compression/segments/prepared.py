@@ -1,6 +1,6 @@
-"""Regions of the flat vector that are ready to be written, one class for each kind of segment.
+"""Regions of the flat vector that are ready to be written, one class per kind of segment.
 
-Each is written slice by slice: a header, by ``finish``, and a body, by kernels.
+A region is written slice by slice: kernels write a body, ``finish`` its header.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ AnyArray = NDArray[Any]
 
 @dataclass(frozen=True)
 class PreparedRegion(ABC):
-    """A region whose segments can be written.
+    """Region whose segments can be written.
 
-    values: of the region, float32[n]. They must not change until all is written.
+    values: float32[n]. They must not change until all segments are written.
     """
 
     region: Region
@@ -42,25 +42,28 @@ class PreparedRegion(ABC):
 
     @property
     def next_state(self) -> Floats | None:
-        """What ``prepare`` wants of this region for the next push; None where it wants nothing."""
+        """State for ``prepare`` of this region in the next push, or None if it needs none."""
         return None
 
     @abstractmethod
     def write(self, start: int, stop: int, out: Bytes, residual: Floats) -> int:
-        """Writes the segment of elements [start, stop) of the region to ``out``; returns its bytes.
+        """Write the segment of elements [start, stop) of the region to ``out``. Return its size in bytes.
 
-        residual: of the region, which gets what the segment leaves out of these elements; empty where it is not wanted.
+        residual: the region's residual, whose elements [start, stop) are overwritten; empty to skip that.
         Raises NonFiniteGradientError.
         """
 
     def non_finite(self, start: int, stop: int) -> NonFiniteGradientError:
-        """The error for a NaN or Inf among elements [start, stop)."""
+        """Return the error for a NaN or Inf among elements [start, stop)."""
         return non_finite(self.region, start, stop)
 
 
 @dataclass(frozen=True)
 class PreparedCast(PreparedRegion):
-    """A region that is sent in a dtype of the wire, ``name``."""
+    """Region sent in a dtype of the wire.
+
+    name: the dtype.
+    """
 
     name: DType
 
@@ -85,7 +88,7 @@ _CAST_KINDS: Final = {"float32": Kind.RAW32, "float16": Kind.RAW16, "bfloat16": 
 
 @dataclass(frozen=True)
 class PreparedIntegers(PreparedRegion):
-    """A tensor that is sent in whole numbers of scales."""
+    """Tensor sent as integer multiples of block scales."""
 
     codec: Integers
     key: int
@@ -103,10 +106,13 @@ class PreparedIntegers(PreparedRegion):
 
 @dataclass(frozen=True)
 class PreparedSparse(PreparedRegion):
-    """A tensor of which some elements are sent.
+    """Tensor that is sent in part.
 
-    where, kept: their places, ascending, and their values. bits, chunk: of these values; chunk is 0 without scales.
-    ``values`` may be the residual, too: then its kept elements change, and no others.
+    where, kept: positions of these elements, ascending, and their values.
+    bits: width of a value on the wire.
+    chunk: elements per scale, or 0 without scales.
+
+    ``values`` may be the residual itself; then only its kept elements change.
     """
 
     where: NDArray[np.int64]
@@ -125,7 +131,7 @@ class PreparedSparse(PreparedRegion):
         return finish(out, Kind.SPARSE, self.bits, phase, stop - start, size, self.chunk)
 
     def _write_raw(self, start: int, stop: int, out: Bytes) -> int:
-        """Writes zeros for what is not kept: fewer bytes where most are."""
+        """Write float32 values with zeros for elements that are not kept: shorter if most are kept."""
         part, size = self._part(start, stop), 4 * (stop - start)
         values = out[HEADER_BYTES : HEADER_BYTES + size].view(np.float32)
         values[:] = 0.0
@@ -133,7 +139,7 @@ class PreparedSparse(PreparedRegion):
         return finish(out, Kind.RAW32, 32, 0, stop - start, size, 0)
 
     def sent(self, start: int, stop: int, residual: Floats) -> NDArray[np.int64]:
-        """The places in [start, stop) of which ``write`` left less in ``residual`` than there was."""
+        """Return the positions in [start, stop) at which ``write`` changed ``residual``."""
         part = self._part(start, stop)
         places = self.where[part]
         changed: NDArray[np.int64] = places[residual[places] != self.kept[part]]
@@ -149,7 +155,7 @@ def _address(array: Floats) -> int:
 
 @dataclass(frozen=True)
 class PreparedSigns(PreparedRegion):
-    """A tensor that is sent as signs, with the mean magnitude of each block."""
+    """Tensor sent as signs, with the mean magnitude of each block."""
 
     block: int
 
@@ -163,7 +169,10 @@ class PreparedSigns(PreparedRegion):
 
 @dataclass(frozen=True)
 class PreparedRandom(PreparedRegion):
-    """A tensor of which one element of each period is sent, times ``factor``. bits: of its value."""
+    """Tensor that sends one element per period, times ``factor``.
+
+    bits: width of a value on the wire.
+    """
 
     period: int
     key: int
@@ -186,7 +195,7 @@ class PreparedRandom(PreparedRegion):
         return finish(out, Kind.RANDOM, self.bits, 0, stop - start, size, self.period)
 
     def _write_brains(self, sent: Floats, start: int, out: Bytes, residual: Floats) -> None:
-        """Writes values as finite bfloat16, and adds what that leaves out to the residual of the segment's elements."""
+        """Write values as finite bfloat16, and store the rounding error in the residual of the segment's elements."""
         brains = np.empty(sent.size, NUMPY_DTYPES["bfloat16"])
         narrow(sent, brains)
         words = brains.view(np.uint16)
@@ -199,7 +208,7 @@ class PreparedRandom(PreparedRegion):
 
 @dataclass(frozen=True)
 class PreparedLowRank(PreparedRegion):
-    """A matrix that is sent as rows of a product of two factors: p (rows, rank) and q (rank, columns)."""
+    """Matrix sent as rows of the product of two factors: p (rows, rank) and q (rank, columns)."""
 
     p: Floats
     q: Floats
@@ -229,13 +238,13 @@ class PreparedLowRank(PreparedRegion):
 
 
 def non_finite(region: Region, start: int, stop: int) -> NonFiniteGradientError:
-    """The error for a NaN or Inf among elements [start, stop) of a region."""
+    """Return the error for a NaN or Inf among elements [start, stop) of a region."""
     at = region.start
     return NonFiniteGradientError(f"elements [{at + start}, {at + stop}) of the gradient have NaN or Inf")
 
 
 def finish(out: Bytes, kind: Kind, bits: int, phase: int, elements: int, size: int, parameter: int) -> int:
-    """Writes the header and the padding of a segment whose body is there. Returns the bytes of it all."""
+    """Write the header and the padding around a body that is already in ``out``. Return the segment's size in bytes."""
     HEADER.pack_into(out.data, 0, kind, bits, phase, elements, size, parameter)
     end = HEADER_BYTES + padded(size)
     out[HEADER_BYTES + size : end] = 0

@@ -1,7 +1,7 @@
-"""Random numbers by counting: that of an element follows from a key and the element's number, whatever came before.
+"""Counter-based random numbers: each is a function of a key and the element's number.
 
-So they need no state, and give the same for any cut into slices. ``docs/payload-format.md`` specifies them. Nothing
-here is for secrets. The functions take numbers, of numba too, and arrays alike.
+They need no state, and do not depend on how a vector is divided into slices. ``docs/payload-format.md`` specifies
+them. They are not for secrets. The functions accept numbers (also numba's) and arrays.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _MASK64: Final = 2**64 - 1
 
 
 def key(seed: int, rank: int, ordinal: int, start: int) -> int:
-    """The 64-bit key of a tensor's random numbers in one push.
+    """Return the 64-bit key of a tensor's random numbers in one push.
 
-    rank, ordinal: of the worker, and the number of its push. start: the tensor's place in the flat vector.
+    rank: the worker's rank.
+    ordinal: number of the worker's push.
+    start: the tensor's position in the flat vector.
     """
     mixed = 0
     for number in (seed, rank, ordinal, start):
@@ -35,7 +37,10 @@ def key(seed: int, rank: int, ordinal: int, start: int) -> int:
 
 
 def _draw(low: Any, high: Any, number: Any) -> Any:
-    """32 random bits of ``number``. low, high: the halves of the key."""
+    """Return 32 random bits for ``number``.
+
+    low, high: halves of the key.
+    """
     x = _U(_U(number * _STEP) + low)
     x = _U(_U(x ^ _U(x >> _SIXTEEN)) * _FIRST)
     x = _U(x + high)
@@ -44,7 +49,7 @@ def _draw(low: Any, high: Any, number: Any) -> Any:
 
 
 def _centred(bits: Any) -> Any:
-    """Uniform in (-0.5, 0.5), from random bits."""
+    """Map random bits to a float32 uniform in (-0.5, 0.5)."""
     return np.float32(np.float32(_U(bits >> _EIGHT)) * _PLACE - _HALF)
 
 
@@ -53,7 +58,7 @@ centred = part_of_kernel(_centred)
 
 
 def draw_all(number_key: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """``draw`` for each of ``numbers``, by numpy."""
+    """Compute ``draw`` for each of ``numbers``, by numpy."""
     low, high = _U(number_key & 0xFFFFFFFF), _U(number_key >> 32)
     x = numbers * _STEP + low
     x = (x ^ (x >> _SIXTEEN)) * _FIRST
@@ -63,5 +68,5 @@ def draw_all(number_key: int, numbers: NDArray[np.uint32]) -> NDArray[np.uint32]
 
 
 def centred_all(bits: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """``centred`` for each, by numpy."""
+    """Compute ``centred`` for each element, by numpy."""
     return (bits >> _EIGHT).astype(np.float32) * _PLACE - _HALF

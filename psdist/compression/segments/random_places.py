@@ -1,7 +1,7 @@
-"""RANDOM segments: one element of each period of a tensor is sent, at a place that follows from a key.
+"""RANDOM segments: one element per period of a tensor is sent, at a position derived from a key.
 
-The place in period number p is ``p * period + (draw(p) * period >> 32)``. In the last, shorter period it may lie beyond
-the tensor; then none is sent. Compiled by numba, and beside it the same by numpy, byte for byte.
+The position in period number p is ``p * period + (draw(p) * period >> 32)``. In a shorter last period it may be beyond
+the tensor; then none is sent. Compiled by numba; the numpy version beside it gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ _SALT: Final = 0x85EBCA6B
 
 @part_of_kernel
 def place(low: Any, high: Any, number: Any, period: Any) -> Any:
-    """The place that is sent of period ``number``. low, high: the halves of the key."""
+    """Return the position sent from period ``number``.
+
+    low, high: halves of the key.
+    """
     salt = _U(low + _U(_U(number >> 32) * _U(_SALT)))
     drawn = np.uint64(draw(salt, high, _U(number & 0xFFFFFFFF)))
     return number * period + _I((drawn * np.uint64(period)) >> np.uint64(32))
@@ -31,7 +34,7 @@ def place(low: Any, high: Any, number: Any, period: Any) -> Any:
 
 @part_of_kernel
 def place_count(low: Any, high: Any, period: Any, start: Any, stop: Any) -> Any:
-    """How many places lie in [start, stop), which is not empty."""
+    """Return the number of positions in [start, stop), which must not be empty."""
     first, last = start // period, (stop - 1) // period
     count = last - first + 1
     if place(low, high, first, period) < start or (first == last and place(low, high, first, period) >= stop):
@@ -42,7 +45,7 @@ def place_count(low: Any, high: Any, period: Any, start: Any, stop: Any) -> Any:
 
 
 def places(key: int, period: int, start: int, stop: int) -> NDArray[np.int64]:
-    """The places in [start, stop), by numpy."""
+    """Return the positions in [start, stop), by numpy."""
     numbers = np.arange(start // period, -(-stop // period), dtype=np.int64)
     salts = (numbers >> 32).astype(np.uint32) * _U(_SALT)
     found = np.empty(numbers.size, np.int64)
@@ -85,9 +88,11 @@ def _select_by_numpy(
 def select_random(
     values: Any, start: Any, stop: Any, key: Any, period: Any, factor: Any, out: Any, residual: Any
 ) -> Any:
-    """Writes the values in [start, stop) that are sent, times ``factor``, to ``out``; returns how many.
+    """Write the selected values in [start, stop), times ``factor``, to ``out``.
 
-    residual: as long as ``values``, gets the others; or empty. -1 where a value is not finite.
+    Returns their number, or -1 if one is not finite.
+
+    residual: as long as ``values``, receives the values that are not sent; or empty.
     """
     low, high = _U(key & np.uint64(0xFFFFFFFF)), _U(key >> np.uint64(32))
     here, bad, count = values[start:stop], _U(0), 0
@@ -97,9 +102,9 @@ def select_random(
     if bad:
         return _I(-1)
     if residual.size:
-        rest = residual[start:stop]
-        for i in range(rest.size):
-            rest[i] = here[i]
+        unsent = residual[start:stop]
+        for i in range(unsent.size):
+            unsent[i] = here[i]
     for number in range(start // period, (stop + period - 1) // period):
         at = place(low, high, _I(number), period) - start
         if 0 <= at < here.size:
@@ -112,5 +117,5 @@ def select_random(
     return _I(count)
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (select_random,)

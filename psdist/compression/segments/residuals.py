@@ -1,4 +1,4 @@
-"""The sum that is encoded: a gradient, and what earlier pushes left out of theirs."""
+"""Addition of the residual of earlier pushes to a gradient before it is encoded."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _add(gradient: Any, residual: Any, decay: Any, out: Any) -> Any:
 
 
 def add_decayed(gradient: Floats, residual: Floats, decay: float, out: Floats) -> bool:
-    """Writes ``gradient + decay * residual`` to ``out``; returns whether all of it is finite.
+    """Write ``gradient + decay * residual`` to ``out``. Return True if all of it is finite.
 
-    All are float32[n], contiguous. ``out`` may be one of the two.
+    All arrays are float32[n], contiguous. ``out`` may be one of the other two.
     """
     check_vector("gradient", gradient, _FLOAT32, out.size)
     check_vector("residual", residual, _FLOAT32, out.size)
@@ -45,5 +45,5 @@ def add_decayed(gradient: Floats, residual: Floats, decay: float, out: Floats) -
     return bool(_add(gradient, residual, decay, out))
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (_add,)

@@ -13,7 +13,7 @@ from psdist.compression.segments.integers import OUT_BYTES, largest_bits
 
 _U, _F, _B = np.uint32, np.float32, np.uint8
 _INFINITY, _SIGN, _LAST = _U(0x7F800000), _U(0x80000000), _U(31)
-#: Sums of magnitudes have so many lanes: element i of a block is in lane i % LANES.
+#: Magnitudes are summed in this many lanes: element i of a block belongs to lane i % LANES.
 LANES: Final = 16
 
 
@@ -75,7 +75,7 @@ def _pack_signs(values: Any, out: Any) -> None:
 
 
 @part_of_kernel
-def _keep_rest(values: Any, scale: Any, residual: Any) -> None:
+def _store_residual(values: Any, scale: Any, residual: Any) -> None:
     for i in range(values.size):
         sign = _U(_F(values[i]).view(np.uint32) & _SIGN)
         residual[i] = values[i] - _F(_U(_F(scale).view(np.uint32) | sign).view(np.float32))
@@ -83,9 +83,10 @@ def _keep_rest(values: Any, scale: Any, residual: Any) -> None:
 
 @kernel(IN, types.int64, types.int64, types.int64, OUT_BYTES, OUT, result=types.boolean, interpreted=_encode_by_numpy)
 def encode_signs(values: Any, start: Any, stop: Any, block: Any, out: Any, residual: Any) -> Any:
-    """Writes the body for elements [start, stop) of a tensor, and what it leaves out of them to ``residual``.
+    """Write the body for elements [start, stop) of a tensor. Return False if a value is not finite.
 
-    out: of exactly the body's size. residual: as long as ``values``, or empty. False where a value is not finite.
+    out: exactly the body's size.
+    residual: as long as ``values``, or empty. Its elements [start, stop) receive the residual.
     """
     first, blocks = start // block, (stop + block - 1) // block - start // block
     scales = out[: 4 * blocks].view(np.float32)
@@ -97,10 +98,10 @@ def encode_signs(values: Any, start: Any, stop: Any, block: Any, out: Any, resid
         scales[b] = _mean_magnitude(whole)
         if residual.size:
             low, high = max(begin, start), min(begin + block, stop)
-            _keep_rest(values[low:high], scales[b], residual[low:high])
+            _store_residual(values[low:high], scales[b], residual[low:high])
     _pack_signs(values[start:stop], out[4 * blocks :])
     return True
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (encode_signs,)

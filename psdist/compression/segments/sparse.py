@@ -1,11 +1,11 @@
-"""Encoders of SPARSE segments: which elements are kept, and writing them. Compiled by numba.
+"""Encoders of SPARSE segments: select the elements to keep, and write them. Compiled by numba.
 
-Large vectors are read once: what the last push left out is added tile by tile, and each tile is searched while it is in
-the cache. Of the values only the kept ones are needed from then on.
+Large vectors are read once: the last residual is added tile by tile, and each tile is searched while it is in the
+cache. After that only the kept values are needed.
 
-``numpy_sparse`` has the same without a compiler, byte for byte. Magnitudes are compared as the bits of float32 without
-their sign, which are in the same order. Of equal ones the first are kept; zeros never are. What is kept of a tensor,
-and its scales, do not depend on how the tensor is cut into slices.
+``numpy_sparse`` is the same without a compiler, byte for byte. Magnitudes are compared as float32 bits without the
+sign, which sort in the same order. Ties keep the first; zeros are never kept. The kept elements of a tensor, and its
+scales, do not depend on how the tensor is divided into slices.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _LARGEST = _F(np.finfo(np.float32).max)
 _TOP8, _TOP2 = _F(_LARGEST / _F(128)), _F(_LARGEST / _F(2))
 _LIMIT8, _ONE_AND_HALF, _ZERO = _F(127.0), _F(1.5), _F(0.0)
 _SPLIT: Final = numpy_sparse.SPLIT
-#: Elements whose marks are looked at together, as one number: most have none that is kept.
+#: Elements whose marks are tested together, as one number: most groups have no kept element.
 _GROUP: Final = 8
-#: A sample has so many runs of so many elements. A run fills a cache line: single elements would be read from as many
-#: lines as there are elements.
+#: Size of a sample: number of runs, and elements per run. A run fills a cache line; single elements would touch as
+#: many lines as there are elements.
 _RUNS: Final = 1024
 _RUN: Final = 16
-#: So far below the threshold of a chunk that of the next one is looked for: about a tenth of its size.
+#: The threshold of the next chunk is expected at most this far below the last one: about a tenth of it.
 _MARGIN: Final = _I(1 << 20)
-#: Elements that are added up, and then looked at in the first-level cache.
+#: Elements that are summed and then searched while they are in the first-level cache.
 _TILE: Final = 4096
 
 POSITIONS = types.Array(types.int64, 1, "C")
@@ -45,7 +45,7 @@ IN_POSITIONS = types.Array(types.int64, 1, "C", True, None, False)
 
 @part_of_kernel
 def _count_from(magnitudes: Any, threshold: Any) -> Any:
-    """How many are at least ``threshold``."""
+    """Return the number of magnitudes that are at least ``threshold``."""
     count = _U(0)
     for i in range(magnitudes.size):
         count += _U(magnitudes[i] >= threshold)
@@ -54,10 +54,10 @@ def _count_from(magnitudes: Any, threshold: Any) -> Any:
 
 @part_of_kernel
 def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> Any:
-    """A number that exactly ``kept`` are at least; where there is none, the largest that more are.
+    """Return a threshold with exactly ``kept`` magnitudes at or above it, or else the largest with more than ``kept``.
 
-    At least ``kept`` are at least ``low``, and fewer are at least ``high``. The search begins at ``guess``, in steps
-    that grow until the number is passed.
+    At least ``kept`` magnitudes are >= ``low``, and fewer are >= ``high``. The search starts at ``guess``, in steps
+    that grow until the threshold is passed.
     """
     low, high, step = _I(low), _I(high), _I(1 << 19)
     middle = _I(guess)
@@ -82,17 +82,21 @@ def _threshold(magnitudes: Any, kept: Any, low: Any, high: Any, guess: Any) -> A
 
 @part_of_kernel
 def _marks() -> Any:
-    """Memory for ``_append_tile``: marks of a tile's elements, the same as a number for each group, and groups."""
+    """Allocate scratch memory for ``_append_tile``.
+
+    Returns a tile's marks, the same memory viewed as one number per group, and group indices.
+    """
     marks = np.empty(_TILE, np.uint8)
     return marks, marks.view(np.uint64), np.empty(_TILE // _GROUP + 1, np.int64)
 
 
 @part_of_kernel
 def _append_from(bits: Any, threshold: Any, base: Any, where: Any, found: Any, count: Any, marks: Any) -> Any:
-    """Appends the places, plus ``base``, of magnitudes of at least ``threshold`` to ``where``, and these magnitudes to
-    ``found``. Returns the new count, and the largest magnitude of all. marks: memory.
+    """Append magnitudes of at least ``threshold`` to ``found``, and their positions plus ``base`` to ``where``.
 
-    ``where`` needs room for one more than these.
+    Returns the new count and the largest magnitude seen. ``where`` needs room for one entry more.
+
+    marks: scratch memory.
     """
     most = _U(0)
     for begin in range(0, bits.size, _TILE):
@@ -104,7 +108,7 @@ def _append_from(bits: Any, threshold: Any, base: Any, where: Any, found: Any, c
 
 @part_of_kernel
 def _append_tile(bits: Any, threshold: Any, base: Any, where: Any, found: Any, count: Any, memory: Any) -> Any:
-    """``_append_from`` of one tile. It branches on no value, since no processor predicts which ones are kept."""
+    """Run ``_append_from`` for one tile. It branches on no value, since no processor predicts which ones are kept."""
     marks, groups, marked = memory
     most, whole = _U(0), bits.size // _GROUP
     for i in range(bits.size):
@@ -115,7 +119,7 @@ def _append_tile(bits: Any, threshold: Any, base: Any, where: Any, found: Any, c
     for i in range(whole):
         marked[with_marks] = i
         with_marks += groups[i] != 0
-    end = _L(count)  # numba looks at signed indices, whether they count from the end.
+    end = _L(count)  # numba tests signed indices for being relative to the end.
     for i in range(with_marks):
         first = _L(_GROUP * marked[i])
         for j in range(_GROUP):
@@ -132,7 +136,7 @@ def _append_tile(bits: Any, threshold: Any, base: Any, where: Any, found: Any, c
 
 @part_of_kernel
 def _with_room(array: Any, count: Any, room: Any) -> Any:
-    """``array``, or a larger one with its first ``count`` elements, where fewer than ``room`` are left."""
+    """Return ``array``, or a larger copy of its first ``count`` elements if it lacks room for ``room`` more."""
     if array.size - count >= room:
         return array
     larger = np.empty(max(2 * array.size, count + room), array.dtype)
@@ -148,9 +152,10 @@ def _add(values: Any, addend: Any, factor: Any, sums: Any) -> None:
 
 @part_of_kernel
 def _keep_largest(magnitudes: Any, threshold: Any, kept: Any, where: Any) -> Any:
-    """Moves the places of the ``kept`` largest to the beginning of ``where``. Returns how many they are.
+    """Move the positions of the ``kept`` largest to the front of ``where``. Return their number.
 
-    magnitudes: of all places. threshold: what ``_threshold`` found for them, or 1 to leave zeros out.
+    magnitudes: one for each position in ``where``.
+    threshold: result of ``_threshold`` for them, or 1 to drop zeros.
     """
     ties, end = kept - _count_from(magnitudes, _U(threshold + _U(1))), 0
     for i in range(magnitudes.size):
@@ -163,10 +168,12 @@ def _keep_largest(magnitudes: Any, threshold: Any, kept: Any, where: Any) -> Any
 
 @part_of_kernel
 def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, where: Any, found: Any, count: Any, marks: Any) -> Any:
-    """Appends the places, plus ``base``, of the ``share`` largest of a chunk. Returns the new count (-1 where a value
-    is not finite), and the threshold.
+    """Append the positions, plus ``base``, of the ``share`` largest of a chunk.
 
-    guess: the threshold of the chunk before. found, marks: memory.
+    Returns the new count (-1 if a value is not finite) and the threshold.
+
+    guess: threshold of the previous chunk.
+    found, marks: scratch memory.
     """
     floor = _U(max(_I(_I(guess) - _MARGIN), _I(1)))
     places = where[count:]
@@ -175,7 +182,7 @@ def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, where: Any, foun
         return _I(-1), guess
     if most == 0:
         return count, guess
-    if size < share:  # The chunk before was not like this one.
+    if size < share:  # The previous chunk was not like this one.
         for i in range(bits.size):
             found[i] = bits[i] & _MAGNITUDE
         floor = max(_threshold(found[: bits.size], share, _U(0), _U(most + _U(1)), guess), _U(1))
@@ -187,9 +194,9 @@ def _append_chunk(bits: Any, base: Any, share: Any, guess: Any, where: Any, foun
 
 @kernel(IN, types.int64, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_chunks)
 def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
-    """The places of the ``kept`` largest of each chunk, ascending; only -1 where a value is not finite.
+    """Return the positions of the ``kept`` largest of each chunk, ascending; only -1 if a value is not finite.
 
-    A shorter chunk keeps its share.
+    A shorter chunk keeps its proportional share.
     """
     n, count, guess = values.size, _I(0), _U(1 << 30)
     where, found = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
@@ -208,7 +215,7 @@ def select_chunks(values: Any, chunk: Any, kept: Any) -> Any:
     result=POSITIONS, interpreted=numpy_sparse.add_and_select_chunks,
 )  # fmt: skip
 def add_and_select_chunks(values: Any, addend: Any, factor: Any, chunk: Any, kept: Any, sums: Any) -> Any:
-    """``select_chunks`` of ``values + factor * addend``, which is written to ``sums``, as far as it is finite."""
+    """Write ``values + factor * addend`` to ``sums`` while it is finite, and ``select_chunks`` from that."""
     n, count, guess = values.size, _I(0), _U(1 << 30)
     where, found = np.empty(_room_for(n, chunk, kept), np.int64), np.empty(min(chunk, n), np.uint32)
     marks = _marks()
@@ -225,21 +232,24 @@ def add_and_select_chunks(values: Any, addend: Any, factor: Any, chunk: Any, kep
 
 @part_of_kernel
 def _room_for(size: Any, chunk: Any, kept: Any) -> Any:
-    """Places of all chunks; and of the last one before ties are dropped, and one more."""
+    """Return room for the positions of all chunks, plus those of the last one before ties are dropped, plus one."""
     return (size + chunk - 1) // chunk * kept + chunk + 1
 
 
 @part_of_kernel
 def _floor_of(sample: Any, kept: Any, size: Any) -> Any:
-    """A threshold that somewhat more than ``kept`` of ``size`` are likely to be at least, by a sample of magnitudes."""
+    """Estimate, from a sample, a threshold that slightly more than ``kept`` of ``size`` magnitudes reach."""
     wanted = min(kept * sample.size // size * 5 // 4 + 64, sample.size)
     return _threshold(sample, wanted, _U(0), _U(0x80000000), _U(1 << 30))
 
 
 @part_of_kernel
 def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, found: Any, count: Any, most: Any) -> Any:
-    """The places of the ``kept`` largest. where, found: ``count`` places and magnitudes, all of those of at least
-    ``floor``. most: the largest magnitude."""
+    """Return the positions of the ``kept`` largest.
+
+    where, found: positions and magnitudes of all ``count`` elements that are at least ``floor``.
+    most: the largest magnitude.
+    """
     if most >= _INFINITY:
         return np.full(1, _I(-1))
     if count < kept:  # The sample was not like the rest.
@@ -252,8 +262,12 @@ def _largest_among(bits: Any, kept: Any, floor: Any, where: Any, found: Any, cou
 
 @kernel(IN, types.int64, result=POSITIONS, interpreted=numpy_sparse.select_largest)
 def select_largest(values: Any, kept: Any) -> Any:
-    """The places of the ``kept`` largest, ascending, and of fewer where all others are zeros; only -1 where a value is
-    not finite. 0 < kept <= values.size."""
+    """Return the positions of the ``kept`` largest, ascending; fewer if all others are zeros.
+
+    Returns only -1 if a value is not finite.
+
+    kept: in (0, values.size].
+    """
     bits, floor, count, most = values.view(np.uint32), _U(0), _I(0), _U(0)
     if bits.size > 2 * _RUNS * _RUN:
         sample, stride = np.empty(_RUNS * _RUN, np.uint32), bits.size // _RUNS
@@ -274,7 +288,7 @@ def select_largest(values: Any, kept: Any) -> Any:
     result=POSITIONS, interpreted=numpy_sparse.add_and_select_largest,
 )  # fmt: skip
 def add_and_select_largest(values: Any, addend: Any, factor: Any, kept: Any, sums: Any) -> Any:
-    """``select_largest`` of ``values + factor * addend``, which is written to ``sums``."""
+    """Write ``values + factor * addend`` to ``sums``, and ``select_largest`` from that."""
     n, floor, count, most = values.size, _U(0), _I(0), _U(0)
     if n > 2 * _RUNS * _RUN:
         sample, stride = np.empty(_RUNS * _RUN, np.uint32), n // _RUNS
@@ -295,7 +309,7 @@ def add_and_select_largest(values: Any, addend: Any, factor: Any, kept: Any, sum
 
 @part_of_kernel
 def _scale8(kept: Any) -> Any:
-    """The scale of the kept values of a chunk: the largest becomes 127."""
+    """Return the scale of a chunk's kept values: the largest maps to 127."""
     most = _U(0)
     bits = kept.view(np.uint32)
     for i in range(kept.size):
@@ -305,7 +319,10 @@ def _scale8(kept: Any) -> Any:
 
 @part_of_kernel
 def _scale2(kept: Any) -> Any:
-    """The scale with the least squared error, if the split into small and large ones is that of the mean."""
+    """Return the scale with the least squared error.
+
+    Values above SPLIT times the mean magnitude are taken as large, i.e. twice the scale.
+    """
     total = 0.0
     for i in range(kept.size):
         total += abs(np.float64(kept[i]))
@@ -329,7 +346,7 @@ def _code8(value: Any, scale: Any) -> Any:
 
 @part_of_kernel
 def _code2(value: Any, scale: Any) -> Any:
-    """Bit 1 is the sign, and bit 0 whether it is twice the scale."""
+    """Return the 2-bit code: bit 1 is the sign, bit 0 is set for twice the scale."""
     return _S(2 if value < _ZERO else 0) | _S(1 if abs(value) > _ONE_AND_HALF * scale else 0)
 
 
@@ -337,7 +354,10 @@ def _code2(value: Any, scale: Any) -> Any:
 def _write_scaled(
     kept: Any, where: Any, first: Any, chunk: Any, bits: Any, low: Any, high: Any, body: Any, residual: Any
 ) -> None:
-    """Writes scales and codes. where[low:high] is in the segment; the others are in its first and last chunk."""
+    """Write scales and codes.
+
+    where[low:high] is in the segment; the other positions belong to its first and last chunk.
+    """
     chunks = body[0]
     scales, packed = chunks.view(np.float32), body[1]
     codes = packed.view(np.int8) if bits == 8 else np.empty(high - low, np.int8)
@@ -361,7 +381,7 @@ def _write_scaled(
 
 @part_of_kernel
 def _write_values(kept: Any, bits: Any, where: Any, out: Any, residual: Any) -> None:
-    """Writes values of 32 or 16 bits."""
+    """Write values of 32 or 16 bits."""
     if bits == 32:
         floats = out.view(np.float32)
         for i in range(kept.size):
@@ -381,7 +401,7 @@ def _write_values(kept: Any, bits: Any, where: Any, out: Any, residual: Any) -> 
 
 @part_of_kernel
 def _gap_bytes(where: Any, start: Any) -> Any:
-    """The bytes that the gaps between places take."""
+    """Return the size in bytes of the gaps between positions."""
     size, previous = where.size, start - 1
     for i in range(where.size):
         size += (where[i] - previous - 1) // 255
@@ -408,11 +428,13 @@ def _write_gaps(where: Any, start: Any, out: Any) -> None:
     result=types.int64, interpreted=numpy_sparse.write,
 )  # fmt: skip
 def write_sparse(kept: Any, where: Any, start: Any, stop: Any, bits: Any, chunk: Any, out: Any, residual: Any) -> Any:
-    """Writes the body for elements [start, stop) of a tensor, and what is left out of kept ones to ``residual``.
+    """Write the body for elements [start, stop) of a tensor, and the residual of kept elements to ``residual``.
 
-    kept, where: the values that are kept of the tensor, and their places. chunk: of scales, or 0.
-    out: at least ``4 * (stop - start) + 8`` bytes. residual: as long as the tensor, or empty.
-    Returns the body's size; -1, with only the residual written, where all elements as float32 take less.
+    kept, where: the tensor's kept values and their positions.
+    chunk: elements per scale, or 0.
+    out: at least ``4 * (stop - start) + 8`` bytes.
+    residual: as long as the tensor, or empty.
+    Returns the body's size; or -1, with only the residual written, if all elements as float32 take less.
     """
     low, high = np.searchsorted(where, start), np.searchsorted(where, stop)
     inside, values = where[low:high], kept[low:high]
@@ -437,5 +459,5 @@ def write_sparse(kept: Any, where: Any, start: Any, stop: Any, bits: Any, chunk:
     return _I(size)
 
 
-#: All that is compiled here.
+#: Kernels of this module.
 KERNELS: Final = (select_chunks, add_and_select_chunks, select_largest, add_and_select_largest, write_sparse)

@@ -1,4 +1,7 @@
-"""What is compiled for segments. A server needs ``DECODERS``; a client that compresses needs all of ``KERNELS``."""
+"""Lists of the kernels to compile for segments.
+
+A server needs ``DECODERS``; a client that compresses needs all of ``KERNELS``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Final
 from psdist.compression.compiled import Kernel
 from psdist.compression.segments import decoding, integers, low_rank, random_places, residuals, signs, sparse
 
-#: ``check`` and ``accumulate``.
+#: Kernels behind ``check`` and ``accumulate``.
 DECODERS: Final[tuple[Kernel, ...]] = decoding.KERNELS
 #: All kernels of segments.
 KERNELS: Final[tuple[Kernel, ...]] = (
