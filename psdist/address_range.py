@@ -1,11 +1,11 @@
-"""Address ranges of large vectors: mapped, filled and unmapped in chunks, none of which holds up the process.
+"""Address ranges for large vectors: mapped, filled and unmapped in chunks that do not block the process.
 
-The kernel changes a process's mappings one at a time. To unmap or to populate 4 GiB takes it a second, in which other
-threads cannot allocate memory, map files or start threads: an event loop would stand still although the work is done by
-another thread. So everything here works in chunks of ``CHUNK_BYTES``, without the interpreter.
+The kernel changes a process's mappings one at a time. Unmapping or populating 4 GiB takes it a second, during which
+other threads cannot allocate memory, map files or start threads: the event loop would block even though another thread
+does the work. So everything here works in chunks of ``CHUNK_BYTES``, without the interpreter lock.
 
-Invariants: a range lasts as long as any array that looks into it. The end of a large range costs its last holder
-nothing, whoever that is: a thread of this module unmaps it.
+Invariants: A range lives as long as any array that views it. Releasing a large range costs its last holder nothing: a
+thread of this module unmaps it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-#: One call of the kernel touches at most this many bytes, which takes it some milliseconds on an idle processor.
+#: Size of one kernel call, which takes a few milliseconds on an idle processor.
 CHUNK_BYTES: Final = 8 << 20
 #: Larger ranges are unmapped by a thread.
 LARGE_BYTES: Final = 32 << 20
@@ -42,14 +42,14 @@ _libc.mmap.argtypes = (
 )  # off_t
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-if hasattr(_libc, "mremap"):  # Linux, which alone has memory files, too.
+if hasattr(_libc, "mremap"):  # Linux only, like memory files.
     _libc.mremap.restype = ctypes.c_void_p
     _libc.mremap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 _FAILED: Final = ctypes.c_void_p(-1).value
 
 
 class AddressRange:
-    """``size`` bytes of addresses: private zeros without memory at first."""
+    """``size`` bytes of addresses, initially private zeros without memory."""
 
     def __init__(self, size: int, *, writable: bool = True) -> None:
         self.size = size
@@ -59,11 +59,11 @@ class AddressRange:
         weakref.finalize(memory, _unmapper.end, self.address, max(1, size)).atexit = False
         if size > LARGE_BYTES:
             _unmapper.start()
-        #: All of its bytes. The range lasts as long as this array, or one that was made of it.
+        #: All bytes of the range. The range lives as long as this array, or a view of it.
         self.bytes: NDArray[np.uint8] = np.asarray(memory)
 
     def view(self, dtype: np.dtype[Any], offset: int, count: int) -> NDArray[Any]:
-        """``count`` elements from byte ``offset`` on."""
+        """Return ``count`` elements, beginning at byte ``offset``."""
         return self.bytes[offset : offset + count * dtype.itemsize].view(dtype)
 
     def place(
@@ -76,27 +76,28 @@ class AddressRange:
         private: bool = False,
         prefault: bool = True,
     ) -> None:
-        """Map ``size`` bytes of a file, or as many as the range has, over byte ``at`` and those that follow. Raises
-        OSError.
+        """Map ``size`` bytes of a file (default: the size of the range), beginning at byte ``at`` of the range.
 
-        offset: where they begin in the file. prefault: also enter their pages, which makes memory of holes.
+        offset: position in the file.
+        prefault: also enter the pages, which allocates memory for holes.
+        Raises OSError.
         """
         size = self.size if size is None else size
         flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
         for start, length in _chunks(size):
             address = self.address + at + start
             _checked(_libc.mmap(address, length, self._protection, flags, fd, offset + start))
-            if prefault and not private:  # Where the kernel cannot, pages come when they are first read.
+            if prefault and not private:  # If the kernel cannot, pages are entered when they are first read.
                 _libc.madvise(address, length, _MADV_POPULATE_READ)
 
     def clear(self, at: int) -> None:
-        """Put private zeros, which have no memory, in the place of everything from byte ``at`` on. Raises OSError."""
+        """Replace everything from byte ``at`` on by private zeros without memory. Raises OSError."""
         for start, length in _chunks(self.size - at):
             address = self.address + at + start
             _checked(_libc.mmap(address, length, self._protection, _ANONYMOUS | _MAP_FIXED, -1, 0))
 
     def keep(self, at: int, size: int) -> None:
-        """Put private memory with the same content in the place of ``size`` bytes. Raises OSError."""
+        """Replace ``size`` bytes by private memory with the same content. Raises OSError."""
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         for start, length in _chunks(size):
             address = self.address + at + start
@@ -105,16 +106,21 @@ class AddressRange:
             _checked(_libc.mremap(copy, length, length, _MREMAP_MAYMOVE | _MREMAP_FIXED, address))
 
     def populate(self, at: int, size: int) -> bool:
-        """Allocate memory for private pages now, so that no write waits for it. Contents stay. Returns False if the
-        system cannot."""
+        """Allocate memory for private pages now, so that no write waits for it. Contents are kept.
+
+        Returns False if the system cannot do that.
+        """
         return self._advise(at, size, _MADV_POPULATE_WRITE)
 
     def give_back(self, at: int, size: int) -> None:
-        """Give the memory of private pages back to the system: they are zeros then."""
+        """Return the memory of private pages to the system; they read as zeros afterwards."""
         self._advise(at, size, _MADV_DONTNEED)
 
     def advise(self, at: int, size: int, name: str) -> None:
-        """Advise the kernel about pages: ``name`` is one of the constants of ``mmap``. Unknown advice is ignored."""
+        """Advise the kernel about pages.
+
+        name: a constant of ``mmap``. Unknown advice is ignored.
+        """
         if (advice := getattr(mmap, name, None)) is not None:
             _libc.madvise(self.address + at, size, advice)
 
@@ -123,21 +129,24 @@ class AddressRange:
 
 
 class _Memory:
-    """The owner of a range's addresses. Arrays refer to it."""
+    """Owner of a range's addresses. Arrays hold a reference to it."""
 
     def __init__(self, address: int, size: int, writable: bool) -> None:
         self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (address, not writable)}
 
 
 class _Unmapper:
-    """Unmaps ranges: small ones immediately, large ones in a thread, because the last holder may be an event loop."""
+    """Unmapper of ranges: small ones immediately, large ones in a thread.
+
+    The last holder of a large range may be an event loop.
+    """
 
     def __init__(self) -> None:
         self._ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._pid = 0
 
     def start(self) -> None:
-        """Start the thread. A finalizer cannot: it may run anywhere, also while Python ends."""
+        """Start the thread. A finalizer cannot do it: finalizers run anywhere, even during interpreter shutdown."""
         if self._pid != os.getpid():
             self._pid = os.getpid()
             threading.Thread(target=self._serve, name="unmapper", daemon=True).start()
@@ -160,13 +169,13 @@ _unmapper: Final = _Unmapper()
 
 
 def _chunks(size: int) -> Iterator[tuple[int, int]]:
-    """Start and length of each chunk."""
+    """Iterate over start and length of each chunk."""
     for start in range(0, size, CHUNK_BYTES):
         yield start, min(CHUNK_BYTES, size - start)
 
 
 def _checked(address: int) -> int:
-    """The address that the kernel returned. Raises OSError if it failed."""
+    """Return the address from the kernel. Raises OSError if the call failed."""
     if address == _FAILED:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -1,9 +1,10 @@
-"""Compares the settings of a resumed run with those in its snapshot, and says which changes need a reset of the
-optimizer's state. Pure. docs/use.md has the table of what is allowed.
+"""Comparison of a resumed run's settings with those in its snapshot: which changes need an optimizer reset.
 
-The saved state can be used as long as the same optimizer keeps the same arrays with the same meaning: then torch's
-``Optimizer.load_state_dict`` would accept it too. Settings that only affect the arithmetic of later updates may change.
-Layouts and slices are compared where values are loaded (``psdist_scheduler.placement.restore_point``).
+Pure. docs/use.md has the table of allowed changes.
+
+The saved state remains usable while the same optimizer has the same arrays with the same meaning, so that torch's
+``Optimizer.load_state_dict`` would accept it as well. Settings that affect only the arithmetic of later updates may
+change. Layouts and slices are compared when values are loaded (``psdist_scheduler.placement.restore_point``).
 """
 
 from __future__ import annotations
@@ -14,19 +15,22 @@ from typing import Any, Final
 from psdist.optim import Constant, Optimizer, Override
 from psdist.types import ParametersSpec
 
-#: Characters of one value in a text, since there may be 256 overrides.
+#: Length of one value in a text, since there may be 256 overrides.
 _VALUE_CHARACTERS_MAX: Final = 240
 #: Fields that all optimizers share.
 _SHARED: Final = tuple(field.name for field in fields(Optimizer))
-#: Whether these are 0 decides which arrays exist.
+#: A change of these between zero and nonzero adds or removes arrays.
 _STRUCTURAL: Final = ("momentum", "centered")
-#: These have an effect only when the state begins.
+#: These take effect only when the state is created.
 _INITIAL: Final = ("initial_accumulator_value",)
 
 
 @dataclass(frozen=True, slots=True)
 class SettingChange:
-    """A changed setting. needs_reset: the saved optimizer state cannot be used with it."""
+    """Changed setting.
+
+    needs_reset: True if the saved optimizer state cannot be used with it.
+    """
 
     name: str
     before: str
@@ -38,7 +42,7 @@ class SettingChange:
 
 
 def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChange, ...]:
-    """The settings that ``after`` changes, except name and slices; those that need a reset come first."""
+    """Return the settings that ``after`` changes, except name and slices; those that need a reset come first."""
     old, new = before.optimizer, after.optimizer
     pairs: dict[str, tuple[Any, Any]] = {
         "schedule": (old.schedule, new.schedule),
@@ -66,12 +70,12 @@ def _needs_reset(name: str, old: Any, new: Any) -> bool:
 
 
 def _alone(optimizer: Optimizer) -> Optimizer:
-    """The optimizer without the settings that are reported as changes of their own."""
+    """Return the optimizer without the settings that are compared separately."""
     return replace(optimizer, schedule=Constant(), max_grad_norm=0.0, overrides=())
 
 
 def _brief(value: Any) -> str:
-    """A setting as a user would write it, without defaults, in one line."""
+    """Return a setting as a user would write it, without defaults, in one line."""
     text = _written(value)
     return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[: _VALUE_CHARACTERS_MAX - 3]}..."
 

@@ -1,11 +1,12 @@
-"""Consistency: when a slice may be updated, and when it may be read. These are specifications only; the gates that
-enforce them run on the servers (``psdist_server.core.gates``).
+"""Consistency modes: rules for when a slice is updated, and when it may be read.
 
-* ``BSP``: step t is applied once every member has contributed (Valiant 1990, bulk-synchronous parallel). Exact: the
-  result does not depend on arrival, nor on the number of servers.
-* ``SSP``: each push is applied when it arrives; a worker may be at most ``staleness`` clocks ahead of the slowest
-  (Ho et al., NIPS 2013, stale synchronous parallel).
-* ``ASP``: each push is applied when it arrives, and no worker waits.
+These are specifications; ``psdist_server.core.gates`` enforces them on the servers.
+
+* ``BSP``: step t is applied once every member has contributed (bulk-synchronous parallel, Valiant 1990). Exact: the
+  result depends neither on arrival order nor on the number of servers.
+* ``SSP``: each push is applied on arrival; a worker may be at most ``staleness`` clocks ahead of the slowest one
+  (stale synchronous parallel, Ho et al., NIPS 2013).
+* ``ASP``: each push is applied on arrival, and no worker waits.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ def _check_staleness_lr(value: str) -> None:
 
 @dataclass(frozen=True)
 class BSP:
-    """Synchronous steps.
+    """Synchronous steps: update t is the optimizer applied to the weighted mean of all members' gradients of step t.
 
-    backup_workers: so many members need not be waited for in a step; their late contributions are dropped (Chen et al.
-        2016, "Revisiting Distributed Synchronous SGD"). With more than 0 the result depends on who is late.
-    resize_lr: what the learning rate of a step is multiplied by when other than the number of workers that began takes
-        part in it, n of m: "none" 1, "linear" n / m (Goyal et al. 2017), "sqrt" (n / m) ** 0.5 (Krizhevsky 2014).
+    backup_workers: number of members that a step need not wait for; their late contributions are dropped (Chen et al.
+        2016, "Revisiting Distributed Synchronous SGD"). Above 0, the result depends on who is late.
+    resize_lr: factor on the learning rate of a step with n contributors in a run that began with m: "none" 1, "linear"
+        n / m (Goyal et al. 2017, arXiv 1706.02677), "sqrt" (n / m) ** 0.5 (Krizhevsky 2014, arXiv 1404.5997).
+    Raises InvalidArgumentError for a value out of its range.
     """
 
     backup_workers: int = 0
@@ -46,8 +48,11 @@ class BSP:
             raise InvalidArgumentError(f"resize_lr={self.resize_lr!r} is unknown: use 'none', 'linear' or 'sqrt'")
 
     def lr_scale(self, contributors: int, reference: int) -> float:
-        """Factor on the learning rate of a step with so many contributors; ``reference`` is how many there were at the
-        beginning."""
+        """Return the factor on the learning rate of a step.
+
+        contributors: number of workers that contributed to the step.
+        reference: number of workers when the parameter set was placed.
+        """
         if self.resize_lr == "none" or not contributors or not reference:
             return 1.0
         ratio = contributors / reference
@@ -56,10 +61,11 @@ class BSP:
 
 @dataclass(frozen=True)
 class SSP:
-    """Bounded staleness.
+    """Bounded staleness: each push is applied on arrival, by itself.
 
     staleness: clocks (completed pushes) that a worker may be ahead of the slowest member; 0 is a barrier per step.
-    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions.
+    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions; "none" does not.
+    Raises InvalidArgumentError for a value out of its range.
     """
 
     staleness: int
@@ -72,9 +78,10 @@ class SSP:
 
 @dataclass(frozen=True)
 class ASP:
-    """Fully asynchronous.
+    """Fully asynchronous: each push is applied on arrival, and no worker waits.
 
-    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions.
+    staleness_lr: "inverse" divides the learning rate by 1 + the gradient's staleness in versions; "none" does not.
+    Raises InvalidArgumentError for a value out of its range.
     """
 
     staleness_lr: StalenessLr = "none"
@@ -88,29 +95,30 @@ KINDS: Final[dict[str, type[Consistency]]] = {"bsp": BSP, "ssp": SSP, "asp": ASP
 
 
 def kind_of(consistency: Consistency) -> str:
-    """The key of a mode in ``KINDS``."""
+    """Return the key of a mode in ``KINDS``."""
     return type(consistency).__name__.lower()
 
 
-#: What a gradient may count for in a mean, and the inverse of the least.
+#: Largest weight of a gradient in a mean, and the inverse of the smallest.
 _WEIGHT_LAST = 1e18
 
 
 def check_weight(weight: Any, consistency: Consistency) -> float:
-    """Returns the weight of a gradient in the mean of its step: 0, 1, or in BSP a number from 1e-18 to 1e18. Raises
-    InvalidArgumentError for another one, and for booleans.
+    """Return the weight of a gradient in the mean of its step, as float.
 
-    Numbers of numpy, and arrays and tensors without dimensions, are numbers, too.
+    weight: 0, 1, or in BSP a number from 1e-18 to 1e18. numpy numbers, and arrays and tensors without dimensions, are
+        accepted.
+    Raises InvalidArgumentError for anything else, including booleans.
     """
     is_scalar = getattr(weight, "ndim", None) == 0 and hasattr(weight, "item")
     number = weight.item() if is_scalar else weight
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if is_number and number in (0, 1):  # These count in every mode.
+    if is_number and number in (0, 1):  # Allowed in every mode.
         return float(number)
     if not isinstance(consistency, BSP):
         raise InvalidArgumentError(
-            f"weight={weight!r:.40}: in {type(consistency).__name__} each push is applied by itself, so there is "
-            "no mean in which it could count for more. Use BSP, or scale the gradient"
+            f"weight={weight!r:.40}: {type(consistency).__name__} applies each push by itself, so there is no mean "
+            "to weight. Use BSP, or scale the gradient"
         )
     if not is_number or not 1 / _WEIGHT_LAST <= number <= _WEIGHT_LAST:
         raise InvalidArgumentError(

@@ -1,24 +1,24 @@
-"""Which samples a worker gets: assigned beforehand by ``DistributedSampler``, or leased by ``client.dataset``.
+"""Assignment of samples to workers: in advance by ``DistributedSampler``, or by leases of ``client.dataset``.
 
-This module computes indices only. It needs neither torch, nor the network, nor psdist's client.
+This module only computes indices. It needs neither torch, nor the network, nor psdist's client.
 
-``DistributedSampler`` divides the indices of a data set among the ranks of a world of fixed size, with the semantics of
-torch.utils.data.DistributedSampler.
+``DistributedSampler`` divides the indices of a data set among the ranks of a world of fixed size, with the semantics
+of torch.utils.data.DistributedSampler.
 
 ``client.dataset(...)`` (see ``psdist.client.datasets``) leases ranges of a data set to the current workers. The
 scheduler assigns a data epoch and a range's number. ``RangeOrder`` computes the samples from the settings alone: with
-``shuffle`` the order of a data epoch is ``default_rng((seed, data_epoch)).permutation(size)`` of numpy.random, as for
-``DistributedSampler``, else ascending. Range r is the part of that order from ``r * range_size`` up to
-``(r + 1) * range_size`` or its end. So the samples of the whole data set are mixed, which takes 8 bytes of memory for
-each sample during a data epoch.
+``shuffle``, the order of a data epoch is ``default_rng((seed, data_epoch)).permutation(size)`` of numpy.random, as in
+``DistributedSampler``; otherwise it is ascending. Range r is the part of that order from ``r * range_size`` up to ``(r
++ 1) * range_size`` or the end. The samples of the whole data set are therefore mixed, which takes 8 bytes of memory
+per sample during a data epoch.
 
 Invariants of ``DistributedSampler``, for one (size, num_replicas, shuffle, seed, drop_last, data epoch):
 
 * every rank gets the same number of indices, ``len(sampler)``;
 * without ``drop_last`` the ranks together cover every index; if the size is not divisible, the first indices of the
-  order are used a second time to fill up;
-* with ``drop_last`` no index is used twice; the last ``size % num_replicas`` of the order are left out;
-* the order depends on (seed, data epoch) and the size alone, so that ranks agree without communication.
+  order are used a second time as padding;
+* with ``drop_last`` no index is used twice; the last ``size % num_replicas`` of the order are skipped;
+* the order depends only on (seed, data epoch) and the size, so that ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _SEED_MAX: Final = (1 << 63) - 1
 
 
 class DistributedSampler:
-    """Iterates over this rank's indices of a data set, in the order of the current data epoch.
+    """Iterable over this rank's indices of a data set, in the order of the current data epoch.
 
     dataset: a sized data set, or its size (0 or more).
-    num_replicas: number of workers that share the data; None reads ``WORLD_SIZE`` from the environment, else 1.
-    rank: this worker's number, from 0; None reads ``RANK`` from the environment, else 0.
-    shuffle: a new permutation for each data epoch; else ascending order.
-    seed: must be the same on all ranks.
-    drop_last: leave the tail out instead of repeating from the start.
+    num_replicas: number of workers that share the data; None reads ``WORLD_SIZE`` from the environment, default 1.
+    rank: this worker's number, from 0; None reads ``RANK`` from the environment, default 0.
+    shuffle: True for a new permutation in each data epoch, False for ascending order.
+    seed: seed of the permutations, equal on all ranks.
+    drop_last: skip the tail instead of repeating samples from the start.
 
     Raises InvalidArgumentError for a value out of its range.
     """
@@ -72,12 +72,12 @@ class DistributedSampler:
         check_integer("seed", seed, 0, _SEED_MAX)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the data epoch, from 0. Call it before each pass, or every pass has the same order."""
+        """Set the data epoch, from 0. Call it before each pass; otherwise every pass has the same order."""
         check_integer("epoch", epoch, 0, _SEED_MAX)
         self.epoch = epoch
 
     def indices(self) -> NDArray[np.int64]:
-        """This rank's indices in order, as iteration gives them; int64[len(self)]."""
+        """Return this rank's indices in iteration order, int64[len(self)]."""
         order = _permutation(self.size, self.seed, self.epoch) if self.shuffle else np.arange(self.size, dtype=np.int64)
         total = len(self) * self.num_replicas
         # Without ``drop_last`` the order is repeated from its start, as often as needed.
@@ -99,18 +99,18 @@ class DistributedSampler:
 
 
 class RangeOrder:
-    """The samples of each range of a data set. It keeps the orders of the two data epochs that were used last."""
+    """Samples of each range of a data set. Caches the orders of the last two data epochs."""
 
     def __init__(self, spec: DatasetSpec) -> None:
         self.spec = spec
         self._orders: dict[int, NDArray[np.int64]] = {}
 
     def knows(self, data_epoch: int) -> bool:
-        """Whether ``indices`` need not shuffle first."""
+        """True if ``indices`` need not shuffle first."""
         return not self.spec.shuffle or data_epoch in self._orders
 
     def indices(self, data_epoch: int, number: int) -> NDArray[np.int64]:
-        """The samples of range ``number``, in order."""
+        """Return the samples of range ``number``, in order, as int64."""
         start, stop = self.spec.bounds(number)
         if not self.spec.shuffle:
             return np.arange(start, stop, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Work with a peer that ends with the peer."""
+"""Cancellation of work that depends on a peer when the peer ends."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from psdist.errors import PsdistError, again
 
 @contextmanager
 def ending_with(end: asyncio.Future[PsdistError]) -> Iterator[None]:
-    """Cancels what the running task awaits in the block once ``end`` has its error, and raises that instead.
+    """Cancel the enclosing task's block once ``end`` is set, and raise its error instead of CancelledError.
 
-    Nothing that was done in the block is lost, as the outcome of a task of its own would be: whoever is cancelled in
-    there cleans up.
+    The block runs in the calling task, not in a task of its own, so its outcome is never lost: cancelled code cleans
+    up.
     """
     if end.done():
         raise again(end.result())
@@ -24,14 +24,14 @@ def ending_with(end: asyncio.Future[PsdistError]) -> Iterator[None]:
 
     def cancel(_: object) -> None:
         nonlocal is_cancelled
-        if not is_over:  # It may have been scheduled before the block was left.
+        if not is_over:  # The callback may have been scheduled before the block ended.
             is_cancelled = task.cancel()
 
     end.add_done_callback(cancel)
     try:
         yield
     except asyncio.CancelledError:
-        if not is_cancelled or task.cancelling() > before + 1:  # Somebody else cancels it.
+        if not is_cancelled or task.cancelling() > before + 1:  # The task was cancelled by someone else.
             raise
         raise again(end.result()) from None
     finally:

@@ -1,9 +1,11 @@
-"""Every error that psdist raises, one class per case.
+"""All errors that psdist raises, one class per case.
 
 A class has a stable ``code``, which crosses the wire (see ``psdist.wire.status``), and the name of its gRPC status.
 Messages name the offending value, the limit, and the remedy. An operation that raises one of these errors has changed
-nothing, unless the class says otherwise. A push of which servers refused a slice keeps its number: slices that were
-taken count once, and the same push, made again, brings the rest.
+nothing, unless the class says otherwise.
+
+If servers reject some slices of a push, the push keeps its number: slices that were accepted count once, and repeating
+the push delivers the others.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ BY_CODE: dict[str, type[PsdistError]] = {}
 
 
 class PsdistError(Exception):
-    """Base of all errors of psdist. ``details`` holds the offending values as text."""
+    """Base of all errors of psdist.
+
+    message: text for the user.
+    details: the offending values, as text.
+    """
 
     code: ClassVar[str] = "internal"
     status: ClassVar[str] = "INTERNAL"
 
     def __init_subclass__(cls, code: str = "", status: str = "") -> None:
-        """Without ``code`` or ``status`` a class has those of its base."""
+        """Register the class under ``code``. Without ``code`` or ``status``, a class inherits that of its base."""
         super().__init_subclass__()
         cls.code, cls.status = code or cls.code, status or cls.status
         if code:
@@ -34,7 +40,7 @@ class PsdistError(Exception):
 
 
 def again(error: PsdistError) -> PsdistError:
-    """A copy to raise: one error may end many calls, and each has a traceback of its own."""
+    """Return a copy of ``error`` to raise: one error may end many calls, each with its own traceback."""
     return type(error)(error.message, **error.details)
 
 
@@ -42,19 +48,19 @@ def again(error: PsdistError) -> PsdistError:
 
 
 class InvalidArgumentError(PsdistError, ValueError, code="invalid_argument", status="INVALID_ARGUMENT"):
-    """A value is malformed, out of its range, or not supported."""
+    """A value is malformed, out of range, or not supported."""
 
 
 class ConfigurationError(InvalidArgumentError, code="configuration"):
-    """A flag, a variable or a file that configures a process is wrong."""
+    """A flag, environment variable or file that configures a process is wrong."""
 
 
 class InvalidNameError(InvalidArgumentError, code="invalid_name"):
-    """A name is not made of 1 to 256 of ``A-Z a-z 0-9 . _ / -``."""
+    """A name does not consist of 1 to 256 of the characters ``A-Z a-z 0-9 . _ / -``."""
 
 
 class UnknownTensorError(InvalidArgumentError, code="unknown_tensor"):
-    """The parameter set has no tensor of this name."""
+    """The parameter set has no tensor with this name."""
 
 
 class MissingTensorError(InvalidArgumentError, code="missing_tensor"):
@@ -66,23 +72,23 @@ class ShapeMismatchError(InvalidArgumentError, code="shape_mismatch"):
 
 
 class DTypeMismatchError(InvalidArgumentError, code="dtype_mismatch"):
-    """A tensor's element type cannot be used here."""
+    """A tensor has an element type that cannot be used here."""
 
 
 class NonFiniteGradientError(InvalidArgumentError, code="non_finite_gradient"):
-    """A gradient has NaN or Inf, and ``non_finite`` is "reject"."""
+    """A gradient contains NaN or Inf, and ``non_finite`` is "reject"."""
 
 
 class UnknownCodecError(InvalidArgumentError, code="unknown_codec"):
-    """There is no codec of this name."""
+    """No codec has this name, or the codec cannot be used here."""
 
 
 class MalformedPayloadError(InvalidArgumentError, code="malformed_payload"):
-    """An encoded payload is not exactly an encoding of so many elements; the message says where and why."""
+    """An encoded payload is not a valid encoding of exactly the expected elements. The message says where and why."""
 
 
 class LimitExceededError(PsdistError, code="limit_exceeded", status="RESOURCE_EXHAUSTED"):
-    """A limit on what one peer may make another hold was reached."""
+    """A limit was reached: on the resources that one peer may claim from another, or on the memory of a device."""
 
 
 # --- members and their rights -----------------------------------------------------------------------------------------
@@ -93,15 +99,15 @@ class UnauthenticatedError(PsdistError, code="unauthenticated", status="UNAUTHEN
 
 
 class InsecureBindError(InvalidArgumentError, code="insecure_bind"):
-    """A bind beyond loopback was asked for without TLS and without ``--insecure``."""
+    """A process was to listen beyond loopback without TLS and without ``--insecure``."""
 
 
 class ProtocolMismatchError(PsdistError, code="protocol_mismatch", status="FAILED_PRECONDITION"):
-    """The two sides speak different protocol versions."""
+    """The two sides use different protocol versions."""
 
 
 class WrongRunError(PsdistError, code="wrong_run", status="FAILED_PRECONDITION"):
-    """The request names a run that is not served here."""
+    """The request names a different run than the one served here."""
 
 
 class DuplicateMemberError(PsdistError, code="duplicate_member", status="ALREADY_EXISTS"):
@@ -109,7 +115,7 @@ class DuplicateMemberError(PsdistError, code="duplicate_member", status="ALREADY
 
 
 class FencedError(PsdistError, code="fenced", status="FAILED_PRECONDITION"):
-    """This incarnation was replaced or expelled. Nothing that it sends counts any more."""
+    """The incarnation was replaced or expelled. Its requests no longer count."""
 
 
 class NotMemberError(PsdistError, code="not_member", status="FAILED_PRECONDITION"):
@@ -120,31 +126,31 @@ class NotMemberError(PsdistError, code="not_member", status="FAILED_PRECONDITION
 
 
 class UnknownParametersError(PsdistError, code="unknown_parameters", status="NOT_FOUND"):
-    """No parameter set has this name, or this server holds none of its slices."""
+    """No parameter set has this name, or this server stores no slice of it."""
 
 
 class UnknownDatasetError(PsdistError, code="unknown_dataset", status="NOT_FOUND"):
-    """No data set of this name was opened."""
+    """No data set with this name was opened."""
 
 
 class LayoutMismatchError(PsdistError, code="layout_mismatch", status="FAILED_PRECONDITION"):
-    """A parameter set of this name exists with other tensors."""
+    """A parameter set with this name exists, with different tensors."""
 
 
 class SettingsMismatchError(PsdistError, code="settings_mismatch", status="FAILED_PRECONDITION"):
-    """A parameter set or data set of this name exists with other settings."""
+    """A parameter set or data set with this name exists, with different settings."""
 
 
 class StaleEpochError(PsdistError, code="stale_epoch", status="ABORTED"):
-    """The request was routed by an older cluster map. The client fetches the new one and sends again."""
+    """The request was routed by an outdated cluster map. The client fetches the new map and retries."""
 
 
 class StaleEstimateError(PsdistError, code="stale_estimate", status="ABORTED"):
-    """A push has differences to an estimate that the server does not keep. The client sends the gradient whole."""
+    """A push contains differences to an estimate that the server does not hold. The client sends the whole gradient."""
 
 
 class FutureStepError(PsdistError, code="future_step", status="FAILED_PRECONDITION"):
-    """A push names a step that has not begun."""
+    """A push names a step that has not started."""
 
 
 class SequenceGapError(PsdistError, code="sequence_gap", status="FAILED_PRECONDITION"):
@@ -155,57 +161,58 @@ class SequenceGapError(PsdistError, code="sequence_gap", status="FAILED_PRECONDI
 
 
 class SchedulerUnreachableError(PsdistError, ConnectionError, code="scheduler_unreachable", status="UNAVAILABLE"):
-    """No scheduler answers at the address; the message says what was tried."""
+    """No scheduler answers at the address. The message says what was tried."""
 
 
 class ServerUnreachableError(PsdistError, ConnectionError, code="server_unreachable", status="UNAVAILABLE"):
-    """A server does not answer. Pushes that were not acknowledged may or may not have been applied."""
+    """A server does not answer. Unacknowledged pushes may or may not have been applied."""
 
 
 class SharingUnavailableError(PsdistError, code="sharing_unavailable", status="FAILED_PRECONDITION"):
-    """A worker and a server cannot share memory; the message says why. Nothing is wrong with the data."""
+    """A worker and a server cannot share memory; the message says why. The data is intact."""
 
 
 class TcpUnavailableError(PsdistError, code="tcp_unavailable", status="FAILED_PRECONDITION"):
-    """A worker cannot open a direct TCP connection to a server; the message says why. Nothing is wrong with the
-    data."""
+    """A worker cannot open a TCP connection to a server; the message says why. The data is intact."""
 
 
 class DeviceUnavailableError(PsdistError, code="device_unavailable", status="FAILED_PRECONDITION"):
-    """A CUDA device was asked for, and something that it needs is missing: ``details["missing"]`` names it. One of
-    "cupy", "nvrtc", "headers", "driver", "device", "memory"."""
+    """A CUDA device was requested, but something that it needs is missing.
+
+    ``details["missing"]`` is one of "cupy", "nvrtc", "headers", "driver", "device", "memory".
+    """
 
 
 class DeviceLostError(PsdistError, code="device_lost", status="DATA_LOSS"):
-    """A CUDA device failed while it was used. What it held is lost."""
+    """A CUDA device failed while it was in use. Its content is lost."""
 
 
 class StaleTermError(PsdistError, code="stale_term", status="ABORTED"):
-    """A server acted as the primary of a shard that has a newer one."""
+    """A server acted as the primary of a shard that has a newer primary."""
 
 
 class ReplicaMismatchError(PsdistError, code="replica_mismatch", status="DATA_LOSS"):
-    """Two copies of a slice differ, and it is not known which is right. The shard is stopped."""
+    """Two copies of a slice differ, and nothing tells which one is right. The shard is stopped."""
 
 
 class StaleCopyError(PsdistError, code="stale_copy", status="FAILED_PRECONDITION"):
-    """A replica was sent an update that does not fit its copy of a slice. The copy must be filled again."""
+    """A replica received an update that does not fit its copy of a slice. The copy must be filled again."""
 
 
 class ServerLostError(PsdistError, code="server_lost", status="DATA_LOSS"):
-    """A server that held the only copy of some shards is gone."""
+    """A server is gone that held the only copy of some shards."""
 
 
 class RunLostError(PsdistError, code="run_lost", status="DATA_LOSS"):
-    """The scheduler's record of the run is gone, or older than what members of the run know. They cannot continue."""
+    """The scheduler's record of the run is gone, or older than the members' state. The run cannot continue."""
 
 
 class RunNotStartedError(PsdistError, code="run_not_started", status="FAILED_PRECONDITION"):
-    """The run ended before training had begun: workers or servers that it needs did not come."""
+    """The run ended before training started: required workers or servers did not join."""
 
 
 class StorageError(PsdistError, code="storage", status="UNAVAILABLE"):
-    """The storage of a run's snapshots cannot be read or written; the message says what failed, and why."""
+    """The storage for a run's snapshots cannot be read or written. The message says what failed, and why."""
 
 
 class NoStorageError(PsdistError, code="no_storage", status="FAILED_PRECONDITION"):
@@ -213,23 +220,23 @@ class NoStorageError(PsdistError, code="no_storage", status="FAILED_PRECONDITION
 
 
 class SnapshotCorruptError(PsdistError, code="snapshot_corrupt", status="DATA_LOSS"):
-    """A file of a snapshot is not what was written; the message names it. None of its values was used."""
+    """A snapshot file differs from what was written; the message names it. No value of it was used."""
 
 
 class UnknownSnapshotError(PsdistError, code="unknown_snapshot", status="NOT_FOUND"):
-    """There is no such committed snapshot."""
+    """No committed snapshot has this name."""
 
 
 class SnapshotFailedError(PsdistError, code="snapshot_failed", status="ABORTED"):
-    """A snapshot was given up; the message says why. Training goes on, and nothing was committed."""
+    """A snapshot was abandoned; the message says why. Nothing was committed, and training continues."""
 
 
 class WaitTimeoutError(PsdistError, TimeoutError, code="wait_timeout", status="DEADLINE_EXCEEDED"):
-    """A wait took longer than its caller allowed; the message names the members that were waited for."""
+    """A wait exceeded its caller's timeout. The message names the missing members."""
 
 
 class MutualWaitError(PsdistError, code="mutual_wait", status="FAILED_PRECONDITION"):
-    """This worker's script and others wait for each other, so that none can go on."""
+    """The worker's script and others wait for each other: a deadlock."""
 
 
 class WorkerLeftError(PsdistError, code="worker_left", status="FAILED_PRECONDITION"):
@@ -237,15 +244,15 @@ class WorkerLeftError(PsdistError, code="worker_left", status="FAILED_PRECONDITI
 
 
 class UnevenInputsError(PsdistError, code="uneven_inputs", status="FAILED_PRECONDITION"):
-    """A worker has no batch left, and ``join`` of ``psdist.torch`` was asked to raise then."""
+    """A worker ran out of batches, and ``join`` of ``psdist.torch`` was told to raise in that case."""
 
 
 class LateWorkerError(PsdistError, code="late_worker", status="FAILED_PRECONDITION"):
-    """Training began without this worker, and nobody can give it what the others have learned since."""
+    """Training started without this worker, and no source can give it the current weights."""
 
 
 class PushDroppedError(PsdistError, code="push_dropped", status="ABORTED"):
-    """Pushes of this worker were dropped, because the others had gone on without it. It is a member again."""
+    """Pushes of this worker were dropped because the others had continued without it. It is a member again."""
 
 
 class ClosedError(PsdistError, code="closed", status="CANCELLED"):
@@ -253,14 +260,14 @@ class ClosedError(PsdistError, code="closed", status="CANCELLED"):
 
 
 class InternalError(PsdistError, code="internal"):
-    """A defect of psdist, or an unexpected answer."""
+    """A bug in psdist, or an unexpected answer."""
 
 
-#: Errors after which a run ends everywhere. SnapshotCorruptError: no snapshot to resume from.
+#: Errors that end a run everywhere. SnapshotCorruptError: no snapshot is left to resume from.
 RUN_ENDING: Final = (ServerLostError, RunLostError, SnapshotCorruptError, RunNotStartedError)
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
-    """Raises InvalidArgumentError unless ``value`` is a whole number in [low, high]."""
+    """Raise InvalidArgumentError unless ``value`` is a whole number in [low, high]."""
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise InvalidArgumentError(f"{name}={value!r:.40} is out of range: use a whole number from {low} to {high}")

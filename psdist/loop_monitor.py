@@ -1,15 +1,18 @@
-"""Diagnosis of blocked event loops: how long each turn of a process's loop took, and where it spent that time.
+"""Diagnosis of blocked event loops: duration of each long iteration of a process's loop, and where the time went.
 
-Off unless the environment names a directory: ``PSDIST_LOOP_MONITOR=DIRECTORY``. Then the loops of schedulers, servers,
-launchers and of ``psdist.Client`` each append JSON lines to ``DIRECTORY/ROLE-PID.jsonl``: one when they start, and one
-for each turn that took longer than ``REPORT_SECONDS``. ``python -m benchmarks.blocking`` runs large models under it.
+Off unless the environment names a directory: ``PSDIST_LOOP_MONITOR=DIRECTORY``. The loops of schedulers, servers,
+launchers and ``psdist.Client`` then append JSON lines to ``DIRECTORY/ROLE-PID.jsonl``: one at the start, and one for
+each iteration longer than ``REPORT_SECONDS``. ``python -m benchmarks.blocking`` runs large models under it.
 
-A callback on the loop measures the time since its previous call. A thread samples the loop's stack while that call is
-overdue, and the stacks of the other threads when it could not run itself: then somebody holds the interpreter.
+A callback on the loop measures the time since its previous call. While that call is overdue, a thread samples the
+loop's stack. If the thread itself could not run, another thread held the interpreter lock, and it samples the stacks
+of all others.
 
-Lateness has three parts. *cpu*: processor time of the loop's thread; the loop did too much. *queued*: the kernel ran
-other threads instead; the machine is overloaded, and the loop is not to blame. *waited*: the rest, in system calls,
-locks, page faults that wait for the disk, or for a thread that holds the interpreter.
+Lateness has three parts:
+
+- *cpu*: processor time of the loop's thread; the loop did too much.
+- *queued*: the kernel ran other threads; the machine is overloaded, and the loop is not to blame.
+- *waited*: the rest, in system calls, locks, page faults that wait for the disk, or waiting for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, TextIO
 
 VARIABLE: Final = "PSDIST_LOOP_MONITOR"
-#: Turns of at least this many seconds are reported.
+#: Iterations of at least this many seconds are reported.
 REPORT_SECONDS: Final = 0.03
 _TICK_SECONDS: Final = 0.005
 _FRAMES: Final = 14
@@ -35,14 +38,14 @@ _STACKS: Final = 4
 
 
 class _Usage(NamedTuple):
-    """Seconds a thread has run, and has waited for a processor."""
+    """Seconds that a thread has run, and has waited for a processor."""
 
     cpu: float
     queued: float
 
 
 class LoopMonitor:
-    """Watches the event loop of the current thread until the process ends, and reports long turns to ``file``."""
+    """Monitor of the current thread's event loop until the process ends. Reports long iterations to ``file``."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, file: TextIO) -> None:
         self._loop = loop
@@ -77,7 +80,7 @@ class LoopMonitor:
         self._loop.call_later(_TICK_SECONDS, self._tick)
 
     def _sample(self) -> None:
-        """Count the loop's stacks while it is late. Runs in a thread of its own, until the loop is closed.
+        """Count the loop's stacks while it is late. Runs in its own thread until the loop is closed.
 
         Frames keep the arrays of their threads alive, so none are taken while the loop does not run.
         """
@@ -109,14 +112,17 @@ class LoopMonitor:
 
 
 def watch(role: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Monitor the running loop if the environment asks for it. role: names the file, such as "server"."""
+    """Monitor the running loop if the environment asks for it.
+
+    role: first part of the file name, such as "server".
+    """
     if directory := environ.get(VARIABLE, ""):
         path = Path(directory, f"{role}-{os.getpid()}.jsonl")
         LoopMonitor(asyncio.get_running_loop(), path.open("a", encoding="utf-8"))
 
 
 def _text(frame: FrameType) -> str:
-    """The innermost calls of a stack, the last one first."""
+    """Return the innermost calls of a stack, the last one first."""
     return " < ".join(_calls(frame))
 
 

@@ -1,7 +1,7 @@
-"""What changed from one cluster map to the next, so that a member that has the one can make the other. Pure.
+"""Difference between two cluster maps, from which a member with the first can build the second. Pure.
 
-A map has its servers in the order of their ids and its workers in that of their ranks, so that a difference need not
-say where a new one belongs. Parameter sets keep their places, and new ones come last.
+A map lists its servers by id and its workers by rank, so a difference need not say where a new one belongs. Parameter
+sets keep their positions, and new ones come last.
 
 Invariant: ``apply(before, difference(before, after)) == after``, for maps of one run.
 """
@@ -20,8 +20,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MapDifference:
-    """From the map of epoch ``base`` to that of ``epoch``: ids and names that are gone, then entries that are new or
-    changed, and whether the run is paused."""
+    """Difference between the maps of epochs ``base`` and ``epoch``.
+
+    servers_gone, workers_gone, parameters_gone: ids and names of removed entries.
+    servers, workers, parameters: new or changed entries.
+    paused: the new map's ``paused``.
+    """
 
     base: int
     epoch: int
@@ -35,12 +39,12 @@ class MapDifference:
 
 
 def difference(before: ClusterMap, after: ClusterMap) -> MapDifference:
-    """What makes ``after`` of ``before``."""
+    """Return the difference that turns ``before`` into ``after``."""
     servers_gone, servers = _changes(_servers(before), _servers(after))
     workers_gone, workers = _changes(_workers(before), _workers(after))
     sets_before, sets_after = _parameters(before), _parameters(after)
     parameters_gone, parameters = _changes(sets_before, sets_after)
-    if [*_merge(sets_before, parameters_gone, _parameters_of(parameters))] != [*sets_after]:  # In another order.
+    if [*_merge(sets_before, parameters_gone, _parameters_of(parameters))] != [*sets_after]:  # The order changed.
         parameters_gone, parameters = tuple(sets_before), after.parameters
     return MapDifference(
         before.epoch,
@@ -56,10 +60,10 @@ def difference(before: ClusterMap, after: ClusterMap) -> MapDifference:
 
 
 def apply(before: ClusterMap, change: MapDifference) -> ClusterMap:
-    """The map of ``change.epoch``. Raises StaleEpochError where ``before`` is not the map that it is from."""
+    """Return the map of ``change.epoch``. Raises StaleEpochError if ``before`` is not the map of ``change.base``."""
     if before.epoch != change.base:
         raise StaleEpochError(
-            f"a difference from cluster map {change.base} to {change.epoch} came, and map {before.epoch} is here: open "
+            f"a difference from cluster map {change.base} to {change.epoch} does not apply to map {before.epoch}: open "
             "a new session, which begins with a whole map",
             epoch=before.epoch,
         )
@@ -93,12 +97,12 @@ def _parameters_of(entries: Iterable[ParametersEntry]) -> dict[str, ParametersEn
 
 
 def _changes(before: Mapping[str, T], after: Mapping[str, T]) -> tuple[tuple[str, ...], tuple[T, ...]]:
-    """Keys that are gone, and entries that are new or changed."""
+    """Return removed keys, and new or changed entries."""
     gone = tuple(key for key in before if key not in after)
     return gone, tuple(entry for key, entry in after.items() if before.get(key) != entry)
 
 
 def _merge(before: Mapping[str, T], gone: Iterable[str], changed: Mapping[str, T]) -> dict[str, T]:
-    """What stays, at its place, and then what is new."""
+    """Return the remaining entries in place, followed by the new ones."""
     without = set(gone)
     return {key: entry for key, entry in before.items() if key not in without} | dict(changed)

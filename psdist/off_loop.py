@@ -1,4 +1,4 @@
-"""Work on large vectors, and on devices, which must not keep the event loop from heartbeats."""
+"""Work on large vectors and on devices outside the event loop, so that heartbeats continue."""
 
 from __future__ import annotations
 
@@ -7,20 +7,25 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
-#: Vectors of more elements are looked at and copied in a thread, so that heartbeats go on.
+#: Vectors with at least this many elements are processed in a thread.
 LARGE_ELEMENTS: Final = 1 << 22
 
 
 async def off_loop(elements: int, work: Callable[[], T], *, waits: bool = False) -> T:
-    """What ``work`` returns, which touches ``elements`` numbers: in a thread where these are many, or it ``waits``."""
+    """Return ``work()``, run in a thread if it is long.
+
+    elements: number of elements that ``work`` touches.
+    waits: True if ``work`` may block for other reasons.
+    """
     return await in_thread(work) if waits or elements >= LARGE_ELEMENTS else work()
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """What ``work`` returns, which may wait: for a device, which first does all that the script gave to it.
+    """Return ``work()``, run in a thread. It may block, for example until a device has done the script's earlier work.
 
-    At the end of the process, when Python starts no thread any more, it runs in this one: then a client is closed that
-    its script left open. Executors refuse work earlier than that, while the main thread still waits for their threads.
+    At interpreter shutdown, when Python no longer starts threads, ``work`` runs in the calling thread: the process is
+    closing a client that its script left open. Executors refuse work earlier than that, while the main thread still
+    joins their threads.
     """
     try:
         running = asyncio.get_running_loop().run_in_executor(None, work)
@@ -35,8 +40,10 @@ async def in_thread(work: Callable[[], T]) -> T:
 
 
 async def until_done(future: asyncio.Future[Any]) -> None:
-    """Returns when ``future`` is done. Where this task is cancelled meanwhile, however often, that is raised then: the
-    call gives the user's arrays back, and nobody may touch them any more."""
+    """Wait until ``future`` is done. If this task is cancelled meanwhile, raise CancelledError only then.
+
+    The call returns the user's arrays to the user, so nothing may touch them afterwards.
+    """
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:

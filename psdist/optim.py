@@ -1,14 +1,16 @@
-"""Optimizers and learning-rate schedules: specifications only.
+"""Optimizers and learning-rate schedules, as specifications.
 
-A specification is a frozen dataclass that a user writes. The wire carries it as a kind and numbers, and the servers
-execute it (``psdist_server.kernels.optimizers``). The formulas are those of torch.optim where torch has the optimizer
-(https://docs.pytorch.org/docs/stable/optim.html); Lion is Chen et al. 2023 (arXiv 2302.06675, algorithm 2), FTRL is
-McMahan et al. 2013 ("Ad Click Prediction", algorithm 1). Weights and state are float32 on the servers.
+A specification is a frozen dataclass. The wire carries its kind and numbers; the servers run it
+(``psdist_server.kernels.optimizers``) with weights and state in float32. Formulas follow torch.optim
+(https://docs.pytorch.org/docs/stable/optim.html) for the optimizers that torch has. Lion is Chen et al. 2023 (arXiv
+2302.06675, algorithm 2); FTRL is McMahan et al. 2013 ("Ad Click Prediction", algorithm 1).
 
-Step t of the formulas is the slice's version + 1: a slice's first update is step 1. If a run that resumes from a
-snapshot resets the optimizer's state (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections,
-Adagrad's ``lr_decay``, SGD's undampened first gradient) begins at 1 again, like that of a new optimizer of torch;
-schedules continue with the step.
+In the formulas w is a weight, g its gradient, lr the learning rate times the schedule's factor, and t the step: the
+slice's version + 1, so a slice's first update is step 1. If a run that resumes from a snapshot resets the optimizer's
+state (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections, Adagrad's ``lr_decay``, SGD's
+undampened first gradient) restarts at 1, as for a new torch optimizer; schedules continue.
+
+Constructors raise InvalidArgumentError for a value out of its range.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 from psdist.errors import InvalidArgumentError
 
 _OVERRIDES_MAX: Final = 256
-#: The largest and smallest normal numbers of float32, in which the servers compute: more is infinite, and less is 0.
+#: Largest and smallest normal numbers of float32, the servers' type: larger ones become infinite, smaller ones 0.
 _LARGEST: Final = 3.4028234663852886e38
 _SMALLEST: Final = 1.1754943508222875e-38
-#: FTRL multiplies gradients by the factor, which must not become infinite by it.
+#: FTRL multiplies gradients by the factor, and they must stay finite.
 _LR_FACTOR_LAST: Final = 1e9
 
 
@@ -43,8 +45,10 @@ def _finite(value: object) -> bool:
 
 
 def _normalize(spec: object, kind: str) -> None:
-    """Converts the numbers of a specification to plain int, float and bool as declared, so that equal settings compare
-    equal (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire."""
+    """Convert the numbers of a specification to plain int, float and bool, as declared.
+
+    Equal settings then compare equal (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire.
+    """
     for field in fields(spec):  # type: ignore[arg-type]
         convert = _CONVERSIONS.get(str(field.type))
         if convert is not None:
@@ -58,7 +62,7 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def _as_int(name: str, value: Any) -> int:
-    # The wire carries all numbers as float64, so 3.0 is a whole number too.
+    # The wire carries all numbers as float64, so 3.0 counts as a whole number.
     whole = isinstance(value, Integral) or (_finite(value) and value == int(value))
     _check(whole and not isinstance(value, bool) and 0 <= value <= 2**53, name, value, "a whole number of 0 or more")
     return int(value)
@@ -82,8 +86,14 @@ _CONVERSIONS: Final = {"float": _as_float, "int": _as_int, "bool": _as_bool, "tu
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A factor on the learning rate by step: linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's
-    LinearLR), then the schedule itself, counted from the end of the warm-up (torch's SequentialLR)."""
+    """Factor on the learning rate, by step.
+
+    A linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's LinearLR) is followed by the schedule
+    itself, counted from the end of the warm-up (torch's SequentialLR). Abstract.
+
+    warmup_steps: length of the warm-up; 0 for none.
+    warmup_start: factor at step 0 of the warm-up, 0 to 1.
+    """
 
     warmup_steps: int = 0
     warmup_start: float = 1 / 3
@@ -98,19 +108,19 @@ class Schedule:
                 _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
 
     def factor(self, step: int) -> float:
-        """The factor on the learning rate in ``step`` (from 0)."""
+        """Return the factor on the learning rate in ``step``, counted from 0."""
         if step < self.warmup_steps:
             return self.warmup_start + (1 - self.warmup_start) * step / self.warmup_steps
         return self._after_warmup(step - self.warmup_steps)
 
     def _after_warmup(self, step: int) -> float:
-        # Only the base itself comes here, and no optimizer accepts that as its schedule.
+        # Reached only by the base class, which no optimizer accepts as its schedule.
         raise NotImplementedError(f"{type(self).__name__} is not a schedule")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(Schedule):
-    """The factor is always 1."""
+    """Constant factor 1."""
 
     kind: ClassVar[str] = "constant"
 
@@ -120,7 +130,7 @@ class Constant(Schedule):
 
 @dataclass(frozen=True)
 class Linear(Schedule):
-    """From 1 to ``end_factor`` over ``total_steps``, then ``end_factor`` (torch's LinearLR)."""
+    """Linear from 1 to ``end_factor`` over ``total_steps``, then constant (torch's LinearLR)."""
 
     total_steps: int
     end_factor: float = 0.0
@@ -132,7 +142,7 @@ class Linear(Schedule):
 
 @dataclass(frozen=True)
 class Cosine(Schedule):
-    """Half a cosine from 1 to ``end_factor`` over ``total_steps``, then ``end_factor`` (torch's CosineAnnealingLR)."""
+    """Half a cosine from 1 to ``end_factor`` over ``total_steps``, then constant (torch's CosineAnnealingLR)."""
 
     total_steps: int
     end_factor: float = 0.0
@@ -145,7 +155,7 @@ class Cosine(Schedule):
 
 @dataclass(frozen=True)
 class Step(Schedule):
-    """``gamma`` to the number of times ``every`` steps have passed (torch's StepLR)."""
+    """gamma ** (step // every): a factor of ``gamma`` after every ``every`` steps (torch's StepLR)."""
 
     every: int
     gamma: float = 0.1
@@ -157,7 +167,10 @@ class Step(Schedule):
 
 @dataclass(frozen=True)
 class Polynomial(Schedule):
-    """``(1 - step/total_steps) ** power`` down to ``end_factor`` (torch's PolynomialLR where that is 0)."""
+    """end_factor + (1 - end_factor) * (1 - step / total_steps) ** power, then constant.
+
+    With ``end_factor=0`` this is torch's PolynomialLR.
+    """
 
     total_steps: int
     power: float = 1.0
@@ -174,17 +187,20 @@ class Polynomial(Schedule):
 
 @dataclass(frozen=True, slots=True)
 class Override:
-    """Other hyperparameters for the tensors whose name matches ``pattern``. Made by ``override``."""
+    """Different hyperparameters for the tensors whose name matches ``pattern``. Created by ``override``."""
 
     pattern: str
     values: tuple[tuple[str, float], ...]
 
 
 def override(pattern: str, **values: float) -> Override:
-    """Hyperparameters for the tensors whose name matches ``pattern`` (shell style: ``*``, ``?``, ``[abc]``).
+    """Return other hyperparameters for the tensors whose name matches ``pattern``.
 
-    The names are the optimizer's own, ``lr`` among them; betas are ``beta1`` and ``beta2``. The first override that
-    matches applies. ``override("*.bias", weight_decay=0.0)``
+    Example: ``override("*.bias", weight_decay=0.0)``.
+
+    pattern: shell style: ``*``, ``?``, ``[abc]``. The first override that matches a tensor applies.
+    values: hyperparameters of the optimizer by name, including ``lr``; betas are ``beta1`` and ``beta2``.
+    Raises InvalidArgumentError.
     """
     if not isinstance(pattern, str) or not 1 <= len(pattern) <= 256:
         raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
@@ -195,7 +211,7 @@ def override(pattern: str, **values: float) -> Override:
 
 
 def group_of(name: str, overrides: Sequence[Override]) -> int:
-    """The group of a tensor: 0 if no override matches its name, else 1 + the index of the first that does."""
+    """Return the group of a tensor: 0 if no override matches its name, else 1 + the index of the first that does."""
     matches = (index for index, item in enumerate(overrides, 1) if fnmatchcase(name, item.pattern))
     return next(matches, 0)
 
@@ -205,12 +221,12 @@ def group_of(name: str, overrides: Sequence[Override]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """The settings that all optimizers share.
+    """Settings that all optimizers share. Abstract.
 
-    schedule: factor on the learning rate by step.
-    max_grad_norm: gradients are scaled down to this global L2 norm (torch's clip_grad_norm_); 0 means never. In BSP the
-        norm is that of the mean gradient over all servers, in SSP and ASP that of the pushed gradient.
-    overrides: other hyperparameters for some tensors, as torch's parameter groups.
+    schedule: factor on the learning rate, by step.
+    max_grad_norm: global L2 norm to which gradients are scaled down (torch's clip_grad_norm_); 0 for no limit. In BSP
+        it is the norm of the mean gradient over all servers; in SSP and ASP that of each pushed gradient.
+    overrides: other hyperparameters for some tensors, like torch's parameter groups. At most 256.
     """
 
     schedule: Schedule = Constant()
@@ -218,7 +234,7 @@ class Optimizer:
     overrides: tuple[Override, ...] = ()
 
     kind: ClassVar[str] = ""
-    #: What ``state_names`` is where no setting changes it.
+    #: State arrays, unless ``state_names`` depends on a setting.
     _state: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -233,7 +249,7 @@ class Optimizer:
             self._check_override(item)
 
     def values(self) -> dict[str, float]:
-        """Hyperparameters by name; booleans as 0 or 1, betas as ``beta1`` and ``beta2``."""
+        """Return hyperparameters by name: booleans as 0 or 1, betas as ``beta1`` and ``beta2``."""
         values: dict[str, float] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -244,12 +260,15 @@ class Optimizer:
         return values
 
     def group_values(self, group: int) -> dict[str, float]:
-        """Hyperparameters of group 0 (the optimizer's own), or with override number ``group`` applied."""
+        """Return hyperparameters of group 0, the optimizer's own, or with override number ``group`` applied."""
         return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
 
     def check_lr_factor(self, factor: float) -> float:
-        """A factor on the learning rate of one push, as float. Raises InvalidArgumentError where it is not a number
-        from 0 to 1e9, and where a rate times it is beyond float32."""
+        """Return ``factor``, on the learning rate of one push, as float.
+
+        Raises InvalidArgumentError unless it is a number from 0 to 1e9 whose product with every learning rate fits
+        float32.
+        """
         checked = _as_float("lr_factor", factor)
         _check(checked <= _LR_FACTOR_LAST, "lr_factor", factor, f"0 to {_LR_FACTOR_LAST:g}")
         rate = max(self.group_values(group)["lr"] for group in range(len(self.overrides) + 1))
@@ -259,7 +278,7 @@ class Optimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays, of one number for each element, in their order."""
+        """Names of the state arrays, in order. Each has one float32 per element of the slice."""
         return self._state
 
     def _check_override(self, item: Override) -> None:
@@ -284,7 +303,14 @@ _STRUCTURAL = ("momentum", "nesterov", "centered", "initial_accumulator_value")
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """The optimizer torch.optim.SGD."""
+    """Stochastic gradient descent with momentum, as torch.optim.SGD.
+
+    g = g + weight_decay * w
+    b = momentum * b + (1 - dampening) * g, but b = g in step 1
+    w = w - lr * b, or with ``nesterov`` w = w - lr * (g + momentum * b)
+
+    Without momentum, w = w - lr * g, and there is no state. State: momentum_buffer (b).
+    """
 
     lr: float = 1e-3
     momentum: float = 0.0
@@ -300,13 +326,21 @@ class SGD(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
+        """Names of the state arrays, in order."""
         return ("momentum_buffer",) if self.momentum else ()
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """The optimizer torch.optim.Adam (without amsgrad); ``weight_decay`` is L2, added to the gradient."""
+    """Adam, as torch.optim.Adam without amsgrad; ``weight_decay`` is L2, added to the gradient.
+
+    g = g + weight_decay * w
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    w = w - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
+    State: exp_avg (m), exp_avg_sq (v).
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -318,7 +352,12 @@ class Adam(Optimizer):
 
 @dataclass(frozen=True)
 class AdamW(Optimizer):
-    """The optimizer torch.optim.AdamW (without amsgrad); ``weight_decay`` is decoupled."""
+    """Adam with decoupled weight decay, as torch.optim.AdamW without amsgrad.
+
+    w = w * (1 - lr * weight_decay), then Adam's update without weight decay.
+
+    State: exp_avg, exp_avg_sq.
+    """
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -330,7 +369,14 @@ class AdamW(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """The optimizer torch.optim.Adagrad."""
+    """Adagrad, as torch.optim.Adagrad.
+
+    g = g + weight_decay * w
+    sum = sum + g**2
+    w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(sum) + eps)
+
+    State: sum, which begins at ``initial_accumulator_value``.
+    """
 
     lr: float = 1e-2
     lr_decay: float = 0.0
@@ -343,7 +389,18 @@ class Adagrad(Optimizer):
 
 @dataclass(frozen=True)
 class RMSprop(Optimizer):
-    """The optimizer torch.optim.RMSprop."""
+    """RMSprop, as torch.optim.RMSprop.
+
+    g = g + weight_decay * w
+    v = alpha * v + (1 - alpha) * g**2
+    d = g / (sqrt(v) + eps)
+    w = w - lr * d
+
+    With ``centered``, a = alpha * a + (1 - alpha) * g, and v - a**2 replaces v in d.
+    With momentum, b = momentum * b + d and w = w - lr * b.
+
+    State: square_avg (v), grad_avg (a) if ``centered``, momentum_buffer (b) if momentum is not 0.
+    """
 
     lr: float = 1e-2
     alpha: float = 0.99
@@ -355,14 +412,21 @@ class RMSprop(Optimizer):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """The names of the state arrays."""
+        """Names of the state arrays, in order."""
         optional = {"grad_avg": self.centered, "momentum_buffer": self.momentum}
         return ("square_avg", *(name for name, is_kept in optional.items() if is_kept))
 
 
 @dataclass(frozen=True)
 class Lion(Optimizer):
-    """Lion (arXiv 2302.06675, algorithm 2), decoupled weight decay."""
+    """Lion, with decoupled weight decay (Chen et al. 2023, arXiv 2302.06675, algorithm 2).
+
+    c = beta1 * m + (1 - beta1) * g
+    w = w - lr * (sign(c) + weight_decay * w)
+    m = beta2 * m + (1 - beta2) * g
+
+    State: exp_avg (m).
+    """
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
@@ -373,8 +437,18 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class FTRL(Optimizer):
-    """FTRL-Proximal (McMahan et al. 2013, algorithm 1): ``lr`` is its alpha, ``beta`` its beta, ``l1`` and ``l2`` its
-    lambdas."""
+    """FTRL-Proximal (McMahan et al. 2013, "Ad Click Prediction", algorithm 1).
+
+    s = (sqrt(n + g**2) - sqrt(n)) / lr
+    z = z + g - s * w
+    n = n + g**2
+    w = 0 if abs(z) <= l1, else -(z - sign(z) * l1) / ((beta + sqrt(n)) / lr + l2)
+
+    lr: alpha of the paper. A push's ``lr_factor`` scales the gradient instead.
+    beta, l1, l2: beta and the lambdas of the paper.
+
+    State: residual (z without the part that follows from w), sum (n).
+    """
 
     lr: float = 0.1
     beta: float = 1.0
@@ -386,8 +460,10 @@ class FTRL(Optimizer):
 
 @dataclass(frozen=True)
 class Mean(Optimizer):
-    """No training, but an all-reduce: the weights of a step are ``lr`` times the mean of its gradients, whatever they
-    were before. With ``lr=1.0`` they are that mean exactly."""
+    """All-reduce instead of training: the weights of a step are ``lr`` times the mean of its gradients.
+
+    Earlier weights have no effect. With ``lr=1.0`` the weights are exactly that mean. There is no state.
+    """
 
     lr: float = 1.0
     kind: ClassVar[str] = "mean"
@@ -413,8 +489,11 @@ def _check_values(kind: str, values: Mapping[str, float]) -> None:
 
 
 def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
-    """The schedule of this kind and these numbers. Raises InvalidArgumentError for an unknown kind, and for a number
-    that is unknown or missing: a number has no default here, since another release may have another one."""
+    """Return the schedule with this kind and these numbers.
+
+    Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number. Numbers have no default
+    here, because another release may have a different one.
+    """
     cls = SCHEDULES.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"schedule kind {kind!r:.40} is unknown: use one of {', '.join(SCHEDULES)}")
@@ -426,8 +505,10 @@ def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
 def optimizer_from_values(
     kind: str, values: Mapping[str, float], schedule: Schedule, max_grad_norm: float, overrides: Sequence[Override]
 ) -> Optimizer:
-    """The optimizer of this kind and these numbers. Raises InvalidArgumentError for an unknown kind, and for a number
-    that is unknown or missing, as ``schedule_from_values`` does."""
+    """Return the optimizer with this kind and these numbers.
+
+    Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number, as ``schedule_from_values``.
+    """
     cls = OPTIMIZERS.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"optimizer kind {kind!r:.40} is unknown: use one of {', '.join(OPTIMIZERS)}")
@@ -454,12 +535,13 @@ AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 def scale_lr(
     optimizer: AnyOptimizer, world_size: int, mode: Literal["linear", "sqrt", "none"] = "linear", warmup_steps: int = 0
 ) -> AnyOptimizer:
-    """The optimizer with its learning rate scaled for ``world_size`` workers.
+    """Return the optimizer with its learning rate scaled for ``world_size`` workers.
 
-    mode: "linear" multiplies by world_size (Goyal et al. 2017, arXiv 1706.02677), "sqrt" by its root (Krizhevsky 2014,
-        arXiv 1404.5997), "none" leaves it.
+    mode: "linear" multiplies by world_size (Goyal et al. 2017, arXiv 1706.02677), "sqrt" by its square root
+        (Krizhevsky 2014, arXiv 1404.5997), "none" leaves it.
     warmup_steps: steps over which the rate grows from its unscaled to its scaled value (Goyal et al.'s gradual
-        warm-up); it takes the place of the schedule's own. 0 leaves the schedule as it is.
+        warm-up), instead of the schedule's own warm-up. 0 leaves the schedule unchanged.
+    Raises InvalidArgumentError.
     """
     world_size = _as_int("world_size", world_size)
     _check(world_size >= 1, "world_size", world_size, "1 or more")

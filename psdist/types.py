@@ -1,7 +1,7 @@
-"""The values that all parts share: tensors, layouts, slices, and the cluster map. Pure.
+"""Values shared by all parts of psdist: tensors, layouts, slices, and the cluster map. Pure.
 
-All are frozen dataclasses. The pure machines of client, server and scheduler use these types; protobuf messages exist
-only around them.
+All are frozen dataclasses. The state machines of client, server and scheduler use these types; protobuf messages exist
+only at the edges.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from psdist.optim import Optimizer
 DType = Literal["float32", "float16", "bfloat16", "float64"]
 NonFinite = Literal["reject", "skip"]
 
-#: Bytes of one element, by dtype.
+#: Bytes per element, by dtype.
 ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
-#: The dtypes of payloads.
+#: Dtypes of payloads.
 WIRE_DTYPES: Final = ("float32", "float16", "bfloat16")
 
 SLICE_ELEMENTS_MAX: Final = 1 << 20  # 4 MiB of float32
 SLICE_ELEMENTS_MIN: Final = 1 << 12
 SHARDS_PER_SERVER: Final = 4
 _SLICES_WANTED: Final = 16
-#: Slices of up to 1 MiB, of which there are enough for all servers also where a vector is small.
+#: Slices of up to 1 MiB; even a small vector then has enough slices for all servers.
 _SMALL_SLICE_ELEMENTS: Final = 1 << 18
-#: Vectors have larger ones where so many are left. Each slice costs the interpreters the same, whatever its size.
+#: Vectors with at least this many slices use larger ones. A slice costs the interpreters the same, whatever its size.
 _LARGE_SLICES_WANTED: Final = 20
-#: Between hosts a slice is answered when the slowest link has brought all of it. So the links of the others idle in a
-#: step's last slices, and of many slices these are a smaller part.
+#: Between hosts, a slice completes when the slowest link has delivered its part, so the other links idle in a step's
+#: last slices. With many slices these are a smaller fraction.
 _SLICES_WANTED_BETWEEN_HOSTS: Final = 80
 
 SAMPLES_MAX: Final = 1 << 62
-#: Ranges of one data epoch, at most.
+#: Limit on the ranges of one data epoch.
 RANGES_MAX: Final = 1 << 32
-#: Data epochs of a data set that has no end.
+#: Data epochs of a data set without an end.
 DATA_EPOCHS_MAX: Final = (1 << 30) - 1
 
 _NAME = re.compile(r"[A-Za-z0-9._/-]{1,256}")
@@ -50,7 +50,7 @@ _DIRECTORY = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def check_name(name: str, what: str) -> str:
-    """Returns ``name`` if it is made of 1 to 256 of ``A-Z a-z 0-9 . _ / -``, else raises InvalidNameError."""
+    """Return ``name`` if it has 1 to 256 of the characters ``A-Z a-z 0-9 . _ / -``, else raise InvalidNameError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InvalidNameError(
             f"{what} {name!r:.80} is not allowed: use 1 to 256 of the characters A-Z a-z 0-9 . _ / -", name=name
@@ -59,8 +59,10 @@ def check_name(name: str, what: str) -> str:
 
 
 def check_directory(name: str) -> str:
-    """Returns ``name`` if it can name a snapshot's directory, or a file in one: 1 to 128 of ``A-Z a-z 0-9 . _ -``, not
-    beginning with a dot. Else raises InvalidNameError."""
+    """Return ``name`` if it can name a snapshot's directory, or a file in one, else raise InvalidNameError.
+
+    Allowed are 1 to 128 of the characters ``A-Z a-z 0-9 . _ -``, not beginning with a dot.
+    """
     if not isinstance(name, str) or not _DIRECTORY.fullmatch(name):
         raise InvalidNameError(
             f"{name!r:.80} cannot name a file of a snapshot: use 1 to 128 of the characters A-Z a-z 0-9 . _ -, not "
@@ -82,7 +84,7 @@ def _difference(mine: object, theirs: object, names: Iterable[str], prefix: str 
 
 
 def _brief(value: object) -> str:
-    """A specification by its class: its fields would hide what differs."""
+    """Return a specification's class name, since its fields would hide the difference; other values as ``repr``."""
     return type(value).__name__ if is_dataclass(value) else repr(value)
 
 
@@ -96,19 +98,19 @@ class TensorSpec:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a flat vector: one after another, in this order, without gaps."""
+    """Tensors of a flat vector, stored in this order without gaps."""
 
     tensors: tuple[TensorSpec, ...]
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The element offset of each tensor, then the total."""
+        """Element offset of each tensor, followed by the total."""
         offsets = [0]
         for tensor in self.tensors:
             offsets.append(offsets[-1] + tensor.size)
@@ -116,17 +118,17 @@ class Layout:
 
     @property
     def total(self) -> int:
-        """The number of elements of the flat vector."""
+        """Number of elements of the flat vector."""
         return self.offsets[-1]
 
     @cached_property
     def digest(self) -> bytes:
-        """The SHA-256 of one line ``name dtype shape`` per tensor."""
+        """SHA-256 of one line ``name dtype shape`` per tensor."""
         lines = (f"{t.name} {t.dtype} {','.join(map(str, t.shape))}\n" for t in self.tensors)
         return hashlib.sha256("".join(lines).encode()).digest()
 
     def difference(self, other: Layout) -> str:
-        """A sentence on the first difference of ``other`` from this layout; empty if there is none."""
+        """Describe the first difference of ``other`` from this layout, or return an empty string."""
         mine = {t.name: t for t in self.tensors}
         theirs = {t.name: t for t in other.tensors}
         if missing := sorted(mine.keys() - theirs.keys()):
@@ -144,10 +146,10 @@ class Layout:
 
 
 class GradientDifference(NamedTuple):
-    """A push that is no gradient, but a difference to the gradient of an earlier one (EF21).
+    """Marks a push as a difference to the gradient of an earlier push (EF21), not a gradient.
 
-    number: counts a worker's pushes of differences. from_zeros: it is added to zeros, and not to the gradient of the
-        push before.
+    number: counter of a worker's difference pushes.
+    from_zeros: True if the difference is added to zeros instead of the previous gradient.
     """
 
     number: int
@@ -156,30 +158,33 @@ class GradientDifference(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """How a flat vector of ``total`` elements is divided. It does not depend on the number of servers."""
+    """Division of a flat vector of ``total`` elements into slices, independent of the number of servers."""
 
     total: int
     slice_elements: int
 
     @property
     def count(self) -> int:
-        """The number of slices."""
+        """Number of slices."""
         return -(-self.total // self.slice_elements)
 
     def bounds(self, index: int) -> tuple[int, int]:
-        """The first element of slice ``index``, and the one after its last."""
+        """Return the first element of slice ``index``, and the one after its last."""
         start = index * self.slice_elements
         return start, min(start + self.slice_elements, self.total)
 
     def size(self, index: int) -> int:
-        """The number of elements of slice ``index``."""
+        """Return the number of elements of slice ``index``."""
         start, stop = self.bounds(index)
         return stop - start
 
 
 def choose_slice_elements(total: int, *, between_hosts: bool = False) -> int:
-    """A power of two, 16 KiB to 4 MiB of float32, that divides ``total`` elements into about 16 slices or more, and
-    into 20 or more where it is more than 1 MiB; into 80 or more there if slices travel between hosts."""
+    """Return the slice size for ``total`` elements: a power of two, 16 KiB to 4 MiB of float32.
+
+    There are about 16 slices or more. Vectors with slices above 1 MiB have 20 or more; 80 or more if slices travel
+    between hosts.
+    """
     wanted = max(1, total // _SLICES_WANTED)
     small = min(_SMALL_SLICE_ELEMENTS, max(SLICE_ELEMENTS_MIN, 1 << (wanted - 1).bit_length()))
     enough = _SLICES_WANTED_BETWEEN_HOSTS if between_hosts else _LARGE_SLICES_WANTED
@@ -191,9 +196,11 @@ def choose_slice_elements(total: int, *, between_hosts: bool = False) -> int:
 class ParametersSpec:
     """Settings of a parameter set, on which all workers must agree.
 
-    slice_elements: 0 lets the scheduler choose. reset_optimizer: if the run resumes from a snapshot, the optimizer's
-    state begins anew. pull_compression: the codec by which workers are sent differences of weights, as text
-    (``psdist.compression.pulls``); "" where they are sent the weights.
+    slice_elements: elements per slice; 0 lets the scheduler choose.
+    reset_optimizer: True to restart the optimizer's state if the run resumes from a snapshot.
+    pull_compression: codec for differences of weights sent to workers, as text (``psdist.compression.pulls``); "" to
+        send the weights themselves.
+    Raises InvalidArgumentError and InvalidNameError.
     """
 
     name: str
@@ -218,7 +225,7 @@ class ParametersSpec:
 
     @property
     def is_trained(self) -> bool:
-        """True if pushes change the weights. With a learning rate of 0 workers only share values."""
+        """True if pushes change the weights. With a learning rate of 0, workers only share values."""
         optimizer = self.optimizer
         return any(optimizer.group_values(group)["lr"] for group in range(len(optimizer.overrides) + 1))
 
@@ -229,19 +236,20 @@ class ParametersSpec:
         return isinstance(consistency, BSP) and not consistency.backup_workers and self.is_trained
 
     def difference(self, other: ParametersSpec) -> str:
-        """A sentence on the first setting in which ``other`` differs; empty if there is none."""
+        """Describe the first setting in which ``other`` differs, or return an empty string."""
         names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression"]
         return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersMember:
-    """A worker that takes part in the training of a parameter set.
+    """Worker that takes part in the training of a parameter set.
 
-    first_step: in BSP the first step that it contributes to; in SSP its clock when its next push is ``first_push``.
-    origin: the incarnation in which its sequence of pushes began; 0 is its own. The next incarnation of an expelled
-        worker may continue the sequence: then a push that was begun is finished, and servers know which slices have it.
-    first_push: in SSP and ASP the number of the first push of this incarnation.
+    first_step: BSP: first step that the worker contributes to. SSP: its clock when its next push is ``first_push``.
+    origin: incarnation in which the worker's sequence of pushes began; 0 stands for its own. The next incarnation of
+        an expelled worker may continue the sequence: an unfinished push is then completed, and servers know which
+        slices of it they have.
+    first_push: SSP and ASP: number of the first push of this incarnation.
     """
 
     worker_id: str
@@ -253,13 +261,13 @@ class ParametersMember:
 
     @property
     def producer(self) -> tuple[str, int]:
-        """The name of the worker's sequence of pushes in duplicate tables: its id and the origin of the sequence."""
+        """Name of the worker's push sequence in duplicate tables: worker id, and origin of the sequence."""
         return self.worker_id, self.origin or self.incarnation
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """Elements [start, stop) belong to override number ``group`` (1 is ``optimizer.overrides[0]``)."""
+    """Elements [start, stop) with override number ``group`` (1 is ``optimizer.overrides[0]``)."""
 
     start: int
     stop: int
@@ -268,7 +276,7 @@ class GroupRange:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """An incarnation of a server that holds a copy of a shard."""
+    """Incarnation of a server that holds a copy of a shard."""
 
     server_id: str
     incarnation: int
@@ -279,15 +287,16 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The servers that hold a shard. Only the scheduler changes it, and each change is a new epoch.
+    """Servers that hold a shard. Only the scheduler changes it, with a new epoch each time.
 
-    primary: serves workers. It answers a push when it has applied it and all of ``backups`` have acknowledged it.
-    term: counts the primaries; a server that knows a higher term refuses an update of a lower one.
-    backups: have every acknowledged update; one of them is promoted when the primary is lost.
-    filling: are being filled by the primary, and become backups when it reports that they are complete.
-    lost: the primary is gone, and there was no backup.
-    fills: number of the filling that each of ``backups`` and then of ``filling`` comes from. A replica that is dropped
-        and filled again gets a new number, so a late report about the earlier filling is recognised.
+    primary: server that workers send requests to. It answers a push once it has applied it and all ``backups`` have
+        acknowledged it.
+    term: number of primaries so far. A server that knows a higher term rejects an update with a lower one.
+    backups: servers with every acknowledged update. One of them is promoted when the primary is lost.
+    filling: servers that the primary is filling. They become backups once it reports that they are complete.
+    lost: True if the primary is gone and there was no backup.
+    fills: number of the filling of each of ``backups``, then of ``filling``. A replica that is dropped and filled
+        again gets a new number, so that a late report about the earlier filling is recognized.
     """
 
     primary: Replica
@@ -298,16 +307,22 @@ class Shard:
     fills: tuple[int, ...] = ()
 
     def fill_of(self, replica: Replica) -> int:
-        """Number of the filling that makes, or made, this replica's copy. 0 if it has none."""
+        """Return the number of the filling that made, or makes, this replica's copy; 0 if there is none."""
         return dict(zip((*self.backups, *self.filling), self.fills, strict=False)).get(replica, 0)
 
     def with_copies(self, backups: tuple[Replica, ...], filling: tuple[Replica, ...], **changes: Any) -> Shard:
-        """The shard with these copies, each under the number of its filling. changes: of other fields."""
+        """Return the shard with these copies, each with the number of its filling.
+
+        changes: values of other fields.
+        """
         fills = tuple(self.fill_of(replica) for replica in (*backups, *filling))
         return replace(self, backups=backups, filling=filling, fills=fills if any(fills) else (), **changes)
 
     def with_filling(self, replica: Replica, number: int) -> Shard:
-        """The shard with one more replica that is being filled. number: of this filling."""
+        """Return the shard with one more replica that is being filled.
+
+        number: number of this filling.
+        """
         fills = map(self.fill_of, (*self.backups, *self.filling))
         return replace(self, filling=(*self.filling, replica), fills=(*fills, number))
 
@@ -319,10 +334,11 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A committed snapshot from which values are loaded.
+    """Committed snapshot from which values are loaded.
 
-    directory: its name below ``snapshots/`` in the run's storage. manifest_digest: xxh3_128 of its manifest.
-    weights_only: the optimizer's state is not loaded and begins anew.
+    directory: name of the snapshot below ``snapshots/`` in the run's storage.
+    manifest_digest: xxh3_128 of its manifest.
+    weights_only: True to restart the optimizer's state instead of loading it.
     """
 
     directory: str
@@ -332,7 +348,7 @@ class Restore:
 
 @dataclass(frozen=True)
 class ParametersEntry:
-    """A parameter set in the cluster map. Slice i is in shard ``i % len(shards)``."""
+    """Parameter set in the cluster map. Slice i belongs to shard ``i % len(shards)``."""
 
     spec: ParametersSpec
     total: int
@@ -341,34 +357,34 @@ class ParametersEntry:
     ranges: tuple[GroupRange, ...] = ()
     ready: bool = False
     layout_digest: bytes = b""
-    #: The number of members when the parameter set was placed, with which ``BSP.resize_lr`` compares.
+    #: Number of members when the parameter set was placed: the reference of ``BSP.resize_lr``.
     reference_workers: int = 0
-    #: The snapshot with the initial values, if no worker uploads them.
+    #: Snapshot with the initial values, if no worker uploads them.
     restore: Restore | None = None
-    #: Counts how often this run has restored the parameter set; servers drop what they hold of a lower generation.
+    #: Number of times this run has restored the parameter set. Servers drop data of a lower generation.
     generation: int = 0
-    #: In SSP and ASP lost members that may come back. Servers keep their entries of the duplicate table.
+    #: SSP and ASP: lost members that may return. Servers keep their entries of the duplicate table.
     departed: tuple[ParametersMember, ...] = ()
-    #: Version at which the optimizer's state began: 0, or that of its reset (in SSP and ASP the lowest of any slice).
+    #: Version at which the optimizer's state began: 0, or that of its reset (SSP and ASP: the lowest of any slice).
     state_since: int = 0
 
     @property
     def producers(self) -> frozenset[tuple[str, int]]:
-        """The producers whose pushes may go on."""
+        """Producers whose pushes may continue."""
         return frozenset(member.producer for member in (*self.members, *self.departed))
 
     @property
     def primaries(self) -> tuple[str, ...]:
-        """The id of the primary, by shard number."""
+        """Id of the primary, by shard number."""
         return tuple(shard.primary.server_id for shard in self.shards)
 
     @property
     def slicing(self) -> Slicing:
-        """How the vector is divided into slices; ``spec.slice_elements`` is never 0 here."""
+        """Division of the vector into slices. ``spec.slice_elements`` is never 0 here."""
         return Slicing(self.total, self.spec.slice_elements)
 
     def slices_of(self, server_id: str) -> tuple[int, ...]:
-        """The slices of which ``server_id`` is the primary, ascending."""
+        """Return the slices whose primary is ``server_id``, ascending."""
         shards = len(self.shards)
         mine = {number for number, owner in enumerate(self.primaries) if owner == server_id}
         return tuple(index for index in range(self.slicing.count) if index % shards in mine)
@@ -376,7 +392,7 @@ class ParametersEntry:
 
 @dataclass(frozen=True, slots=True)
 class ServerEntry:
-    """A live server, and the address (host:port) that it listens on."""
+    """Live server, and the address (host:port) that it listens on."""
 
     server_id: str
     incarnation: int
@@ -385,7 +401,7 @@ class ServerEntry:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEntry:
-    """A live worker."""
+    """Live worker."""
 
     worker_id: str
     incarnation: int
@@ -394,30 +410,30 @@ class WorkerEntry:
 
 @dataclass(frozen=True)
 class ClusterMap:
-    """Members, parameter sets and shards with their owners, numbered by its epoch."""
+    """Members, parameter sets, and shards with their owners, numbered by the epoch."""
 
     run_id: str
     epoch: int
     servers: tuple[ServerEntry, ...] = ()
     workers: tuple[WorkerEntry, ...] = ()
     parameters: tuple[ParametersEntry, ...] = field(default=())
-    #: Why no worker may begin a step now: an elastic run has fewer workers than its minimum. Empty while they may.
+    #: Reason why no worker may start a step: an elastic run has fewer workers than its minimum. Empty otherwise.
     paused: str = ""
     #: Name of the scheduler process that published this map.
     scheduler_id: str = ""
 
     def entry(self, parameters: str) -> ParametersEntry | None:
-        """The parameter set of this name, if it exists."""
+        """Return the parameter set with this name, or None."""
         return next((entry for entry in self.parameters if entry.spec.name == parameters), None)
 
     def server(self, server_id: str) -> ServerEntry | None:
-        """The live server with this id, if there is one."""
+        """Return the live server with this id, or None."""
         return next((server for server in self.servers if server.server_id == server_id), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The sender of a request, and the epoch of the map that routed it."""
+    """Sender of a request, and the epoch of the map that routed it."""
 
     run_id: str
     worker_id: str
@@ -428,12 +444,15 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSpec:
-    """Settings of a data set whose ranges are leased, on which all workers must agree.
+    """Settings of a data set with leased ranges, on which all workers must agree.
 
-    size, range_size: number of samples, and of samples in a range; the last range may be shorter.
-    shuffle, seed: whether each data epoch has an order of its own, and the seed of these orders.
-    data_epochs: how often all samples are used; 0 has no end.
-    retries_max: how often a range whose worker was lost is leased again.
+    size: number of samples.
+    range_size: number of samples in a range; the last range may be shorter.
+    shuffle: True for a different order in each data epoch.
+    seed: seed of these orders.
+    data_epochs: number of passes over all samples; 0 for no end.
+    retries_max: how often a range is leased again after its worker was lost.
+    Raises InvalidArgumentError, InvalidNameError and LimitExceededError.
     """
 
     name: str
@@ -465,34 +484,34 @@ class DatasetSpec:
 
     @property
     def ranges(self) -> int:
-        """The number of ranges of one data epoch."""
+        """Number of ranges in one data epoch."""
         return -(-self.size // self.range_size)
 
     @property
     def places(self) -> int:
-        """The number of ranges of all data epochs. Range r of data epoch e has place ``e * ranges + r``."""
+        """Number of ranges in all data epochs. Range r of data epoch e has place ``e * ranges + r``."""
         return self.ranges * (self.data_epochs or DATA_EPOCHS_MAX)
 
     def bounds(self, number: int) -> tuple[int, int]:
-        """The first sample of range ``number`` in the data epoch's order, and the one after its last."""
+        """Return the first sample of range ``number`` in the data epoch's order, and the one after its last."""
         start = number * self.range_size
         return start, min(start + self.range_size, self.size)
 
     def difference(self, other: DatasetSpec) -> str:
-        """A sentence on the first setting in which ``other`` differs; empty if there is none."""
+        """Describe the first setting in which ``other`` differs, or return an empty string."""
         return _difference(self, other, ("size", "range_size", "shuffle", "seed", "data_epochs", "retries_max"))
 
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """Where a data set stands, as a pure value: set it, and the data goes on from there.
+    """Position in a data set, as a pure value. A data set opened at this position continues from it.
 
-    data_epoch: the first that is not over; the number of data epochs once all are.
-    done: stretches (first, count) of ranges that are over, ascending and apart from each other, counted from the
-        beginning of ``data_epoch``. The ranges of the data epochs after it follow its last.
-    repeated_ranges: ranges handed out again because their worker was gone, since the beginning: these may have been
-        used twice.
-    failed_ranges: ranges given up, because that happened too often.
+    data_epoch: first unfinished data epoch; the number of data epochs once all are finished.
+    done: stretches (first, count) of finished ranges, ascending and not adjacent, counted from the start of
+        ``data_epoch``. The ranges of later data epochs follow its last.
+    repeated_ranges: number of ranges handed out again so far because their worker was lost; they may have been used
+        twice.
+    failed_ranges: number of ranges given up because that happened too often.
     """
 
     data_epoch: int = 0
@@ -503,17 +522,17 @@ class DataPosition:
     def __post_init__(self) -> None:
         numbers = [self.data_epoch, self.repeated_ranges, self.failed_ranges, *(n for pair in self.done for n in pair)]
         if any(not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= SAMPLES_MAX for n in numbers):
-            raise InvalidArgumentError(f"{self!r:.200} is no position: all of it are whole numbers of 0 or more")
+            raise InvalidArgumentError(f"{self!r:.200} is not a position: all numbers must be whole and 0 or more")
 
     def to_json(self) -> str:
-        """As text, to be kept."""
+        """Return the position as text, for storage."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> DataPosition:
-        """Parses what ``to_json`` returned. Raises InvalidArgumentError."""
+        """Parse the result of ``to_json``. Raises InvalidArgumentError."""
         try:
             values = json.loads(text)
             return cls(**(values | {"done": tuple((first, count) for first, count in values["done"])}))
         except (ValueError, TypeError, KeyError):
-            raise InvalidArgumentError(f"{text!r:.100} is no position of a data set") from None
+            raise InvalidArgumentError(f"{text!r:.100} is not a position of a data set") from None

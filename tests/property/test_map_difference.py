@@ -88,5 +88,5 @@ def test_what_did_not_change_is_not_sent(cluster: ClusterMap) -> None:
 def test_a_difference_from_another_map_is_refused() -> None:
     one, two, three = (ClusterMap("run", epoch) for epoch in (1, 2, 3))
     for have in (one, three):
-        with pytest.raises(StaleEpochError, match=rf"map 2 to 3 came, and map {have.epoch} is here: open a new"):
+        with pytest.raises(StaleEpochError, match=rf"map 2 to 3 does not apply to map {have.epoch}: open a new"):
             apply(have, difference(two, three))

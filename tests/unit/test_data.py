@@ -129,7 +129,7 @@ def test_a_position_is_text_and_back() -> None:
     ],
 )
 def test_other_text_is_no_position(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="no position"):
+    with pytest.raises(InvalidArgumentError, match="not a position"):
         DataPosition.from_json(text)
 
 

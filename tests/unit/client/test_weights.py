@@ -65,5 +65,5 @@ def test_what_is_no_number_in_range_is_no_weight(weight: Any) -> None:
 def test_only_0_and_1_are_weights_where_there_is_no_mean() -> None:
     assert [check_weight(weight, psdist.ASP()) for weight in (0, 1, np.int64(1), np.array(0.0))] == [0.0, 1.0, 1.0, 0.0]
     for weight in (2.0, np.int64(2), True, np.True_):
-        with pytest.raises(InvalidArgumentError, match="in ASP each push is applied by itself"):
+        with pytest.raises(InvalidArgumentError, match="ASP applies each push by itself"):
             check_weight(weight, psdist.ASP())

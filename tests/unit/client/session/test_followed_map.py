@@ -32,6 +32,6 @@ def test_maps_and_differences_in_any_order() -> None:
 def test_a_difference_to_a_map_that_did_not_come_changes_nothing() -> None:
     followed = FollowedMap()
     followed.follow(whole(1))
-    with pytest.raises(StaleEpochError, match="map 2 to 3 came, and map 1 is here"):
+    with pytest.raises(StaleEpochError, match="map 2 to 3 does not apply to map 1"):
         followed.follow(change(2, 3))
     assert followed.follow(change(1, 3)) == MAPS[3]
