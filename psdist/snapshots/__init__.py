@@ -1,5 +1,5 @@
-"""Snapshots of a run: their format, their storage, and how they are read. docs/snapshot-format.md specifies them.
+"""Snapshots of a run: format, storage, and reading. docs/snapshot-format.md specifies them.
 
 ``format`` is pure: dataclasses and their bytes. ``storage`` is a directory or a bucket. ``reader`` finds the committed
-snapshots and reads them, checking every byte. The scheduler and the servers take snapshots.
+snapshots and reads them, verifying every byte. The scheduler and the servers write snapshots.
 """

@@ -1,13 +1,13 @@
-"""A storage in a bucket (S3, GCS, Azure), or in this process's memory, through obstore.
+"""Storage in a bucket (S3, GCS, Azure), or in this process's memory, through obstore.
 
-An object exists as a whole or not at all, and is durable when it exists; ``create`` is a conditional put.
+An object exists completely or not at all, and is durable once it exists; ``create`` is a conditional put.
 
-Only the synchronous functions of obstore are used, each call in a thread of this module. The asynchronous ones deliver
-results in threads of obstore's Rust runtime, by ``call_soon_threadsafe``, which releases the interpreter and acquires
-it again. By then the interpreter may be ending. CPython ends a thread that acquires it at that time by pthread_exit,
-which unwinds through the frames of Rust, and the process aborts. The threads of this module have no such frame when
-they deliver a result. Rust threads still release uploaded buffers, but no Python code runs for that, and pyo3 parks the
-thread if the interpreter is ending.
+Only obstore's synchronous functions are used, each call in a thread of this module. The asynchronous ones deliver
+results from threads of obstore's Rust runtime by ``call_soon_threadsafe``, which releases the interpreter lock and
+acquires it again. If the interpreter is exiting by then, CPython ends that thread by pthread_exit, which unwinds
+through Rust frames, and the process aborts. The threads of this module have no Rust frame when they deliver a result.
+Rust threads still release uploaded buffers, but that runs no Python code, and pyo3 parks the thread if the interpreter
+is exiting.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from psdist.snapshots.storage import Buffer, StoredFile, check_path
 
 T = TypeVar("T")
 
-#: How often, and for how long, a failed request is tried again.
+#: Number of retries of a failed request, and the time limit for all of them.
 RETRIES: Final = 4
 _RETRY_SECONDS: Final = 60
-#: Bytes of one part of an upload, and how many parts are under way at a time.
+#: Bytes in one part of an upload, and the number of parts in flight.
 PART_BYTES: Final = 10 << 20
 _PARTS: Final = 2
 
@@ -42,19 +42,19 @@ _memories: dict[str, Any] = {}
 
 
 def open_bucket(url: str) -> BucketStorage:
-    """The storage at an ``s3://``, ``gs://``, ``az://`` or ``memory://`` URL. Raises ConfigurationError."""
+    """Return the storage at an ``s3://``, ``gs://``, ``az://`` or ``memory://`` URL. Raises ConfigurationError."""
     if url.startswith("memory:"):
         return BucketStorage(url, _memories.setdefault(url, MemoryStore()))
     retries = {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)}
     try:
-        # Overloaded by the kind of store, which only the URL shows.
+        # The overload depends on the kind of store, which only the URL shows.
         return BucketStorage(url, from_url(url, retry_config=retries))  # type: ignore[call-overload]
     except (BaseError, ValueError) as error:
         raise ConfigurationError(f"the storage {url:.200} cannot be opened: {_reason(error)}") from None
 
 
 class BucketStorage:
-    """A ``Storage`` in a bucket, or in memory."""
+    """``Storage`` in a bucket, or in memory."""
 
     def __init__(self, url: str, store: Any) -> None:
         self.url = url
@@ -73,7 +73,7 @@ class BucketStorage:
             try:
                 await _in_thread(partial(obstore.put, self._store, path, data, mode="create", use_multipart=False))
             except AlreadyExistsError:
-                # A request whose answer was lost is sent again, and finds its own object.
+                # A request whose answer was lost is repeated, and finds its own object.
                 if await self.read(path) != data:
                     raise FileExistsError(f"{path} exists already in {self.url}") from None
 
@@ -83,7 +83,7 @@ class BucketStorage:
         try:
             yield file
             await file.finish()
-        except BaseException:  # This includes cancellation.
+        except BaseException:  # Includes cancellation.
             await asyncio.shield(file.abandon())
             raise
 
@@ -100,7 +100,7 @@ class BucketStorage:
         except (BaseError, OSError) as error:
             reason = f"{_reason(error)}{_hint(error)}"
             raise StorageError(f"the storage {self.url} cannot be written: {reason}", path=self.url) from None
-        with suppress(StorageError):  # Snapshots can be saved without the right to delete.
+        with suppress(StorageError):  # Saving snapshots does not need the right to delete.
             await self.delete([path])
 
     # --- in a thread --------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class BucketStorage:
         try:
             return bytes(obstore.get_range(self._store, path, start=start, length=length))
         except BaseError:
-            # A bucket refuses a range that begins at the file's end or after it.
+            # Buckets reject a range that begins at or after the end of the file.
             if self._size(path) <= start:
                 return b""
             raise
@@ -135,7 +135,7 @@ class BucketStorage:
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
-        """Turns an error of obstore into one of psdist."""
+        """Convert errors of obstore to psdist's."""
         try:
             yield
         except FileExistsError:
@@ -148,28 +148,28 @@ class BucketStorage:
 
 
 class BucketWriter:
-    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes."""
+    """File being written; see ``psdist.snapshots.storage.Writer``."""
 
     def __init__(self, storage: BucketStorage, path: str) -> None:
         self._storage = storage
         self._path = path
-        # Bytes are sent when they are more than one part, or complete.
+        # Bytes are sent once they exceed one part, or the file is complete.
         self._upload = obstore.open_writer(storage._store, path, buffer_size=PART_BYTES, max_concurrency=_PARTS)
 
     async def write(self, buffer: Buffer) -> None:
-        """Appends bytes to the file."""
-        # A copy: the upload goes on after this returns.
+        """Append bytes to the file."""
+        # Copy: the upload continues after this returns.
         if data := bytes(memoryview(buffer)):
             with self._storage._errors("write", self._path):
                 await _in_thread(partial(self._upload.write, data))
 
     async def finish(self) -> None:
-        """Makes what was written durable."""
+        """Make the file durable."""
         with self._storage._errors("write", self._path):
             await _in_thread(self._upload.close)
 
     def abandon(self) -> asyncio.Future[None]:
-        """Removes the file, as far as possible, after a write that a cancelled caller had begun."""
+        """Remove the file if possible, after the write that a cancelled caller had started."""
         return _in_thread(self._abandon)
 
     def _abandon(self) -> None:
@@ -181,8 +181,10 @@ class BucketWriter:
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The result of ``work``, which runs in a thread. If the caller is cancelled, it still runs to its end, within the
-    time of obstore's retries."""
+    """Return ``work()``, run in a thread.
+
+    If the caller is cancelled, ``work`` still runs to its end, within the time of obstore's retries.
+    """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -193,13 +195,13 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> Callable[[], None]:
         try:
             value = work()
-        except BaseException as raised:  # The caller gets it.
+        except BaseException as raised:  # Delivered to the caller.
             error = raised
             return lambda: future.set_exception(error)
         return lambda: future.set_result(value)
 
     def deliver(result: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # The loop is closed, so nobody waits.
+        with suppress(RuntimeError):  # The loop is closed: no caller is left.
             loop.call_soon_threadsafe(settle, result)
 
     _threads.run(run, deliver)
@@ -207,17 +209,17 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class _Threads:
-    """Threads that wait for work, as many as were ever busy at the same time.
+    """Pool of threads, as many as were ever busy together.
 
-    Unlike those of an executor they are daemons, so that a bucket that does not answer delays neither the end of a
-    program nor Ctrl-C.
+    Unlike an executor's threads they are daemons: a bucket that does not answer delays neither the end of a program
+    nor Ctrl-C.
     """
 
     def __init__(self) -> None:
         self._idle: list[SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]]]] = []
 
     def run(self, work: Callable[[], T], deliver: Callable[[T], None]) -> None:
-        """Runs ``work``, and passes its result to ``deliver``, in one of the threads."""
+        """Run ``work``, and pass its result to ``deliver``, in one of the threads."""
         try:
             jobs = self._idle.pop()
         except IndexError:
@@ -229,7 +231,7 @@ class _Threads:
         while True:
             work, deliver = jobs.get()
             result = work()
-            self._idle.append(jobs)  # Before the result is delivered, since more work may follow at once.
+            self._idle.append(jobs)  # First, because the result may trigger more work.
             deliver(result)
             del work, deliver, result
 
@@ -238,16 +240,16 @@ _threads = _Threads()
 
 
 def _hint(error: BaseException) -> str:
-    """A remedy, if one is known."""
-    # Without credentials Amazon's client asks the machine that it believes to run on.
+    """Return a remedy if one is known, or an empty string."""
+    # Without credentials, Amazon's client queries the instance metadata service.
     if "/latest/api/token" in str(error):
         return "; no credentials were found: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return "; check the credentials in the environment and what they may do, or use another --storage-path"
+        return "; check the credentials in the environment and their permissions, or use another --storage-path"
     return "; create the bucket, or use another --storage-path" if "NoSuchBucket" in str(error) else ""
 
 
 def _reason(error: BaseException) -> str:
-    """The message of obstore, in one line."""
+    """Return obstore's message in one line."""
     text = str(error).partition("Debug source")[0]
     return " ".join(re.sub(r"<[^>]*>", " ", text).split())[:300]

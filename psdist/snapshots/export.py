@@ -1,10 +1,10 @@
-"""Exports a snapshot's weights for other programs: as safetensors, npz, or torch files.
+"""Export of a snapshot's weights for other programs: safetensors, npz, or torch files.
 
-Tensors are read slice by slice, each verified, and written at once, so that memory does not grow with the model. Only
-a file in torch's format is assembled in memory; what is in the snapshot as bytes, such as a model's buffers, is held.
-Files appear under their names when all are complete, or not at all.
+Tensors are read and verified slice by slice, and written immediately, so memory does not grow with the model.
+Exceptions: a torch file is assembled in memory, and tensors stored as bytes, such as a model's buffers, are held
+whole. Files appear under their names when all are complete, or not at all.
 
-Not here: the optimizer's state (``optimizer_state``).
+The optimizer's state is in ``optimizer_state``.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from psdist.types import ITEM_BYTES
 
 FORMATS: Final = ("safetensors", "npz", "torch")
 DTYPES: Final = tuple(ITEM_BYTES)
-#: Formats whose readers do not know bfloat16, such as numpy.
+#: Formats without bfloat16: numpy's, for example.
 _WITHOUT_BFLOAT16: Final = ("npz",)
-#: They have tensors of these dtypes as float32.
+#: These formats store tensors of the following dtypes as float32.
 _UNKNOWN_TO_NUMPY: Final = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 FILE_BYTES_MAX: Final = 5_000_000_000
 _SAFETENSORS_DTYPES: Final = {
@@ -47,11 +47,13 @@ _SAFETENSORS_DTYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class ExportOptions:
-    """What is exported.
+    """Options of an export.
 
-    dtype: of all tensors of floating-point numbers; None for each tensor's own. parameters: names of parameter sets;
-    empty for all. file_bytes_max: bytes of tensors after which another file is begun; a tensor is
-    never divided.
+    dtype: dtype for all floating-point tensors; None for each tensor's own.
+    parameters: names of parameter sets; empty for all.
+    file_bytes_max: bytes of tensors per file. A tensor is never split.
+    overwrite: True to replace existing files.
+    Raises ConfigurationError.
     """
 
     format: str = "safetensors"
@@ -71,10 +73,11 @@ class ExportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was exported.
+    """Result of an export.
 
-    files: in their order, the index last. overflowed: finite elements that became infinite in the dtype. left_out: a
-    sentence for each kind of tensors that the snapshot has and cannot be exported.
+    files: in order, the index last.
+    overflowed: number of finite elements that became infinite in the dtype.
+    left_out: a sentence for each kind of tensor in the snapshot that cannot be exported.
     """
 
     files: tuple[Path, ...]
@@ -86,7 +89,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor and the dtype that it is written in."""
+    """Tensor and its dtype in the file."""
 
     tensor: StoredTensor
     dtype: str
@@ -111,13 +114,13 @@ async def export(
     options: ExportOptions,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Exported:
-    """Writes the weights of a snapshot, and a model's buffers, to ``out``, or, if they are too large for one file, to
-    several and an index.
+    """Write a snapshot's weights, and a model's buffers, to ``out``.
 
-    progress: gets the bytes that are written, and the total.
-    Raises ConfigurationError if a file exists already or two tensors have the same name, UnknownParametersError,
-    StorageError if a file cannot be written, SnapshotCorruptError if the snapshot is not what was written; then no file
-    of this export stays.
+    If they exceed one file, several files and an index are written.
+
+    progress: called with the bytes written so far, and the total.
+    Raises ConfigurationError if a file exists or two tensors have the same name, UnknownParametersError, StorageError
+    if a file cannot be written, SnapshotCorruptError if the snapshot is damaged. No file of this export remains then.
     """
     _check_chosen(manifest, options)
     found = await contents(storage, manifest, options.parameters)
@@ -159,7 +162,7 @@ def _check_chosen(manifest: Manifest, options: ExportOptions) -> None:
 
 
 def _items(tensors: Iterable[StoredTensor], options: ExportOptions) -> list[_Item]:
-    """Tensors in the order of the files: wide elements first, so that each lies at a multiple of its width."""
+    """Return tensors in file order: wide elements first, so that each is aligned to its width."""
     items: list[_Item] = []
     owners: dict[str, str] = {}
     for tensor in tensors:
@@ -194,7 +197,7 @@ def _paths(out: Path, count: int) -> list[Path]:
 
 
 def _index(paths: Sequence[Path], parts: Sequence[Sequence[_Item]], total: int) -> bytes:
-    """The index of Hugging Face's format: which tensor is in which file."""
+    """Return the index in Hugging Face's format, which maps tensors to files."""
     places = {item.name: path.name for path, part in zip(paths, parts, strict=True) for item in part}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2).encode()
 
@@ -208,7 +211,7 @@ def _check_free(paths: Sequence[Path], overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContextManager[IO[bytes]]]]:
-    """Gives files that appear under their names when all are complete, or not at all."""
+    """Open files that appear under their names when all are complete, or not at all."""
     drafts: list[tuple[Path, Path]] = []
 
     @contextlib.contextmanager
@@ -235,14 +238,14 @@ def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContext
 
 
 class _Source:
-    """Reads tensors. It keeps the slice that was read last, in which the next tensor often begins."""
+    """Reader of tensors. Caches the last slice, in which the next tensor often begins."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._reader = SliceReader(storage, manifest)
         self._kept: tuple[str, int, NDArray[np.float32]] | None = None
 
     async def chunks(self, item: _Item) -> AsyncIterator[NDArray[Any]]:
-        """The elements of a tensor, in pieces; one that is there as bytes in one piece."""
+        """Iterate over the elements of a tensor in pieces; in one piece if it is stored as bytes."""
         tensor = item.tensor
         if tensor.place is None:
             yield tensor.decoded(None)
@@ -268,7 +271,7 @@ class _Source:
 
 
 def _cast(values: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
-    """The values in a dtype, rounded to nearest, and how many of them became infinite."""
+    """Cast values to a dtype, rounding to nearest. Return them, and the number that became infinite."""
     target = TENSOR_DTYPES[dtype]
     if target == values.dtype:
         return values, 0
@@ -282,7 +285,7 @@ def _cast(values: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
 
 # --- formats ----------------------------------------------------------------------------------------------------------
 
-#: Begins a tensor of a file, and gives the function that appends to it.
+#: Start a tensor of a file, and yield the function that appends to it.
 _Begin = Callable[[_Item], contextlib.AbstractContextManager[Callable[[Any], object]]]
 
 

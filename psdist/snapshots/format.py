@@ -1,10 +1,10 @@
-"""The format of a snapshot: commit record, manifest, names of files, and the layout of a shard's file. Pure.
+"""Format of a snapshot: commit record, manifest, file names, and the layout of a shard's file. Pure.
 
-docs/snapshot-format.md is the specification. Values are turned into bytes and back; nothing is read or written.
-``psdist.snapshots.reader`` checks whether the bytes are those that were committed.
+docs/snapshot-format.md is the specification. This module converts between values and bytes, and does no I/O.
+``psdist.snapshots.reader`` checks that bytes are those that were committed.
 
-Invariants: a value has one representation, and bytes that are not written like that are refused; a value that can be
-made can be parsed; a commit record has its own digest and that of the manifest.
+Invariants: A value has exactly one representation, and other bytes are rejected. Every constructible value can be
+parsed. A commit record holds its own digest and that of the manifest.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from psdist.types import (
 )
 from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
-#: The newest versions of manifests and commit records. A manifest has the lowest version that has all of its fields.
+#: Newest versions of manifests and commit records. A manifest gets the lowest version that has all of its fields.
 FORMAT: Final = 3
 COMMIT_FORMAT: Final = 1
-#: Bytes of one element in a shard's file, which is float32, little-endian.
+#: Bytes per element in a shard's file, which is float32, little-endian.
 ELEMENT_BYTES: Final = 4
-#: Name of the first array of a slice; the others are the optimizer's.
+#: Name of a slice's first array; the others are the optimizer's.
 WEIGHTS: Final = "weights"
 COMMITS: Final = "commits"
 SNAPSHOTS: Final = "snapshots"
@@ -49,7 +49,7 @@ _DIGEST = re.compile(r"[0-9a-f]{32}")
 _NUMBER_MAX: Final = (1 << 63) - 1
 
 F = TypeVar("F", "CommitRecord", "Manifest")
-#: The type ``bytes``, in classes with an attribute of this name.
+#: The type ``bytes``, for classes with an attribute of this name.
 _Bytes = bytes
 
 
@@ -57,44 +57,46 @@ _Bytes = bytes
 
 
 def commit_path(sequence: int) -> str:
-    """The path of commit record ``sequence`` in the storage."""
+    """Return the path of commit record ``sequence`` in the storage."""
     return f"{COMMITS}/{sequence:012d}.json"
 
 
 def commit_sequence(path: str) -> int | None:
-    """The number of the commit record at ``path``; None if the path is not one of a commit record."""
+    """Return the number of the commit record at ``path``, or None if no commit record can have this path."""
     found = _COMMIT_PATH.fullmatch(path)
     return int(found[1]) if found else None
 
 
 def directory_name(step: int, epoch: int, attempt: int, token: str) -> str:
-    """The name of a snapshot's directory. ``token`` is random, so that no name is used twice."""
+    """Return the name of a snapshot's directory. ``token`` is random, so that no name is used twice."""
     return check_directory(f"{step:012d}-{epoch}-{attempt}-{token}")
 
 
 def directory_path(directory: str) -> str:
-    """The path of a snapshot's directory in the storage."""
+    """Return the path of a snapshot's directory in the storage."""
     return f"{SNAPSHOTS}/{check_directory(directory)}"
 
 
 def file_path(directory: str, file: str) -> str:
-    """The path of a file of a snapshot in the storage."""
+    """Return the path of a snapshot's file in the storage."""
     return f"{directory_path(directory)}/{check_directory(file)}"
 
 
 def manifest_path(directory: str) -> str:
-    """The path of a snapshot's manifest in the storage."""
+    """Return the path of a snapshot's manifest in the storage."""
     return file_path(directory, "manifest.json")
 
 
 def shard_file_name(parameters_number: int, shard: int, shards: int) -> str:
-    """The file name of shard ``shard`` of ``shards`` of the parameter set number ``parameters_number`` of the manifest,
-    from 0."""
+    """Return the file name of shard ``shard`` of ``shards``.
+
+    parameters_number: position of the parameter set in the manifest, from 0.
+    """
     return f"parameters-{parameters_number:04d}-{shard:05d}-of-{shards:05d}.safetensors"
 
 
 def state_file_name(parameters_number: int, rank: int) -> str:
-    """The file name of the state that the worker of ``rank`` keeps for a parameter set."""
+    """Return the name of the file with the worker state that ``rank`` saves for a parameter set."""
     return f"parameters-{parameters_number:04d}-worker-{rank:05d}.safetensors"
 
 
@@ -102,16 +104,19 @@ def state_file_name(parameters_number: int, rank: int) -> str:
 
 
 def shard_slices(shard: int, shards: int, count: int) -> range:
-    """The slices, of ``count`` in total, that are in shard ``shard`` of ``shards``; ascending."""
+    """Return the slices in shard ``shard`` of ``shards``, ascending. count: total number of slices."""
     return range(shard, count, shards)
 
 
 def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Sequence[str]) -> bytes:
-    """The first bytes of a shard's file, up to the first slice's weights: a safetensors header with its length.
+    """Return the first bytes of a shard's file, up to the first slice's weights: a safetensors header with its length.
 
-    slices: ascending numbers. sizes: elements of each. state_names: the optimizer's arrays, in their order. The
-    tensors are ``"<slice>/weights"`` and ``"<slice>/<state name>"``, F32, of one dimension, in the order of the file.
-    A reader can therefore compute each byte that the header must have.
+    The tensors are ``"<slice>/weights"`` and ``"<slice>/<state name>"``, F32, one-dimensional, in file order. A reader
+    can therefore compute every byte of the header.
+
+    slices: ascending numbers.
+    sizes: elements of each slice.
+    state_names: the optimizer's arrays, in order.
     """
     entries, offset = [], 0
     for index, size in zip(slices, sizes, strict=True):
@@ -125,10 +130,13 @@ def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Seque
 
 
 def slice_offset(header_bytes: int, position: int, slice_elements: int, state_count: int) -> int:
-    """The offset in a shard's file of the slice at ``position`` (from 0, in the shard), whose arrays follow each other.
+    """Return the offset in a shard's file of the slice at ``position`` (from 0, within the shard).
 
-    header_bytes: length of the header. slice_elements: of all slices but the last, which may be shorter. state_count:
-    arrays of the optimizer.
+    The slice's arrays are adjacent.
+
+    header_bytes: length of the header.
+    slice_elements: size of all slices but the last, which may be shorter.
+    state_count: number of the optimizer's arrays.
     """
     return header_bytes + position * (1 + state_count) * slice_elements * ELEMENT_BYTES
 
@@ -167,11 +175,13 @@ def _check_unique(what: str, names: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The file of one shard.
+    """File of one shard.
 
-    file: its name in the snapshot's directory. length: bytes. digest: xxh3_128 of the whole file, hexadecimal.
-    versions, digests: by slice of the shard, ascending; a digest is xxh3_128 over the slice's weights and then each
-        array of its state.
+    file: name in the snapshot's directory.
+    length: size in bytes.
+    digest: xxh3_128 of the whole file, hexadecimal.
+    versions, digests: one per slice of the shard, ascending. A digest is the xxh3_128 of the slice's weights followed
+        by each array of its state.
     """
 
     file: str
@@ -193,13 +203,13 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class ParametersState:
-    """A parameter set in a snapshot.
+    """Parameter set in a snapshot.
 
-    spec: ``slice_elements`` is never 0. reference_workers: as in ``ParametersEntry``.
-    state_names: the optimizer's arrays, in their order.
-    step: in BSP the cut: all steps below it are in the snapshot; in SSP and ASP the highest version of any slice.
-    state_since: as in ``ParametersEntry``.
-    next: in SSP and ASP (worker_id, incarnation, number of the next push): lower ones are in the snapshot.
+    spec: settings; ``slice_elements`` is never 0.
+    reference_workers, state_since: as in ``ParametersEntry``.
+    state_names: the optimizer's arrays, in order.
+    step: BSP: the cut; the snapshot contains all steps below it. SSP and ASP: the highest version of any slice.
+    next: SSP and ASP: (worker_id, incarnation, number of the next push); the snapshot contains lower ones.
     shards: by number; slice i is in shard ``i % len(shards)``.
     """
 
@@ -236,27 +246,27 @@ class ParametersState:
 
     @property
     def version_min(self) -> int:
-        """The lowest version of any slice; ``step`` is the highest."""
+        """Lowest version of any slice; ``step`` is the highest."""
         return min((version for shard in self.shards for version in shard.versions), default=self.step)
 
     @property
     def slicing(self) -> Slicing:
-        """How the flat vector is divided into slices."""
+        """Division of the flat vector into slices."""
         return Slicing(self.layout.total, self.spec.slice_elements)
 
     def next_of(self, incarnation: tuple[str, int]) -> int:
-        """The first push of a worker's incarnation that is not in the snapshot; in SSP and ASP 0 if it is unknown."""
+        """Return the first push of a worker's incarnation that is not in the snapshot; 0 if unknown (SSP and ASP)."""
         if isinstance(self.spec.consistency, BSP):
             return self.step
         return next((number for *key, number in self.next if tuple(key) == incarnation), 0)
 
     def header(self, shard: int) -> bytes:
-        """The header that the file of ``shard`` must have."""
+        """Return the header that the file of ``shard`` must have."""
         slices = shard_slices(shard, len(self.shards), self.slicing.count)
         return shard_header(slices, [self.slicing.size(index) for index in slices], self.state_names)
 
     def data_bytes(self, shard: int) -> int:
-        """Bytes of the file of ``shard`` after its header."""
+        """Return the size in bytes of the file of ``shard`` after its header."""
         slices = shard_slices(shard, len(self.shards), self.slicing.count)
         elements = sum(self.slicing.size(index) for index in slices)
         return elements * (1 + len(self.state_names)) * ELEMENT_BYTES
@@ -264,7 +274,7 @@ class ParametersState:
 
 @dataclass(frozen=True)
 class DatasetState:
-    """A data set in a snapshot, and the position at which it is resumed."""
+    """Data set in a snapshot, and the position at which it resumes."""
 
     spec: DatasetSpec
     position: DataPosition
@@ -272,10 +282,14 @@ class DatasetState:
 
 @dataclass(frozen=True)
 class WorkerState:
-    """The file of the state that a worker keeps itself, such as the residual of its codec.
+    """File of a worker's own state, such as its codec's residual.
 
-    parameters, rank: the parameter set and the worker. next: the state is that before the push of this number.
-    file: its name in the snapshot's directory. length: bytes. digest: xxh3_128 of the whole file, hexadecimal.
+    parameters: the parameter set.
+    rank: the worker's rank.
+    next: the state is that before the push with this number.
+    file: name in the snapshot's directory.
+    length: size in bytes.
+    digest: xxh3_128 of the whole file, hexadecimal.
     """
 
     parameters: str
@@ -295,11 +309,14 @@ class WorkerState:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a snapshot consists of.
+    """Contents of a snapshot.
 
-    directory: its own name below ``snapshots/``. epoch: of the cluster map at the cut.
-    time: seconds since 1970 when the cut was agreed. reason: why it was taken. configuration: the run's settings.
-    states: those that workers keep themselves, at most one for each parameter set and rank.
+    directory: name below ``snapshots/``.
+    epoch: epoch of the cluster map at the cut.
+    time: seconds since 1970 at which the cut was agreed.
+    reason: why the snapshot was taken.
+    configuration: the run's settings.
+    states: files of worker state, at most one per parameter set and rank.
     """
 
     run_id: str
@@ -334,7 +351,10 @@ class Manifest:
 
     @property
     def format(self) -> int:
-        """The version of the format: 2 if an optimizer's state was reset, 3 if there are published weights."""
+        """Version of the format.
+
+        3 with reference weights (``pull_compression``), 2 if an optimizer's state was reset, else 1.
+        """
         if any(state.spec.pull_compression for state in self.parameters):
             return 3
         return 2 if any(state.state_since or state.spec.reset_optimizer for state in self.parameters) else 1
@@ -352,19 +372,19 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all files of the snapshot except the manifest."""
+        """Size in bytes of all files of the snapshot except the manifest."""
         return sum(length for length, _ in self.files.values())
 
     def state(self, parameters: str) -> ParametersState | None:
-        """The parameter set of this name, if the snapshot has it."""
+        """Return the parameter set with this name, or None."""
         return next((state for state in self.parameters if state.spec.name == parameters), None)
 
     def worker_state(self, parameters: str, rank: int) -> WorkerState | None:
-        """The state that the worker of this rank keeps itself, if the snapshot has it."""
+        """Return the state of the worker with this rank, or None."""
         return next((state for state in self.states if (state.parameters, state.rank) == (parameters, rank)), None)
 
     def to_bytes(self) -> _Bytes:
-        """The manifest as canonical JSON."""
+        """Return the manifest as canonical JSON."""
         values = {name: getattr(self, name) for name in (*_MANIFEST_PLAIN, "format")}
         values["parameters"] = [_parameters_to_json(state) for state in self.parameters]
         values["datasets"] = [
@@ -375,8 +395,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: _Bytes, file: str) -> Manifest:
-        """Parses what ``to_bytes`` returned. Raises SnapshotCorruptError, which names ``file``, and StorageError if the
-        format is newer."""
+        """Parse the result of ``to_bytes``.
+
+        Raises SnapshotCorruptError, which names ``file``, and StorageError if the format is newer.
+        """
         values = _parse(data, file)
         _check_format(values, file, FORMAT)
 
@@ -393,11 +415,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class CommitRecord:
-    """A commit record, by which the snapshot in ``directory`` exists.
+    """Commit record: the snapshot in ``directory`` exists because of it.
 
-    sequence: its own number. manifest_length, manifest_digest: bytes of the manifest, and its xxh3_128.
-    epoch: of the cluster map of the scheduler that committed. time: of the commit, in seconds since 1970. seconds:
-        duration of the attempt. steps, bytes: as in the manifest.
+    sequence: number of the record.
+    manifest_length, manifest_digest: the manifest's size in bytes, and its xxh3_128.
+    epoch: epoch of the committing scheduler's cluster map.
+    time: time of the commit in seconds since 1970.
+    seconds: duration of the attempt.
+    steps, bytes: as in the manifest.
     """
 
     sequence: int
@@ -429,18 +454,20 @@ class CommitRecord:
 
     @cached_property
     def path(self) -> str:
-        """Its path in the storage."""
+        """Path in the storage."""
         return commit_path(self.sequence)
 
     def to_bytes(self) -> _Bytes:
-        """The record as canonical JSON, with its own digest."""
+        """Return the record as canonical JSON, with its own digest."""
         values = {field.name: getattr(self, field.name) for field in fields(self)} | {"format": COMMIT_FORMAT}
         return _canonical(values | {"digest": digest_of(_canonical(values))})
 
     @classmethod
     def from_bytes(cls, data: _Bytes, file: str) -> CommitRecord:
-        """Parses what ``to_bytes`` returned. Raises SnapshotCorruptError, which names ``file``, and StorageError if the
-        format is newer."""
+        """Parse the result of ``to_bytes``.
+
+        Raises SnapshotCorruptError, which names ``file``, and StorageError if the format is newer.
+        """
         values = _parse(data, file)
         digest = values.pop("digest", None)
         if digest != digest_of(_canonical(values)):
@@ -454,12 +481,12 @@ _MANIFEST_PLAIN: Final = (*("run_id", "directory", "epoch", "time", "reason", "c
 
 
 def corrupt(file: str, why: str) -> SnapshotCorruptError:
-    """The error for a ``file`` that is not what was written."""
+    """Return the error for a ``file`` that differs from what was written."""
     return SnapshotCorruptError(f"{file} is not what was written: {why}", file=file)
 
 
 def digest_of(data: bytes | bytearray | memoryview) -> str:
-    """The xxh3_128 of ``data`` in hexadecimal."""
+    """Return the xxh3_128 of ``data`` in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -496,12 +523,12 @@ def _check_format(values: Mapping[str, Any], file: str, newest: int) -> None:
         raise corrupt(file, f"its format is {found!r:.40}")
     if found > newest:
         raise StorageError(
-            f"{file} has format {found}, and this psdist reads up to {newest}: use the psdist that wrote it", file=file
+            f"{file} has format {found}, but this psdist reads up to {newest}: use the psdist that wrote it", file=file
         )
 
 
 def _made(make: Callable[[], F], data: bytes, file: str, what: str) -> F:
-    """The value that ``make`` returns, if ``data`` is its one representation."""
+    """Return ``make()``, provided that ``data`` is its only representation."""
     try:
         value = make()
     except (PsdistError, KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:

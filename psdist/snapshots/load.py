@@ -1,6 +1,6 @@
 """``psdist.load_snapshot``: a snapshot's weights as named arrays, without a cluster.
 
-Invariant: all values that a caller gets, or finds in its own arrays, have been verified; nothing is filled in part.
+Invariant: All values that a caller receives, or finds in its own arrays, were verified; nothing is filled partially.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ _SHOWN = 8
 class Snapshot(Mapping[str, AnyArray]):
     """Weights by tensor name, in their declared shapes.
 
-    step: in BSP the step that comes next, else the highest version of any slice; the highest of several parameter
-        sets. steps: by parameter set. run_id, directory: of the snapshot.
-    missing, unexpected: with ``into``: names that the snapshot does not have, and names that ``into`` does not have.
+    step: in BSP the next step, else the highest version of any slice; the maximum over parameter sets.
+    steps: the same by parameter set.
+    run_id, directory: run and directory of the snapshot.
+    missing, unexpected: names in ``into`` that the snapshot lacks, and names in the snapshot that ``into`` lacks.
     skipped: one sentence for each newer snapshot that could not be used.
     """
 
@@ -80,19 +81,22 @@ def load_snapshot(
     into: Mapping[str, AnyArray] | None = None,
     strict: bool = True,
 ) -> Snapshot:
-    """The weights in a committed snapshot of the storage at ``url``, a directory or a URL. Of a model of psdist.torch
-    it has what the model's ``state_dict`` has, with the buffers of the lowest rank; a warning names what is left out.
+    """Return the weights in a committed snapshot of the storage at ``url``, a directory or a URL.
 
-    step: the snapshot of this step; None takes the newest, or, if that is corrupt, the one before, with a warning.
-    parameters: name of a parameter set; None takes all in the snapshot, whose tensors must then have different names.
-    dtype: of all arrays of floating-point numbers, "float32", "float16", "bfloat16" or "float64"; None gives each
-        tensor its own.
-    into: numpy arrays by name that are filled, each in its own dtype; the result then has these, and no others.
-    strict: False does not fill arrays of ``into`` that the snapshot does not have; the result's ``missing`` and
-        ``unexpected`` name what differs. True raises MissingTensorError or UnknownTensorError.
+    For a model of psdist.torch, the result has the entries of the model's ``state_dict``, with the buffers of the
+    lowest rank; a warning names omitted tensors.
 
-    Raises UnknownSnapshotError, SnapshotCorruptError, StorageError, UnknownParametersError, ShapeMismatchError (even if
-    ``strict`` is False), DTypeMismatchError, InvalidArgumentError. A call that raises fills nothing.
+    step: load the snapshot of this step. None loads the newest, or the one before if that is corrupt, with a warning.
+    parameters: name of a parameter set. None loads all sets of the snapshot; their tensors must then have distinct
+        names.
+    dtype: dtype for all floating-point arrays: "float32", "float16", "bfloat16" or "float64". None keeps each tensor's
+        own.
+    into: numpy arrays by name, which are filled, each in its own dtype. The result then has these names only.
+    strict: True raises MissingTensorError or UnknownTensorError if the names differ. False leaves arrays unfilled that
+        the snapshot lacks; ``missing`` and ``unexpected`` of the result list the differences.
+
+    Raises UnknownSnapshotError, SnapshotCorruptError, StorageError, UnknownParametersError, ShapeMismatchError (even
+    if ``strict`` is False), DTypeMismatchError, InvalidArgumentError. If it raises, nothing was filled.
     """
     if dtype is not None and dtype not in NUMPY_DTYPES:
         raise DTypeMismatchError(f"dtype {dtype!r:.80} is not supported: use one of {', '.join(NUMPY_DTYPES)}")
@@ -119,12 +123,12 @@ def load_snapshot(
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
-#: Reads what is wanted of a snapshot with these contents.
+#: Read the required parts of a snapshot with these contents.
 Read = Callable[[Storage, CommittedSnapshot, Contents], Awaitable[T]]
 
 
 def wait(load: Coroutine[Any, Any, T]) -> T:
-    """Runs the coroutine, in a thread of its own if a loop runs in this one already, as in a notebook."""
+    """Run the coroutine, in a new thread if this thread already has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -136,8 +140,10 @@ def wait(load: Coroutine[Any, Any, T]) -> T:
 async def load_usable(
     storage: Storage, step: int | None, parameters: str | None, read: Read[T]
 ) -> tuple[CommittedSnapshot, tuple[ParametersState, ...], Contents, T]:
-    """The newest snapshot that ``read`` finds to be what was written, and what it gives. step, parameters: as for
-    ``load_snapshot``, which has the errors."""
+    """Return the newest snapshot that ``read`` finds intact, and the result of ``read``.
+
+    step, parameters: as for ``load_snapshot``, which also lists the errors.
+    """
 
     def wanted(commit: CommitRecord) -> bool:
         return step is None or step in [n for name, n in commit.steps.items() if parameters in (None, name)]
@@ -190,8 +196,10 @@ def _check_owners(stored: Contents) -> None:
 
 
 async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) -> dict[str, AnyArray]:
-    """All tensors: as float32, views of one vector for each parameter set; those that are there as bytes in their own
-    dtypes."""
+    """Read all tensors.
+
+    Those in a parameter set become float32 views of its vector; those stored as bytes keep their own dtype.
+    """
     slices, vectors = SliceReader(storage, found.manifest), dict[str, AnyArray]()
     arrays: dict[str, AnyArray] = {}
     for tensor in stored.tensors:
@@ -248,12 +256,12 @@ def _fill(snapshot: Snapshot, arrays: Mapping[str, AnyArray], into: Mapping[str,
             )
     with np.errstate(over="ignore"):
         for name in both:
-            np.copyto(into[name], arrays[name], casting="unsafe")  # It was checked; numpy knows no bfloat16.
+            np.copyto(into[name], arrays[name], casting="unsafe")  # Checked above; numpy's rules lack bfloat16.
     return snapshot
 
 
 def _can_fill(given: np.dtype[Any], into: np.dtype[Any]) -> bool:
-    """Whether values of one dtype may be rounded to the other: numbers of one kind."""
+    """True if values of one dtype may be rounded to the other: both have the same kind of number."""
     return (is_float(given.name) and is_float(into.name)) or np.can_cast(given, into, "same_kind")
 
 

@@ -1,8 +1,8 @@
-"""A storage in a local directory.
+"""Storage in a local directory.
 
-It uses system calls instead of obstore, which neither syncs what it writes nor stays within the directory if there are
-symbolic links. Each part of a path is opened relative to the directory above it, without following links. So no name,
-and nothing that somebody puts below the root, leads out of it. The root itself may be a link.
+It uses system calls instead of obstore, which neither syncs its writes nor stays within the directory if there are
+symbolic links. Each part of a path is opened relative to the directory above, without following links. So neither a
+name, nor anything placed below the root, leads out of it. The root itself may be a link.
 
 All calls that may wait for the disk run in threads.
 """
@@ -37,15 +37,15 @@ _HINTS = {
 #: Errors of a file system without hard links.
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
-#: How often a directory is created again that others remove at the same moment.
+#: Number of times that a directory is recreated while others remove it at the same moment.
 _TRIES = 100
-#: The file that tests whether the storage can be written. It has a whole block, since less may fit on a full disk.
+#: File that tests whether the storage is writable. It fills a block, since less may fit on a full disk.
 _PROBE = "probe"
 _PROBE_BYTES = 4096
 
 
 class LocalStorage:
-    """A ``Storage`` in the directory ``path``, which need not exist yet."""
+    """``Storage`` in the directory ``path``, which need not exist yet."""
 
     def __init__(self, path: str) -> None:
         self.url = os.path.realpath(path)
@@ -66,7 +66,7 @@ class LocalStorage:
             await asyncio.to_thread(file.open)
             yield file
             await asyncio.to_thread(file.finish)
-        except BaseException:  # This includes cancellation.
+        except BaseException:  # Includes cancellation.
             await asyncio.shield(asyncio.to_thread(file.abandon))
             raise
 
@@ -98,7 +98,7 @@ class LocalStorage:
 
     def _create(self, path: str, data: bytes) -> None:
         with self._errors("create", path):
-            _again_where_removed(lambda: self._create_once(path, data))
+            _retry_if_removed(lambda: self._create_once(path, data))
 
     def _create_once(self, path: str, data: bytes) -> None:
         with self._parent(path, make=True) as (parent, name):
@@ -127,7 +127,7 @@ class LocalStorage:
                 self._remove_empty(path)
 
     def _remove_empty(self, path: str) -> None:
-        """Removes the directories that are empty without ``path``, except those at the root."""
+        """Remove the directories that are empty without ``path``, except those at the root."""
         parts = path.split("/")[:-1]
         while len(parts) > 1:
             name = parts.pop()
@@ -142,7 +142,7 @@ class LocalStorage:
 
     def _check_writable(self, directory: str) -> None:
         try:
-            _again_where_removed(lambda: self._probe(directory.split("/")))
+            _retry_if_removed(lambda: self._probe(directory.split("/")))
         except OSError as error:
             raise StorageError(f"the storage {self.url} cannot be written: {_reason(error)}", path=self.url) from None
 
@@ -150,27 +150,30 @@ class LocalStorage:
         missing = _missing(self.url)
         try:
             for path in reversed(missing):
-                with suppress(FileExistsError):  # Somebody else made it. If it is not a directory, the next call fails.
+                with suppress(FileExistsError):  # Another process made it. If it is no directory, the next call fails.
                     os.mkdir(path)
             with self._opened([]) as root:
                 _probe(root, parts)
         finally:
             for path in missing:
-                with suppress(OSError):  # It stays if others use it by now.
+                with suppress(OSError):  # The directory stays if it is in use by now.
                     os.rmdir(path)
 
     # --- directories --------------------------------------------------------------------------------------------------
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Opens the directory of ``path``, and gives the name in it."""
+        """Open the directory of ``path``. Yields it, and the name within it."""
         *parts, name = path.split("/")
         with self._opened(parts, make=make) as parent:
             yield parent, name
 
     @contextmanager
     def _opened(self, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """Opens the directory ``parts``. With ``make`` missing directories are created, durably."""
+        """Open the directory ``parts``.
+
+        make: create missing directories, durably.
+        """
         if make:
             _make_root(self.url)
         directory = os.open(self.url, _DIRECTORY)
@@ -187,7 +190,7 @@ class LocalStorage:
 
     @contextmanager
     def _errors(self, verb: str, path: str) -> Iterator[None]:
-        """Turns an error of the system into one of psdist."""
+        """Convert errors of the system to psdist's."""
         try:
             yield
         except OSError as error:
@@ -199,12 +202,12 @@ class LocalStorage:
 
 
 def _reason(error: OSError) -> str:
-    """The error of the system, with a remedy if one is known."""
+    """Return the system's error text, with a remedy if one is known."""
     return (os.strerror(error.errno) if error.errno else str(error)) + _HINTS.get(error.errno or 0, "")
 
 
 class LocalWriter:
-    """A file that is being written, as ``psdist.snapshots.storage.Writer`` describes.
+    """File being written; see ``psdist.snapshots.storage.Writer``.
 
     ``open``, ``finish`` and ``abandon`` may wait for the disk, so they are called in a thread.
     """
@@ -215,17 +218,18 @@ class LocalWriter:
         self._file = -1
         self._made = False
         self._over = False
-        #: Held by threads that use the file: one whose caller was cancelled may still write, or not have opened it yet.
+        #: Held by threads that use the file. A thread whose caller was cancelled may still write, or not have opened
+        #: it yet.
         self._lock = threading.Lock()
 
     async def write(self, buffer: Buffer) -> None:
-        """Appends bytes to the file."""
+        """Append bytes to the file."""
         await asyncio.to_thread(self._write, buffer)
 
     def open(self) -> None:
-        """Creates the file."""
+        """Create the file."""
         with self._storage._errors("write", self._path):
-            _again_where_removed(self._open_once)
+            _retry_if_removed(self._open_once)
 
     def _open_once(self) -> None:
         with self._storage._parent(self._path, make=True) as (parent, name), self._lock:
@@ -238,7 +242,7 @@ class LocalWriter:
             _write_all(self._file, buffer)
 
     def finish(self) -> None:
-        """Makes what was written durable."""
+        """Make the file durable."""
         storage = self._storage
         with storage._errors("write", self._path), self._lock:
             os.fsync(self._file)
@@ -247,7 +251,7 @@ class LocalWriter:
                 os.fsync(parent)
 
     def abandon(self) -> None:
-        """Removes the file, as far as possible."""
+        """Remove the file, if possible."""
         with self._lock, suppress(OSError):
             self._over = True
             self._close()
@@ -264,7 +268,7 @@ class LocalWriter:
 
 @contextmanager
 def _descriptor(name: str, flags: int, directory: int | None = None) -> Iterator[int]:
-    """Opens a file or directory, relative to an open directory if one is given."""
+    """Open a file or directory, relative to an open directory if one is given."""
     descriptor = os.open(name, flags, 0o666, dir_fd=directory)
     try:
         yield descriptor
@@ -272,8 +276,8 @@ def _descriptor(name: str, flags: int, directory: int | None = None) -> Iterator
         os.close(descriptor)
 
 
-def _again_where_removed(function: Callable[[], None]) -> None:
-    """Calls ``function``, which creates a file, and again if somebody removed its empty directory at that moment."""
+def _retry_if_removed(function: Callable[[], None]) -> None:
+    """Call ``function``, which creates a file; again if its empty directory was removed at that moment."""
     for _ in range(_TRIES - 1):
         try:
             return function()
@@ -283,7 +287,7 @@ def _again_where_removed(function: Callable[[], None]) -> None:
 
 
 def _make_root(path: str) -> None:
-    """Creates a directory and those above it, durably."""
+    """Create a directory and its parents, durably."""
     if os.path.isdir(path):
         return
     above = os.path.dirname(path)
@@ -296,7 +300,7 @@ def _make_root(path: str) -> None:
 
 
 def _make(directory: int, name: str, *, durable: bool = True) -> bool:
-    """Creates a directory in an open one. Returns whether it was missing."""
+    """Create a directory in an open one. Return True if it was missing."""
     try:
         os.mkdir(name, dir_fd=directory)
     except FileExistsError:
@@ -307,7 +311,7 @@ def _make(directory: int, name: str, *, durable: bool = True) -> bool:
 
 
 def _missing(path: str) -> list[str]:
-    """``path`` and the directories above it, as far as they do not exist; the deepest first."""
+    """Return ``path`` and its parents as far as they do not exist, the deepest first."""
     found = []
     while not os.path.lexists(path):
         found.append(path)
@@ -316,9 +320,10 @@ def _missing(path: str) -> list[str]:
 
 
 def _probe(directory: int, parts: Sequence[str]) -> None:
-    """Creates a file in the directory ``parts`` below an open one, and removes it and each directory that was missing.
+    """Create a file in the directory ``parts`` below an open one, then remove it and the directories created for it.
 
-    Nothing is synced, which takes long on some disks: a full disk fails when the bytes are written, or the file closed.
+    Nothing is synced, which takes long on some disks: a full disk fails when bytes are written, or when the file is
+    closed.
     """
     if parts:
         made = _make(directory, parts[0], durable=False)
@@ -356,20 +361,23 @@ def _write_all(file: int, buffer: Buffer) -> None:
 
 
 def _write_new(parent: int, name: str, data: bytes) -> None:
-    """Writes a new file whose content, but not yet its name, is durable. If that fails, no file stays."""
+    """Write a new file whose content, but not yet its name, is durable. No file remains if that fails."""
     with _descriptor(name, _NEW, parent) as file:
         try:
             _write_all(file, data)
             os.fsync(file)
-        except BaseException:  # This includes cancellation: half a file is of no use.
+        except BaseException:  # Includes cancellation: a partial file is useless.
             with suppress(OSError):
                 os.unlink(name, dir_fd=parent)
             raise
 
 
 def _link(parent: int, draft: str, name: str, data: bytes) -> None:
-    """Gives ``draft`` its name, unless that is taken. Without hard links the file is written under its name: then a
-    crash at that moment leaves a torn file, which its digest shows."""
+    """Give ``draft`` its name, unless that is taken.
+
+    Without hard links the file is written under its final name. A crash at that moment leaves a torn file, which its
+    digest reveals.
+    """
     try:
         os.link(draft, name, src_dir_fd=parent, dst_dir_fd=parent)
     except OSError as error:
@@ -379,7 +387,7 @@ def _link(parent: int, draft: str, name: str, data: bytes) -> None:
 
 
 def _collect(directory: int, prefix: str, found: list[StoredFile]) -> None:
-    """Collects the regular files in and below an open directory whose names a storage allows."""
+    """Collect the regular files in and below an open directory whose names are valid in a storage."""
     with os.scandir(directory) as entries:
         for entry in entries:
             try:

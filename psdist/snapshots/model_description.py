@@ -1,10 +1,10 @@
-"""What psdist.torch says about the tensors of a model, so that a snapshot can be read as the model's ``state_dict``.
+"""Description of a model's tensors by psdist.torch, so that a snapshot can be read as the model's ``state_dict``.
 
-A parameter set holds float32 alone, so buffers and frozen parameters of other dtypes are in a snapshot as bytes. The
-state that each worker keeps has the bytes of its buffers, under ``BUFFERS`` and their names, and under ``DESCRIPTION``
-what they mean. docs/snapshot-format.md is the specification.
+A parameter set holds only float32, so a snapshot stores buffers and frozen parameters of other dtypes as bytes. The
+state that each worker saves has the bytes of its buffers, under ``BUFFERS`` followed by their names, and their meaning
+under ``DESCRIPTION``. docs/snapshot-format.md is the specification.
 
-Invariant: what is parsed has the types that it says. Nothing says that the bytes are as long as their shapes.
+Invariant: Parsed values have the declared types. The number of bytes need not match the shapes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from typing import Any, Final
 
 from psdist.errors import StorageError
 
-#: What psdist.torch keeps in a worker's state has names that begin like this.
+#: Prefix of psdist.torch's entries in a worker's state.
 BUFFERS: Final = "psdist-buffers."
-#: The description, after ``BUFFERS``. No name of a buffer begins with a dot.
+#: Name of the description, after ``BUFFERS``. No buffer's name begins with a dot.
 DESCRIPTION: Final = ".description"
-#: Of a tensor in numpy 1.
+#: Limit on a tensor's dimensions in numpy 1.
 _DIMENSIONS: Final = 32
 _NAME_LENGTH: Final = 4096
-#: The newest version of the description.
+#: Newest version of the description.
 _FORMAT: Final = 1
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """The tensors of a model other than those that are trained.
+    """Tensors of a model that need more than a parameter set to be read.
 
-    trained: the parameter sets of what is trained. fixed: that of what is not. plain: its tensors that are float32
-    values; all others are bytes, each a number of 0 to 255. encoded: dtype and shape of the buffers and frozen
-    parameters of which there are bytes, as torch calls them. aliases: other names of tensors, as those of tied
-    weights, and the name that they are under.
+    trained: parameter sets of the trained tensors.
+    fixed: parameter set of the tensors that are not trained.
+    plain: tensors of ``fixed`` that are float32 values. All others are stored as bytes, one per element, 0 to 255.
+    encoded: torch's dtype name and the shape of each buffer or frozen parameter stored as bytes.
+    aliases: other names of tensors, such as tied weights, and the name under which each is stored.
     """
 
     trained: tuple[str, ...]
@@ -44,24 +45,26 @@ class ModelDescription:
     aliases: Mapping[str, str]
 
     def to_bytes(self) -> bytes:
-        """The description as JSON."""
+        """Return the description as JSON."""
         return json.dumps({"format": _FORMAT} | vars(self)).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, file: str) -> ModelDescription:
-        """Parses what ``to_bytes`` returned. Raises ValueError, and StorageError, which names ``file``, if the format
-        is newer."""
+        """Parse the result of ``to_bytes``.
+
+        Raises ValueError, and StorageError naming ``file`` if the format is newer.
+        """
         values = _typed(json.loads(data), dict)
         if (found := _typed(values.get("format"), int)) > _FORMAT:
             raise StorageError(
-                f"the description of a model in {file} has format {found}, and this psdist reads {_FORMAT}: use the "
+                f"the description of a model in {file} has format {found}, but this psdist reads {_FORMAT}: use the "
                 "psdist that wrote it",
                 file=file,
             )
         encoded: dict[str, tuple[str, tuple[int, ...]]] = {}
         for name, (dtype, shape) in _typed(values.get("encoded"), dict).items():
             if len(shape) > _DIMENSIONS:
-                raise ValueError(f"{name!r:.80} has {len(shape)} dimensions, and numpy has {_DIMENSIONS} at most")
+                raise ValueError(f"{name!r:.80} has {len(shape)} dimensions, more than numpy's {_DIMENSIONS}")
             encoded[_name(name)] = _typed(dtype, str), tuple(_size(size) for size in shape)
         return cls(
             trained=_names(values.get("trained")),
@@ -74,14 +77,14 @@ class ModelDescription:
 
 def _typed(value: Any, kind: type) -> Any:
     if type(value) is not kind:
-        raise ValueError(f"{value!r:.80} is no {kind.__name__}")
+        raise ValueError(f"{value!r:.80} is not of type {kind.__name__}")
     return value
 
 
 def _name(value: str) -> str:
-    """A name of a module's tensor: it has any characters, where no parameter set has the tensor under it."""
+    """Check a tensor's name in a module. Its characters are not limited if no parameter set uses the name."""
     if not 0 < len(value) <= _NAME_LENGTH or not value.isprintable() or ".." in value.split("/"):
-        raise ValueError(f"{value!r:.80} is no name of a tensor")
+        raise ValueError(f"{value!r:.80} is not a tensor name")
     return value
 
 
@@ -91,5 +94,5 @@ def _names(values: Any) -> tuple[str, ...]:
 
 def _size(value: Any) -> int:
     if (size := _typed(value, int)) < 0:
-        raise ValueError(f"{size} is no size of a tensor")
+        raise ValueError(f"{size} is not a tensor size")
     return int(size)

@@ -1,11 +1,9 @@
-"""Which tensors a snapshot gives to who reads it without a cluster, and where their values are.
+"""Tensors that a snapshot offers to readers without a cluster, and the location of their values.
 
-Most are those of its parameter sets. A model of psdist.torch has others, which are in the snapshot as bytes: buffers
-and frozen parameters of other dtypes than float32; and it has names of tied weights. A description says what they mean
-(``model_description``).
+Most are tensors of parameter sets. A model of psdist.torch has others, stored as bytes (buffers, and frozen parameters
+of other dtypes than float32), and names of tied weights. A description explains these (``model_description``).
 
-Invariant: of a model that the servers train, bytes of which nothing says what they mean are left out, and named; they
-are never given as numbers.
+Invariant: Bytes of a model that no description explains are omitted, and named; they are never returned as numbers.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from psdist.snapshots.format import Manifest, ParametersState, corrupt, file_pat
 from psdist.snapshots.model_description import BUFFERS, DESCRIPTION, ModelDescription
 from psdist.snapshots.storage import Storage
 
-#: numpy's dtype for each that a tensor may have.
+#: numpy dtype for each dtype that a tensor may have.
 DTYPES: Final[dict[str, np.dtype[Any]]] = {
     **NUMPY_DTYPES,
     **{name: np.dtype(name) for name in ("bool", "complex64", "uint8", "int8")},
     **{f"{kind}{bits}": np.dtype(f"<{kind[0]}{bits // 8}") for kind in ("int", "uint") for bits in (16, 32, 64)},
     **{name: np.dtype(getattr(ml_dtypes, name)) for name in ("float8_e4m3fn", "float8_e5m2")},
 }
-#: The ends of names of parameter sets by which psdist.torch agrees on something. They are no part of a model.
+#: Suffixes of parameter sets that psdist.torch uses for agreements. They are not part of a model.
 _AGREEMENTS: Final = ("/join", "/overflows")
-#: The end of the name of the parameter set of what is not trained, and its optimizer.
+#: Suffix of the parameter set with untrained tensors, and its optimizer.
 _FIXED: Final = "/fixed"
 _NO_TRAINING: Final = SGD(lr=0.0)
 _SHOWN: Final = 8
@@ -43,10 +41,11 @@ _SHOWN: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a snapshot.
+    """Tensor in a snapshot.
 
-    owner: its parameter set. place: the parameter set that has its elements, and its number there; None where ``data``
-    are its bytes. is_encoded: each element of ``place`` is one byte of it.
+    owner: its parameter set.
+    place: parameter set that holds its elements, and its number there; None if ``data`` holds its bytes.
+    is_encoded: True if each element of ``place`` is one byte of the tensor.
     """
 
     name: str
@@ -59,7 +58,7 @@ class StoredTensor:
 
     @property
     def elements(self) -> range:
-        """Its range of the flat vector in ``place``."""
+        """Range of the tensor in the flat vector of ``place``."""
         if self.place is None:
             return range(0)
         state, number = self.place
@@ -67,18 +66,24 @@ class StoredTensor:
 
     @property
     def is_float(self) -> bool:
-        """Whether its elements are floating-point numbers."""
+        """True if the elements are floating-point numbers."""
         return is_float(self.dtype)
 
     def decoded(self, elements: NDArray[np.float32] | None) -> NDArray[Any]:
-        """Its values, in its dtype, of what ``place`` has; None where there is none. One dimension."""
+        """Return the values in the tensor's dtype, one-dimensional.
+
+        elements: the tensor's part of the vector in ``place``; None without ``place``.
+        """
         data = self.data if elements is None else elements.astype(np.uint8).tobytes()
         return np.frombuffer(bytearray(data), DTYPES[self.dtype])
 
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What is in a snapshot. left_out: a sentence for each kind of what is there and cannot be read."""
+    """Tensors in a snapshot.
+
+    left_out: a sentence for each kind of tensor that cannot be read.
+    """
 
     tensors: tuple[StoredTensor, ...]
     left_out: tuple[str, ...]
@@ -86,7 +91,10 @@ class Contents:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """What the state of one worker says about a model. owner: the parameter set that the state is of."""
+    """Description of a model in one worker's state.
+
+    owner: parameter set of that state.
+    """
 
     owner: str
     description: ModelDescription
@@ -94,14 +102,17 @@ class _Model:
 
 
 def is_float(dtype: str) -> bool:
-    """Whether the dtype of this name has floating-point numbers."""
+    """True if the dtype with this name is floating-point."""
     return dtype.startswith(("float", "bfloat"))
 
 
 async def contents(storage: Storage, manifest: Manifest, parameters: Collection[str] = ()) -> Contents:
-    """The tensors of a snapshot, in its order. parameters: names of the parameter sets that are wanted; with one that
-    is trained comes what is not trained of its model. Empty for all. Buffers, which each worker has, are those of the
-    lowest rank, and belong to what is trained.
+    """Return the tensors of a snapshot, in its order.
+
+    parameters: names of the wanted parameter sets; a trained one includes the untrained tensors of its model. Empty
+        for all.
+
+    Buffers, which every worker has, are those of the lowest rank, and belong to the trained parameter set.
 
     Raises SnapshotCorruptError, StorageError.
     """
@@ -114,7 +125,7 @@ async def contents(storage: Storage, manifest: Manifest, parameters: Collection[
         name = state.spec.name
         is_undescribed = name not in plain and name.endswith(_FIXED) and state.spec.optimizer == _NO_TRAINING
         for number, tensor in enumerate(state.layout.tensors):
-            if is_undescribed and len(tensor.shape) == 1:  # As bytes are.
+            if is_undescribed and len(tensor.shape) == 1:  # Tensors stored as bytes have one dimension.
                 unknown.append(tensor.name)
             elif name not in plain or tensor.name in plain[name]:
                 tensors.append(StoredTensor(tensor.name, name, tensor.shape, tensor.dtype, (state, number)))
@@ -136,7 +147,7 @@ def _is_wanted(manifest: Manifest, state: ParametersState, parameters: Collectio
 
 
 async def _model(storage: Storage, manifest: Manifest, state: ParametersState) -> _Model | None:
-    """What the lowest rank says about the model that is trained with this parameter set, if it says anything."""
+    """Return the lowest rank's description of the model trained with this parameter set, or None."""
     name = state.spec.name
     mine = min((one for one in manifest.states if one.parameters == name), key=lambda one: one.rank, default=None)
     if mine is None:
@@ -148,12 +159,12 @@ async def _model(storage: Storage, manifest: Manifest, state: ParametersState) -
     try:
         description = ModelDescription.from_bytes(found.pop(DESCRIPTION), path)
     except (ValueError, TypeError, RecursionError) as error:
-        raise corrupt(path, f"its description of a model is none: {error}"[:300]) from None
+        raise corrupt(path, f"its model description is malformed: {error}"[:300]) from None
     return _Model(name, description, found)
 
 
 def _encoded(manifest: Manifest, model: _Model) -> Iterator[StoredTensor]:
-    """The tensors of which there are bytes: of buffers in the worker's state, else in the parameter set."""
+    """Iterate over tensors stored as bytes: buffers in the worker's state, the others in the parameter set."""
     fixed = manifest.state(model.description.fixed)
     tensors = fixed.layout.tensors if fixed is not None else ()
     numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
@@ -170,7 +181,7 @@ def _is_readable(tensor: StoredTensor) -> bool:
 
 
 def _aliases(model: _Model, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
-    """The other names of ``tensors`` that the model has."""
+    """Return the model's other names of ``tensors``."""
     sets = {model.owner, model.description.fixed, *model.description.trained}
     known = {tensor.name: tensor for tensor in tensors if tensor.owner in sets}
     pairs = model.description.aliases.items()
@@ -180,13 +191,13 @@ def _aliases(model: _Model, tensors: Iterable[StoredTensor]) -> list[StoredTenso
 def _sentences(manifest: Manifest, unknown: Sequence[str], unreadable: Sequence[str]) -> Iterator[str]:
     if unknown:
         yield (
-            f"{_shown(unknown)} left out: snapshot {manifest.directory} does not say which of these are buffers, and "
-            "of what dtype and shape. Resume the run with this psdist, and take another snapshot"
+            f"{_shown(unknown)} left out: snapshot {manifest.directory} does not say which of these are buffers, nor "
+            "their dtypes and shapes. Resume the run with this psdist, and take another snapshot"
         )
     if unreadable:
         yield (
             f"{_shown(unreadable)} left out: their dtypes are not among {', '.join(DTYPES)}, or they were replaced "
-            "by others while the snapshot was taken. Take another snapshot, or save them in the script"
+            "while the snapshot was taken. Take another snapshot, or save them in the script"
         )
 
 

@@ -1,7 +1,7 @@
-"""Opens the storage that a path or URL names.
+"""Open the storage that a path or URL names.
 
 A local directory is ``psdist.snapshots.local``. Buckets and memory use obstore (``psdist.snapshots.bucket``), which is
-imported only then.
+imported only for them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,14 @@ _BUCKETS: Final = ("s3", "gs", "az", "memory")
 
 
 def open_storage(path_or_url: str) -> Storage:
-    """The storage in a local directory (a path, or ``file://``), or at an ``s3://``, ``gs://``, ``az://`` or
-    ``memory://`` URL. Nothing is read or written yet; a directory is created by the first write. Buckets take
-    their settings from the environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). ``memory://NAME`` exists in this process
-    only. Raises ConfigurationError."""
+    """Return the storage in a local directory, or at a URL.
+
+    path_or_url: a path, ``file://``, ``s3://``, ``gs://``, ``az://`` or ``memory://``.
+
+    Nothing is read or written yet; the first write creates a directory. Buckets take their settings from the
+    environment (``AWS_*``, ``GOOGLE_*``, ``AZURE_*``). ``memory://NAME`` exists only in this process. Raises
+    ConfigurationError.
+    """
     if not path_or_url or "\0" in path_or_url:
         raise ConfigurationError(f"the storage {path_or_url!r:.80} is neither a directory nor a URL")
     if not _SCHEME.match(path_or_url):

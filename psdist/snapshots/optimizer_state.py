@@ -1,6 +1,6 @@
-"""The optimizer's state in a snapshot, by tensor, for who goes on without servers.
+"""Optimizer state in a snapshot, by tensor, for programs that continue without servers.
 
-Not here: what it means for another program (``psdist.torch``).
+``psdist.torch`` converts it to torch's format.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from psdist.snapshots.storage import Storage
 
 @dataclass(frozen=True, slots=True)
 class TensorState:
-    """What an optimizer keeps of one tensor.
+    """Optimizer state of one tensor.
 
-    optimizer: the specification. updates: made since the state began; in SSP and ASP the least of any slice.
-    arrays: float32, of the tensor's shape, by ``optimizer.state_names``.
+    optimizer: the specification.
+    updates: number of updates since the state began; in SSP and ASP the minimum over slices.
+    arrays: float32 arrays with the tensor's shape, by ``optimizer.state_names``.
     """
 
     optimizer: Optimizer
@@ -36,7 +37,12 @@ class TensorState:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The state of all trained tensors, by name. step: that comes next. directory: the snapshot's."""
+    """Optimizer state of all trained tensors.
+
+    step: the next step.
+    directory: the snapshot's directory.
+    tensors: state by tensor name.
+    """
 
     step: int
     directory: str
@@ -44,8 +50,10 @@ class OptimizerState:
 
 
 def load_optimizer_state(url: str, step: int | None = None, parameters: str | None = None) -> OptimizerState:
-    """Reads the optimizer's state in a snapshot of the storage at ``url``. Arguments and errors as of
-    ``psdist.load_snapshot``."""
+    """Read the optimizer's state from a snapshot of the storage at ``url``.
+
+    Arguments and errors are those of ``psdist.load_snapshot``.
+    """
     storage = open_storage(url)
     found, states, _, tensors = wait(load_usable(storage, step, parameters, _read))
     return OptimizerState(max(state.step for state in states), found.manifest.directory, tensors)
@@ -70,7 +78,7 @@ async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) ->
 
 
 async def _vectors(slices: SliceReader, state: ParametersState) -> list[NDArray[np.float32]]:
-    """Each of the optimizer's arrays as a flat vector."""
+    """Return each of the optimizer's arrays as a flat vector."""
     flats = [np.empty(state.layout.total, np.float32) for _ in state.state_names]
     for shard in range(len(state.shards)):
         async for index, (_, *arrays) in slices.slices(state, shard):

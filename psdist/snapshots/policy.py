@@ -1,4 +1,4 @@
-"""When a run takes snapshots, and which of them it keeps. These are values; the scheduler acts on them."""
+"""Policy values: when a run takes snapshots, and which ones it keeps. The scheduler acts on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from psdist.errors import ConfigurationError
 
 STEPS_MAX: Final = 1 << 40
-#: With shorter intervals an attempt would always be under way.
+#: With shorter intervals an attempt would always be in progress.
 SECONDS_MIN: Final = 0.1
 SECONDS_MAX: Final = 366 * 86400.0
 KEEP_MAX: Final = 1_000_000
@@ -25,10 +25,10 @@ _UNITS: Final = ((3600, "h"), (60, "min"))
 class SavePolicy:
     """When snapshots are taken, and which are kept.
 
-    steps, seconds: the interval, of which at most one is set; without it snapshots are taken on demand and at the end.
-    keep_last: how many of the newest are kept, at least 1.
-    keep_every: the first snapshot of every so many steps is kept for good; 0 for none.
-    at_end: whether one is taken when the run ends and something was trained since the last one.
+    steps, seconds: interval; at most one of them is set. Without either, snapshots are taken on demand and at the end.
+    keep_last: number of newest snapshots to keep, at least 1.
+    keep_every: keep the first snapshot of every this many steps forever; 0 for none.
+    at_end: True to take one when the run ends, if anything was trained since the last one.
 
     Raises ConfigurationError for a value out of range.
     """
@@ -50,14 +50,14 @@ class SavePolicy:
 
     @property
     def interval(self) -> str:
-        """The interval as ``parse_interval`` reads it; empty if there is none."""
+        """Interval in the form that ``parse_interval`` reads; empty if there is none."""
         if self.steps:
             return f"{self.steps}steps"
         return f"{self.seconds:.10g}s" if self.seconds else ""
 
     @property
     def every(self) -> str:
-        """The interval as text: ``every 100 steps``, ``every 10 min``; empty if there is none."""
+        """Interval as text: ``every 100 steps``, ``every 10 min``; empty if there is none."""
         if self.steps:
             return f"every {_counted(self.steps, 'step')}"
         size, unit = next(((size, unit) for size, unit in _UNITS if self.seconds % size == 0), (1, "s"))
@@ -65,21 +65,22 @@ class SavePolicy:
 
     @property
     def text(self) -> str:
-        """The policy as text: ``every 100 steps and at the end, the last 3 kept``."""
+        """Policy as text: ``every 100 steps and at the end, the last 3 kept``."""
         kept = f"the last {self.keep_last} kept" if self.keep_last > 1 else "the last one kept"
         kept += f", and one of every {_counted(self.keep_every, 'step')}" if self.keep_every else ""
         return f"{self.when}, {kept}"
 
     @property
     def when(self) -> str:
-        """When snapshots are taken, as text: ``every 100 steps and at the end``."""
+        """Times of snapshots as text: ``every 100 steps and at the end``."""
         ends = ("at the end",) if self.at_end else ()
         return " and ".join(filter(None, (self.every, *ends))) or "on demand"
 
 
 def parse_interval(text: str) -> tuple[int, float]:
-    """Steps and seconds, one of which is 0, of ``100``, ``100steps``, ``30s``, ``5m``, ``2h`` or ``1d``; ``0`` is none.
+    """Parse an interval to (steps, seconds), one of them 0.
 
+    text: such as ``100``, ``100steps``, ``30s``, ``5m``, ``2h`` or ``1d``; ``0`` is no interval.
     Raises ConfigurationError.
     """
     found = _INTERVAL.fullmatch(text.strip().lower())
@@ -101,5 +102,5 @@ def _counted(count: int, noun: str) -> str:
     return noun if count == 1 else f"{count:,} {noun}s"
 
 
-#: The policy of a run with a storage, unless flags say otherwise.
+#: Policy of a run with a storage, unless flags override it.
 DEFAULT_POLICY: Final = SavePolicy(seconds=600.0)

@@ -1,10 +1,10 @@
-"""Finds the committed snapshots of a storage, and reads them.
+"""Discovery and reading of the committed snapshots in a storage.
 
-Invariants: nothing is returned that differs by one bit from what was committed; an error names the file. A commit
+Invariants: Nothing is returned that differs by one bit from what was committed; an error names the file. A commit
 record has digests of itself and of the manifest. The manifest has a digest of each slice, and determines each header.
-So all bytes are checked before they are used. A corrupt snapshot is skipped and reported. A snapshot that cannot be
-read for another reason (no permission, no connection, a newer format) is an error: a run that took an older one instead
-would lose steps for nothing.
+So all bytes are verified before use. A corrupt snapshot is skipped and reported. A snapshot that is unreadable for
+another reason (no permission, no connection, a newer format) is an error: falling back to an older one would lose
+steps needlessly.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
     Floats = NDArray[np.float32]
 
-#: Called with the bytes that were read, and the total.
+#: Called with the bytes read so far, and the total.
 Progress = Callable[[int, int], None]
 
-#: Commit records that are read at the same time.
+#: Commit records that are read concurrently.
 _AT_A_TIME: Final = 8
 #: Bytes of one read, unless a slice is longer.
 BATCH_BYTES: Final = 8 << 20
@@ -41,20 +41,23 @@ BATCH_BYTES: Final = 8 << 20
 
 @dataclass(frozen=True)
 class Unreadable:
-    """A commit record that cannot be used."""
+    """Commit record that cannot be used."""
 
     path: str
     error: PsdistError
 
     @property
     def sequence(self) -> int:
-        """The number in its name."""
+        """Number in the record's name."""
         return layouts.commit_sequence(self.path) or 0
 
 
 @dataclass(frozen=True)
 class CommittedSnapshot:
-    """A snapshot that can be used. skipped: one sentence for each newer one that cannot be."""
+    """Usable snapshot.
+
+    skipped: one sentence for each newer snapshot that is not usable.
+    """
 
     commit: CommitRecord
     manifest: Manifest
@@ -65,7 +68,7 @@ class CommittedSnapshot:
 
 
 async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
-    """All commit records, the newest first. Raises StorageError if they cannot be listed."""
+    """Return all commit records, the newest first. Raises StorageError if they cannot be listed."""
     numbered = [
         (sequence, stored.path)
         for stored in await storage.list(layouts.COMMITS)
@@ -82,7 +85,7 @@ async def commits(storage: Storage) -> list[CommitRecord | Unreadable]:
 
 
 async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable | None:
-    """The record at ``path``; None where it was deleted meanwhile."""
+    """Read the record at ``path``. Returns None if it was deleted meanwhile."""
     try:
         data = await storage.read(path, 0, COMMIT_BYTES_MAX + 1)
         if len(data) > COMMIT_BYTES_MAX:
@@ -98,7 +101,7 @@ async def _read_commit(storage: Storage, path: str) -> CommitRecord | Unreadable
 
 
 async def is_committed(storage: Storage, commit: CommitRecord) -> bool:
-    """Whether the record still exists. A snapshot that was deleted meanwhile is not damaged."""
+    """True if the record still exists. A snapshot that was deleted meanwhile is not damaged."""
     try:
         await storage.read(commit.path, 0, 1)
     except UnknownSnapshotError:
@@ -107,14 +110,14 @@ async def is_committed(storage: Storage, commit: CommitRecord) -> bool:
 
 
 async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
-    """The manifest that ``commit`` names. Raises SnapshotCorruptError if it is not what was committed."""
+    """Return the manifest that ``commit`` names. Raises SnapshotCorruptError if it is not the committed one."""
     path = layouts.manifest_path(commit.directory)
     data = await _read(storage, path, 0, commit.manifest_length + 1)
     if len(data) != commit.manifest_length:
         raise corrupt(path, f"it has {_length(data, commit.manifest_length)}, not {commit.manifest_length}")
     if layouts.digest_of(data) != commit.manifest_digest:
         raise corrupt(path, f"its digest is not that in {commit.path}")
-    # In a thread: it grows with the number of tensors, and the caller's event loop answers heartbeats.
+    # In a thread: the time grows with the number of tensors, and the caller's event loop answers heartbeats.
     manifest = await asyncio.to_thread(Manifest.from_bytes, data, path)
     for name in ("run_id", "directory", "steps", "bytes"):
         mine, theirs = getattr(manifest, name), getattr(commit, name)
@@ -124,8 +127,10 @@ async def load_manifest(storage: Storage, commit: CommitRecord) -> Manifest:
 
 
 async def check_files(storage: Storage, manifest: Manifest, *, no_others: bool = False) -> None:
-    """Checks that all files exist with their lengths, and if wanted that there are ``no_others``, without reading them.
-    Raises SnapshotCorruptError."""
+    """Check that all files exist with their lengths, without reading them. Raises SnapshotCorruptError.
+
+    no_others: True to reject additional files.
+    """
     directory = layouts.directory_path(manifest.directory)
     sizes = {stored.path: stored.size for stored in await storage.list(directory)}
     known = {layouts.file_path(manifest.directory, file): length for file, (length, _) in manifest.files.items()}
@@ -142,11 +147,12 @@ async def check_files(storage: Storage, manifest: Manifest, *, no_others: bool =
 async def usable(
     storage: Storage, without: Collection[str] = (), where: Callable[[CommitRecord], bool] = lambda commit: True
 ) -> AsyncIterator[CommittedSnapshot]:
-    """Snapshots whose files all exist, the newest first, each with what was skipped before it.
+    """Iterate over snapshots whose files all exist, the newest first, each with those skipped before it.
 
-    without: directories that are known to be corrupt, and skipped. where: which snapshots are wanted.
+    without: directories known to be corrupt; they are skipped.
+    where: returns True for wanted snapshots.
     Raises SnapshotCorruptError at the end if snapshots were skipped and none was usable, so that a run does not start
-    anew by mistake. Raises StorageError.
+    from scratch by mistake. Raises StorageError.
     """
     skipped: list[str] = []
     found = False
@@ -174,8 +180,10 @@ async def usable(
 
 
 async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSnapshot | None:
-    """The newest snapshot whose record, manifest and lengths are correct; None if none was ever committed. The content
-    is checked when it is read. ``usable`` describes ``without`` and errors."""
+    """Return the newest snapshot with a correct record, manifest and file lengths; None if none was ever committed.
+
+    The content is verified when it is read. ``usable`` describes ``without`` and the errors.
+    """
     async for found in usable(storage, without):
         return found
     return None
@@ -185,7 +193,7 @@ async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSn
 
 
 class SliceReader:
-    """Reads slices of one snapshot, and checks each file's header once."""
+    """Reader of one snapshot's slices. Checks each file's header once."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage = storage
@@ -193,20 +201,21 @@ class SliceReader:
         self._headers: dict[str, int] = {}
 
     async def slice(self, state: ParametersState, index: int) -> list[Floats]:
-        """A slice's weights and the optimizer's arrays, read-only. Raises SnapshotCorruptError."""
+        """Return a slice's weights and the optimizer's arrays, read-only. Raises SnapshotCorruptError."""
         position, shard = divmod(index, len(state.shards))
         [(_, arrays)] = [found async for found in self._positions(state, shard, range(position, position + 1))]
         return arrays
 
     async def slices(self, state: ParametersState, shard: int) -> AsyncIterator[tuple[int, list[Floats]]]:
-        """All slices of a shard, ascending, each with its number; several are read at once. Raises
-        SnapshotCorruptError."""
+        """Iterate over all slices of a shard, ascending, with their numbers. Several are read together.
+
+        Raises SnapshotCorruptError.
+        """
         async for found in self._positions(state, shard, range(len(state.shards[shard].versions))):
             yield found
 
     async def header(self, state: ParametersState, shard: int) -> int:
-        """The length of the header of a shard's file, after a comparison with what it must be. Raises
-        SnapshotCorruptError."""
+        """Verify the header of a shard's file, and return its length. Raises SnapshotCorruptError."""
         file = state.shards[shard]
         if file.file not in self._headers:
             wanted, path = state.header(shard), self.path(state, shard)
@@ -218,7 +227,7 @@ class SliceReader:
         return self._headers[file.file]
 
     def path(self, state: ParametersState, shard: int) -> str:
-        """The path of a shard's file."""
+        """Return the path of a shard's file."""
         return layouts.file_path(self._manifest.directory, state.shards[shard].file)
 
     async def _positions(
@@ -247,8 +256,10 @@ class SliceReader:
 
 
 async def verify(storage: Storage, manifest: Manifest, progress: Progress = lambda done, total: None) -> None:
-    """Reads every byte of every file except the manifest. Raises SnapshotCorruptError for the first file that is not
-    what was written, or does not belong to the snapshot."""
+    """Read every byte of every file except the manifest.
+
+    Raises SnapshotCorruptError for the first file that is damaged, or does not belong to the snapshot.
+    """
     await check_files(storage, manifest, no_others=True)
     reader, done = SliceReader(storage, manifest), 0
     for state in manifest.parameters:
@@ -270,8 +281,10 @@ async def verify(storage: Storage, manifest: Manifest, progress: Progress = lamb
 
 
 async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -> AsyncGenerator[bytes]:
-    """The bytes of the state that a worker keeps itself, in parts. Raises SnapshotCorruptError, perhaps only after the
-    last part, when the digest of the whole is known."""
+    """Iterate over the bytes of a worker's state, in parts.
+
+    Raises SnapshotCorruptError, possibly only after the last part, when the digest of the whole is known.
+    """
     path, whole = layouts.file_path(manifest.directory, state.file), xxhash.xxh3_128()
     for start in range(0, state.length, BATCH_BYTES):
         length = min(BATCH_BYTES, state.length - start)
@@ -285,9 +298,11 @@ async def read_state(storage: Storage, manifest: Manifest, state: WorkerState) -
 
 
 async def read_state_tensors(storage: Storage, manifest: Manifest, state: WorkerState, prefix: str) -> dict[str, bytes]:
-    """The bytes of those tensors in the state of a worker whose names begin with ``prefix``, by their names without it.
-    Of the others, such as residuals, only one part at a time is held, and nothing but the header is read where no name
-    begins so. Raises SnapshotCorruptError."""
+    """Return the bytes of tensors in a worker's state whose names begin with ``prefix``, by name without the prefix.
+
+    Other tensors, such as residuals, pass through memory one part at a time; if no name matches, only the header is
+    read. Raises SnapshotCorruptError.
+    """
     path = layouts.file_path(manifest.directory, state.file)
     head, position = bytearray(), 0
     ranges: dict[str, tuple[int, int]] | None = None
@@ -311,18 +326,21 @@ async def read_state_tensors(storage: Storage, manifest: Manifest, state: Worker
 
 
 def _wanted_ranges(head: bytearray, prefix: str, path: str, length: int) -> dict[str, tuple[int, int]] | None:
-    """As ``_ranges``, checked. length: of the file. Raises SnapshotCorruptError."""
+    """Return the checked result of ``_ranges``. Raises SnapshotCorruptError.
+
+    length: size of the file.
+    """
     try:
         ranges = _ranges(head, prefix)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise corrupt(path, f"its header is none: {error}"[:300]) from None
+        raise corrupt(path, f"its header is malformed: {error}"[:300]) from None
     if ranges and sum(max(0, stop - start) for start, stop in ranges.values()) > length:
         raise corrupt(path, "its header has tensors that overlap")
     return ranges
 
 
 def _ranges(head: bytearray, prefix: str) -> dict[str, tuple[int, int]] | None:
-    """Where in a safetensors file tensors lie; None where ``head`` does not have its whole header."""
+    """Return the byte ranges of tensors in a safetensors file, or None if ``head`` lacks part of the header."""
     start = 8 + int.from_bytes(head[:8], "little")
     if len(head) < max(8, start):
         return None
@@ -348,7 +366,7 @@ def _slice_bytes(state: ParametersState, shard: int, position: int) -> int:
 
 
 def _batches(state: ParametersState, shard: int, positions: range) -> Iterator[range]:
-    """``positions`` in stretches of at most ``BATCH_BYTES``, or of one slice."""
+    """Divide ``positions`` into stretches of at most ``BATCH_BYTES``, or of one slice."""
     each = max(1, BATCH_BYTES // max(1, _slice_bytes(state, shard, 0)))
     for first in range(positions.start, positions.stop, each):
         yield range(first, min(first + each, positions.stop))

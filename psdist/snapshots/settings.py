@@ -1,4 +1,4 @@
-"""Turns the settings of a parameter set into plain values for a manifest, and back. Pure."""
+"""Conversion of parameter-set settings to plain values for a manifest, and back. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psdist.types import ParametersSpec
 
 
 def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
-    """The settings as plain values. Fields of version 2 of the format are left out where they have their default."""
+    """Return the settings as plain values. Fields of format version 2 are omitted if they have their default."""
     optimizer = spec.optimizer
     schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
     return {
@@ -34,7 +34,7 @@ def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
-    """Parses what ``spec_to_json`` returned. Raises PsdistError, KeyError, TypeError or ValueError for other values."""
+    """Parse the result of ``spec_to_json``. Raises PsdistError, KeyError, TypeError or ValueError for other values."""
     given, consistency = values["optimizer"], dict(values["consistency"])
     if pull_compression := values.get("pull_compression", ""):
         pull_codec_from_text(pull_compression)

@@ -133,7 +133,7 @@ def test_bytes_that_cannot_be_understood_are_left_out(tmp_path: Path, encoded: d
 )
 def test_a_description_that_is_none_is_corrupt(tmp_path: Path, description: Any) -> None:
     whole = description if isinstance(description, bytes) else described(**description)
-    with pytest.raises(SnapshotCorruptError, match="its description of a model is none"):
+    with pytest.raises(SnapshotCorruptError, match="its model description is malformed"):
         found(tmp_path, state(whole))
 
 
@@ -176,7 +176,7 @@ def test_weights_need_no_state_that_has_no_buffers(tmp_path: Path, monkeypatch: 
 
 
 def test_a_newer_description_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"has format 2, and this psdist reads 1: use the psdist that wrote it"):
+    with pytest.raises(StorageError, match=r"has format 2, but this psdist reads 1: use the psdist that wrote it"):
         found(tmp_path, state(described(format=2)))
 
 
