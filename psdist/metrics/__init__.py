@@ -1,7 +1,7 @@
-"""Training metrics as values: what a script reports, what a step's time went into, and their sums over steps and
-workers. Pure: ``now`` is an argument.
+"""Training metrics as values: a script's reports, the division of its time, and sums over steps and workers. Pure.
 
-``report`` checks what the script says of one step. ``phases`` divides a script's time. ``interval`` adds steps up and
-combines workers. ``interval_lines`` writes an interval as a line for the launcher, and ``progress_line`` as a line for
-people.
+- ``report`` checks a script's report of one step.
+- ``phases`` divides a script's time.
+- ``interval`` sums up steps and combines workers.
+- ``interval_lines`` encodes an interval for the launcher; ``progress_line`` formats it for people.
 """

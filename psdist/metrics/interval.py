@@ -1,7 +1,7 @@
-"""Sums of what workers report: over the steps of an interval, and over workers.
+"""Sums of workers' reports over the steps of an interval, and over workers.
 
-Invariants: an interval that is added to a later one of the same worker is the interval of both, and nothing counts
-twice or gets lost. Sums are float64.
+Invariants: Adding an interval to the next one of the same worker gives the interval of both; nothing is lost or
+counted twice. Sums are float64.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from psdist.metrics.report import StepReport, check_count
 
 
 class WeightedSum(NamedTuple):
-    """The sum of weight * value, and that of the weights."""
+    """Sum of weight * value, and sum of the weights."""
 
     total: float = 0.0
     weight: float = 0.0
 
     def plus(self, other: WeightedSum) -> WeightedSum:
-        """The sum of both."""
+        """Return the sum of both."""
         return WeightedSum(self.total + other.total, self.weight + other.weight)
 
 
 class Measurements(NamedTuple):
-    """What a client has measured so far.
+    """Measurements of a client so far.
 
-    step: of the parameter set that was opened first: in BSP the steps that are made, in SSP and ASP the updates that
-        the worker has seen. None without one.
-    staleness_mean, staleness_max: of the last push, in versions.
-    push_bytes, pull_bytes: payloads since the start.
+    step: step of the parameter set that was opened first: in BSP the completed steps, in SSP and ASP the updates that
+        the worker has seen. None without a parameter set.
+    staleness_mean, staleness_max: staleness of the last push, in versions.
+    push_bytes, pull_bytes: bytes of payloads since the start.
     """
 
     step: int | None = None
@@ -43,10 +43,13 @@ class Measurements(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WorkerInterval:
-    """What one worker reported over a stretch of its time.
+    """Reports of one worker over a stretch of its time.
 
-    step: of the last report. reports: their number. values: by name, weighted by samples. times: what the stretch went
-    into; its length is their total. staleness_sum: of the reports' means, in versions.
+    step: step of the last report.
+    reports: number of reports.
+    values: by name, weighted by samples.
+    times: division of the stretch into phases; its length is their total.
+    staleness_sum: sum of the reports' means, in versions.
     """
 
     rank: int
@@ -61,7 +64,7 @@ class WorkerInterval:
     staleness_max: int = 0
 
     def then(self, later: WorkerInterval) -> WorkerInterval:
-        """This interval and the one that follows it, as one."""
+        """Return this interval and the next one combined."""
         return WorkerInterval(
             later.rank,
             later.step,
@@ -77,7 +80,7 @@ class WorkerInterval:
 
 
 def add_values(first: Mapping[str, WeightedSum], second: Mapping[str, WeightedSum]) -> dict[str, WeightedSum]:
-    """The sums by name, in the order in which names came first."""
+    """Return the sums by name, in the order in which names first appeared."""
     added = dict(first)
     for name, value in second.items():
         added[name] = added.get(name, WeightedSum()).plus(value)
@@ -85,7 +88,10 @@ def add_values(first: Mapping[str, WeightedSum], second: Mapping[str, WeightedSu
 
 
 class IntervalAccumulator:
-    """Adds up the reports of one worker. rank: the worker's."""
+    """Accumulator of one worker's reports.
+
+    rank: the worker's rank.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -101,8 +107,10 @@ class IntervalAccumulator:
         self._staleness_sum, self._staleness_max = 0.0, 0
 
     def add(self, report: StepReport, step: int, measured: Measurements) -> None:
-        """Adds the report of one step. Raises InvalidArgumentError, and changes nothing, where this worker has reported
-        too many names."""
+        """Add the report of one step.
+
+        Raises InvalidArgumentError, and changes nothing, if the worker reported too many names.
+        """
         if not report.values.keys() <= self._names:
             names = self._names | report.values.keys()
             check_count(len(names))
@@ -118,7 +126,10 @@ class IntervalAccumulator:
         self._staleness_max = max(self._staleness_max, measured.staleness_max)
 
     def take(self, times: PhaseTimes, measured: Measurements) -> WorkerInterval:
-        """The interval since the last call, and begins the next. times, measured: as they are now, since the start."""
+        """Return the interval since the last call, and start the next one.
+
+        times, measured: current totals since the start.
+        """
         times_before, before = self._before
         interval = WorkerInterval(
             self._rank,
@@ -138,13 +149,16 @@ class IntervalAccumulator:
 
 
 def summarize(intervals: Collection[WorkerInterval]) -> dict[str, float]:
-    """What workers have reported over one interval, one for each, as numbers by name.
+    """Return the metrics of one interval by name, from one ``WorkerInterval`` per worker.
 
-    First the script's values, whose means are weighted by samples; a value all of whose weights are 0 is left out.
-    Then, of ``report.MEASURED``: samples, reports and bytes are sums, samples per second the sum of the workers' own
-    rates, milliseconds the mean over all reports, ``seconds`` the mean length of the interval, and shares are of the
-    time of all workers together. Samples are left out where no worker reports them, and shares where no time has
-    passed.
+    The script's values come first; their means are weighted by samples, and a value whose weights are all 0 is
+    omitted. Then follow the metrics of ``report.MEASURED``:
+
+    - samples, reports and bytes are sums; samples per second is the sum of the workers' rates;
+    - milliseconds are means over all reports; ``seconds`` is the mean length of the interval;
+    - shares refer to the time of all workers together.
+
+    Samples are omitted if no worker reports them, and shares if no time has passed.
     """
     values: dict[str, WeightedSum] = {}
     times = PhaseTimes()
@@ -173,5 +187,5 @@ def summarize(intervals: Collection[WorkerInterval]) -> dict[str, float]:
 
 
 def last_step(intervals: Collection[WorkerInterval]) -> int:
-    """The step that the intervals have come to: the highest of any worker; 0 without one."""
+    """Return the highest step of any worker; 0 without workers."""
     return max((interval.step for interval in intervals), default=0)

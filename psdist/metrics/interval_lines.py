@@ -1,7 +1,7 @@
-"""An interval as one line of JSON, which a worker writes to its launcher.
+"""Encoding of an interval as one line of JSON, which a worker writes to its launcher.
 
-A line and its end have at most ``METRIC_LINE_BYTES_MAX`` bytes, so that a pipe takes it whole or not at all. Launcher
-and workers are of one installation, so the form may change with any version.
+A line with its newline has at most ``METRIC_LINE_BYTES_MAX`` bytes, so that a pipe accepts it completely or not at
+all. Launcher and workers belong to one installation, so the format may change with any version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _COUNT_BITS: Final = 63
 
 
 def to_line(interval: WorkerInterval) -> bytes:
-    """The line, with its end."""
+    """Return the line, with its newline."""
     times = interval.times
     message = {
         "rank": interval.rank,
@@ -38,13 +38,13 @@ def to_line(interval: WorkerInterval) -> bytes:
 
 
 def from_line(line: bytes) -> WorkerInterval:
-    """The interval of a line, with or without its end. Raises MalformedPayloadError for anything else."""
+    """Return the interval of a line, with or without newline. Raises MalformedPayloadError for anything else."""
     if len(line) > METRIC_LINE_BYTES_MAX:
         raise MalformedPayloadError(f"a line of metrics has {len(line)} bytes, over {METRIC_LINE_BYTES_MAX}")
     try:
         message = json.loads(line)
         if not isinstance(message, dict) or message.keys() != _KEYS:
-            raise ValueError("it has not exactly the fields of a report")
+            raise ValueError("its fields are not exactly those of a report")
         return _interval(message)
     except (ValueError, RecursionError) as error:  # InvalidArgumentError is a ValueError.
         what = error.message if isinstance(error, InvalidArgumentError) else str(error) or type(error).__name__
@@ -54,7 +54,7 @@ def from_line(line: bytes) -> WorkerInterval:
 def _interval(message: Mapping[str, Any]) -> WorkerInterval:
     sums = message["values"]
     if not isinstance(sums, dict):
-        raise ValueError("values are no object")
+        raise ValueError("values are not an object")
     check_count(len(sums))
     values: dict[str, WeightedSum] = {}
     for name, pair in sums.items():
@@ -79,13 +79,13 @@ def _interval(message: Mapping[str, Any]) -> WorkerInterval:
 
 def _list(value: Any, length: int) -> list[Any]:
     if not isinstance(value, list) or len(value) != length:
-        raise ValueError(f"{value!r:.40} is no list of {length}")
+        raise ValueError(f"{value!r:.40} is not a list of {length}")
     return value
 
 
 def _count(value: Any, most: int = (1 << _COUNT_BITS) - 1) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{value!r:.40} is no whole number from 0 to {most}")
+        raise ValueError(f"{value!r:.40} is not a whole number from 0 to {most}")
     return value
 
 
@@ -93,12 +93,12 @@ def _float(value: Any) -> float:
     if type(value) is int and abs(value) < 1 << _COUNT_BITS:
         return float(value)
     if type(value) is not float:
-        raise ValueError(f"{value!r:.40} is no number")
+        raise ValueError(f"{value!r:.40} is not a number")
     return value
 
 
 def _positive(value: Any) -> float:
     number = _float(value)
     if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"{value!r:.40} is no finite number of at least 0")
+        raise ValueError(f"{value!r:.40} is not a finite number of at least 0")
     return number

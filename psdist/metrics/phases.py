@@ -1,17 +1,16 @@
-"""What a script's time goes into: a clock that divides all of it into phases.
+"""Clock that divides all of a script's time into phases.
 
-* ``COMPUTE``: the script is in no call of psdist.
-* ``PUSH``: it is in a call, and something of the gradient is not handed over yet. This includes gathering and
-  compressing it.
-* ``WAIT``: it is in a call, everything is handed over, and no server has answered in this call yet.
-* ``PULL``: it is in a call, and a server has answered in it: the rest of the answers comes, and is decoded.
+* ``COMPUTE``: the script is not in a call of psdist.
+* ``PUSH``: it is in a call, and part of the gradient is not sent yet. This includes gathering and compressing it.
+* ``WAIT``: it is in a call, everything is sent, and no server has answered during this call.
+* ``PULL``: it is in a call, and a server has answered during it: the remaining answers arrive and are decoded.
 
-A request is open from when it is routed to a server until that server has answered. In steps in buckets requests are
-open while the script computes. That time is compute, and only what is left of them when the script waits counts as
-push, wait or pull.
+A request is open from its routing to a server until the server has answered. In steps with buckets, requests are open
+while the script computes. That time is compute; only the remainder during which the script waits counts as push, wait
+or pull.
 
-Invariant: the phases add up to the time since the clock was started, whatever the order of events, as long as ``now``
-never goes back.
+Invariant: The phases add up to the time since the clock was started, regardless of the order of events, provided
+``now`` never decreases.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """What a script is doing, as an index of ``PhaseTimes``."""
+    """Activity of a script, as an index into ``PhaseTimes``."""
 
     COMPUTE = 0
     PUSH = 1
@@ -29,13 +28,13 @@ class Phase(IntEnum):
     PULL = 3
 
 
-#: They are used in each request.
+#: Looked up in each request.
 _PUSH, _WAIT, _PULL = Phase.PUSH, Phase.WAIT, Phase.PULL
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes:
-    """Seconds of each phase."""
+    """Seconds spent in each phase."""
 
     compute: float = 0.0
     push: float = 0.0
@@ -44,38 +43,38 @@ class PhaseTimes:
 
     @property
     def total(self) -> float:
-        """The time that was divided."""
+        """Time that was divided."""
         return self.compute + self.communication
 
     @property
     def communication(self) -> float:
-        """The time for which the script stood still in psdist."""
+        """Time that the script spent waiting in psdist."""
         return self.push + self.wait + self.pull
 
     def __add__(self, other: PhaseTimes) -> PhaseTimes:
         return PhaseTimes(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: PhaseTimes) -> PhaseTimes:
-        """The times since ``other``, which is an earlier reading of the same clock."""
+        """Return the times since ``other``, an earlier reading of the same clock."""
         return PhaseTimes(*(max(0.0, a - b) for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
 class PhaseClock:
-    """Divides the time of one script, from ``start`` on, or from the first change of phase.
+    """Clock of one script's time, beginning with ``start`` or the first change of phase.
 
-    Each event returns whether the phase may change. If so, ``advance`` must follow at once with the time, in seconds by
-    any monotonic clock; most events change none, so that no clock has to be read.
+    Each event returns True if the phase may change. Then ``advance`` must follow immediately with the time, in seconds
+    of a monotonic clock. Most events change nothing, so that no clock is read.
     """
 
     def __init__(self) -> None:
         self._seconds = [0.0] * len(Phase)
         self._phase = Phase.COMPUTE
         self._since: float | None = None
-        #: Calls under way: one within another, or those of several threads.
+        #: Calls in progress: nested ones, or those of several threads.
         self._calls = 0
-        #: The phase of a call while no request of it is open. PULL as soon as a server has answered.
+        #: Phase of a call while no request of it is open. PULL as soon as a server has answered.
         self._without_requests = Phase.PUSH
-        #: Open requests: all, those not handed over, and those of which something was answered.
+        #: Number of open requests: all, those not fully sent, and those partly answered.
         self._open = 0
         self._unsent = 0
         self._answering = 0
@@ -83,7 +82,10 @@ class PhaseClock:
     # --- events ---
 
     def begin_call(self, phase: Phase) -> bool:
-        """The script calls psdist. phase: what it does there first, PUSH or WAIT."""
+        """Record that the script calls psdist.
+
+        phase: first phase of the call, PUSH or WAIT.
+        """
         self._calls += 1
         if self._calls > 1:
             return False
@@ -91,29 +93,36 @@ class PhaseClock:
         return True
 
     def end_call(self) -> bool:
-        """The call is over."""
+        """Record that a call has returned."""
         self._calls -= 1
         return not self._calls
 
     def open_request(self, *, sends: bool) -> bool:
-        """A request goes to a server. sends: it has a gradient."""
+        """Record a request to a server.
+
+        sends: True if it carries a gradient.
+        """
         self._open += 1
         self._unsent += sends
         return self._calls > 0 and self._phase is not (_PUSH if sends else _WAIT)
 
     def sent(self) -> bool:
-        """The gradient of a request was handed over."""
+        """Record that a request's gradient was sent."""
         self._unsent -= 1
         return self._calls > 0 and not self._unsent
 
     def answered(self) -> bool:
-        """The first answer to a request came."""
+        """Record the first answer to a request."""
         self._answering += 1
         before, self._without_requests = self._without_requests, _PULL
         return self._calls > 0 and before is not _PULL
 
     def close_request(self, *, unsent: bool, answered: bool) -> bool:
-        """A request is over. unsent: ``sent`` was due and never came. answered: ``answered`` came."""
+        """Record the end of a request.
+
+        unsent: True if ``sent`` was due but never called.
+        answered: True if ``answered`` was called.
+        """
         self._open -= 1
         self._unsent -= unsent
         self._answering -= answered
@@ -122,19 +131,19 @@ class PhaseClock:
     # --- time ---
 
     def start(self, now: float) -> None:
-        """Begins to count, unless it has begun."""
+        """Start counting, unless that has been done."""
         if self._since is None:
             self._since = now
 
     def advance(self, now: float) -> None:
-        """Counts the time until now to the phase so far, and enters the next one."""
+        """Add the time until ``now`` to the current phase, and enter the next one."""
         since = now if self._since is None else self._since
         self._seconds[self._phase] += max(0.0, now - since)
         self._since = max(now, since)
         self._phase = self._next_phase()
 
     def times(self, now: float) -> PhaseTimes:
-        """The seconds of each phase since the start."""
+        """Return the seconds spent in each phase since the start."""
         self.advance(now)
         return PhaseTimes(*self._seconds)
 

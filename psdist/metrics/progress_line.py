@@ -1,4 +1,4 @@
-"""One line for people who watch a run: the newest numbers, the most important first, so that it can be cut off."""
+"""Progress line for people: the newest metrics, the most important first, so that it can be truncated."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def progress_line(values: Mapping[str, float], step: int) -> str:
-    """The line of ``summarize``'s numbers.
+    """Format the metrics of ``summarize``.
 
     ``step 1200  loss 0.01441  accuracy 0.9917  28,721 samples/s  step 4.46 ms (compute 3.1, push 0.2, wait 0.9, pull
-    0.26)  communication 30%  2 workers``; staleness is shown where there is any.
+    0.26)  communication 30%  2 workers``; staleness is shown if it is not 0.
     """
     parts = [f"step {step}"]
     parts += [f"{name} {_short(value)}" for name, value in values.items() if name not in MEASURED]

@@ -1,4 +1,4 @@
-"""What a script reports of one step: a few numbers by name, checked."""
+"""Report of one step by a script: a few named numbers, checked."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from psdist.errors import InvalidArgumentError, InvalidNameError
 from psdist.wire.limits import METRIC_NAME_CHARACTERS_MAX, METRIC_NAMES_MAX
 
 _NAME: Final = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._/-]{{0,{METRIC_NAME_CHARACTERS_MAX - 1}}}")
-#: Of one report: sums of them stay finite.
+#: Limit for one report, so that sums stay finite.
 _MOST_SAMPLES: Final = 1e18
-#: What psdist adds to the values that a script reports, in the order in which it is written.
+#: Metrics that psdist adds to a script's values, in output order.
 MEASURED: Final = (
     *("samples", "samples_per_second", "reports", "workers", "seconds"),
     *("step_ms", "compute_ms", "push_ms", "wait_ms", "pull_ms", "communication_share", "compute_efficiency"),
     *("push_bytes", "pull_bytes", "staleness_mean", "staleness_max"),
 )
-#: Names that a script cannot give to values of its own.
+#: Names that a script cannot use for its own values.
 RESERVED: Final = frozenset(MEASURED) | {"step", "time"}
 
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What a script reported of one step.
+    """Report of one step by a script.
 
-    values: by name; NaN and infinities are values. samples: what the step was computed on; None where that was not
-    said.
+    values: by name; NaN and infinities are allowed.
+    samples: number of samples in the step, or None if not reported.
     """
 
     values: Mapping[str, float]
@@ -36,15 +36,16 @@ class StepReport:
 
     @property
     def weight(self) -> float:
-        """What the values count for in means: the samples, or 1 where they were not said."""
+        """Weight of the values in means: the samples, or 1 if not reported."""
         return 1.0 if self.samples is None else self.samples
 
 
 def check_report(loss: Any, accuracy: Any, samples: Any, numbers: Mapping[str, Any]) -> StepReport:
-    """The report of one step. ``loss``, ``accuracy`` and ``samples`` may be None, which means that they are not said.
+    """Return the checked report of one step.
 
-    Raises InvalidArgumentError for what is no number, for too many of them, and for ``samples`` that are not from 0 to
-    1e18; InvalidNameError for a name.
+    loss, accuracy, samples: None if not reported.
+    Raises InvalidArgumentError for values that are not numbers, for too many of them, and for ``samples`` outside 0 to
+    1e18; InvalidNameError for a bad name.
     """
     values = {} if loss is None else {"loss": to_number("loss", loss)}
     if accuracy is not None:
@@ -57,7 +58,7 @@ def check_report(loss: Any, accuracy: Any, samples: Any, numbers: Mapping[str, A
 
 
 def check_metric_name(name: str) -> None:
-    """Raises InvalidNameError for what cannot name a value of the script."""
+    """Raise InvalidNameError unless ``name`` can name a value of the script."""
     if not _NAME.fullmatch(name):
         raise InvalidNameError(
             f"a metric cannot be named {name!r:.80}: use 1 to {METRIC_NAME_CHARACTERS_MAX} of the characters "
@@ -68,7 +69,7 @@ def check_metric_name(name: str) -> None:
 
 
 def check_count(count: int) -> None:
-    """Raises InvalidArgumentError for more names than a worker may report."""
+    """Raise InvalidArgumentError for more names than a worker may report."""
     if count > METRIC_NAMES_MAX:
         raise InvalidArgumentError(
             f"{count} metrics are too many: a worker may report {METRIC_NAMES_MAX} names, loss and accuracy included"
@@ -76,15 +77,17 @@ def check_count(count: int) -> None:
 
 
 def to_number(name: str, value: Any) -> float:
-    """``value`` as a float: a number of Python or numpy, or an array or tensor of no dimension. Raises
-    InvalidArgumentError for anything else."""
+    """Return ``value`` as a float. Raises InvalidArgumentError if that is impossible.
+
+    value: a number of Python or numpy, or an array or tensor without dimensions.
+    """
     kind = type(value)
     if kind is float:
         return value  # type: ignore[no-any-return]  # The type was just compared.
     if kind is not int:
         if isinstance(value, str | bytes | bytearray) or _dimensions(value):
             raise _no_number(name, value)
-        if hasattr(value, "detach"):  # torch warns of a conversion that autograd does not follow.
+        if hasattr(value, "detach"):  # torch warns about conversions of tensors that require gradients.
             value = value.detach()
     try:
         return float(value)
@@ -99,13 +102,13 @@ def _dimensions(value: object) -> int:
 def _no_number(name: str, value: Any) -> InvalidArgumentError:
     shape = f" of shape {tuple(value.shape)}" if _dimensions(value) else f" {value!r:.40}"
     return InvalidArgumentError(
-        f"metric {name!r} is no number: it is {type(value).__name__}{shape}. Report a number, or an array or tensor "
+        f"metric {name!r} is not a number: it is {type(value).__name__}{shape}. Report a number, or an array or tensor "
         "without dimensions"
     )
 
 
 def _check_samples(samples: Any) -> float:
     number = to_number("samples", samples)
-    if not 0 <= number <= _MOST_SAMPLES:  # NaN is neither.
+    if not 0 <= number <= _MOST_SAMPLES:  # False for NaN.
         raise InvalidArgumentError(f"samples={number:g} is not possible: use a number from 0 to {_MOST_SAMPLES:g}")
     return number

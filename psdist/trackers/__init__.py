@@ -1,4 +1,4 @@
-"""Where metrics go: a script registers a ``Tracker`` by ``context.add_tracker``, and the launcher has some of its own.
+"""Destinations of metrics. A script registers a ``Tracker`` by ``context.add_tracker``; the launcher creates its own.
 
 ``TensorBoardTracker`` writes event files (extra ``tensorboard``), ``JsonLinesTracker`` lines of JSON.
 """

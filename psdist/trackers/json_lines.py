@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON in a file."""
+"""Tracker that writes metrics as lines of JSON to a file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from psdist.errors import ConfigurationError
 
 
 class JsonLinesTracker:
-    """Appends a line for each interval: ``time`` in seconds since 1970, ``step``, and the values by name.
+    """Appends a line per interval: ``time`` in seconds since 1970, ``step``, and the values by name.
 
-    A number that JSON does not have (NaN, infinities) is null. Each line is handed to the system at once.
+    Numbers that JSON lacks (NaN, infinities) become null. Each line is flushed to the system.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -23,7 +23,7 @@ class JsonLinesTracker:
         self._file: IO[str] | None = None
 
     def start(self, run_id: str) -> None:
-        """Opens the file, and makes its directory. Raises ConfigurationError where that is not possible."""
+        """Open the file, and create its directory. Raises ConfigurationError if that fails."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
@@ -31,7 +31,7 @@ class JsonLinesTracker:
             raise ConfigurationError(f"metrics cannot be written to {self._path}: {error.strerror}") from None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Appends a line. Raises OSError."""
+        """Append a line. Raises OSError."""
         assert self._file is not None, "start was not called"
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         line = json.dumps({"time": round(time.time(), 3), "step": step, **finite}, allow_nan=False)
@@ -39,6 +39,6 @@ class JsonLinesTracker:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()

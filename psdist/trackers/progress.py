@@ -1,4 +1,4 @@
-"""Metrics as a progress line."""
+"""Tracker that shows metrics as a progress line."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Final
 
 from psdist.metrics.progress_line import progress_line
 
-#: Between two plain lines.
+#: Interval between plain lines.
 PLAIN_SECONDS: Final = 10.0
 
 
 class ProgressTracker:
-    """Shows a line for an interval, but not more often than every ``seconds``.
+    """Shows one line per interval, at most every ``seconds``.
 
-    show: shows a line; True with it says that it is the last.
-    shows_last: shows the last line at the end, even where it was shown before; else only if it was not.
+    show: called with a line, and True if it is the last one.
+    shows_last: True to show the last line at the end even if it was shown before.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ProgressTracker:
         self._line = ""
 
     def start(self, run_id: str) -> None:
-        """Begins. The first line comes ``seconds`` later, unless it is replaced by the next."""
+        """Start. The first line is shown ``seconds`` later, unless a newer one replaces it."""
         self._next = self._clock() + (0.0 if self._shows_last else self._seconds)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Shows a line if it is time."""
+        """Show a line if it is due."""
         self._line = progress_line(values, step)
         if (now := self._clock()) >= self._next:
             self._next = now + self._seconds
@@ -47,6 +47,6 @@ class ProgressTracker:
             self._line = self._line if self._shows_last else ""
 
     def close(self) -> None:
-        """Shows the last line."""
+        """Show the last line."""
         if self._line:
             self._show(self._line, True)

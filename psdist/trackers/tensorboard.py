@@ -1,7 +1,7 @@
-"""Metrics as event files of TensorBoard, by the package tensorboardX.
+"""Tracker that writes TensorBoard event files, using the package tensorboardX.
 
-Of tensorboardX this takes the messages and the file, and not its ``SummaryWriter``, which runs a thread: a launcher
-that starts processes has none.
+It uses tensorboardX's messages and its file writer, but not ``SummaryWriter``, which runs a thread: a launcher that
+starts processes must have none.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from psdist.metrics.report import MEASURED
 
 
 class TensorBoardTracker:
-    """Writes an event file into ``directory``, which TensorBoard reads beside those of earlier runs there.
+    """Writes an event file into ``directory``. TensorBoard shows it beside those of earlier runs there.
 
-    The script's values are scalars by their names, what psdist measures is in the group ``psdist``.
-    Raises ConfigurationError where tensorboardX is not installed, or cannot be used.
+    The script's values are scalars with their own names; psdist's measurements are in the group ``psdist``.
+    Raises ConfigurationError if tensorboardX is not installed, or unusable.
     """
 
     def __init__(self, directory: Path | str) -> None:
         try:
             from tensorboardX.event_file_writer import EventsWriter
             from tensorboardX.proto import event_pb2, summary_pb2
-        except Exception as error:  # Some versions do not get on with the protobuf that is installed.
+        except Exception as error:  # Some versions are incompatible with the installed protobuf.
             raise ConfigurationError(
                 f"TensorBoard files need tensorboardX: pip install -U tensorboardX ({error})"
             ) from None
@@ -39,7 +39,7 @@ class TensorBoardTracker:
         self._writer: Any = None
 
     def start(self, run_id: str) -> None:
-        """Makes the directory. Raises ConfigurationError where nothing can be written there."""
+        """Create the directory. Raises ConfigurationError if it is not writable."""
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._directory):
@@ -50,10 +50,11 @@ class TensorBoardTracker:
             ) from None
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Writes the values. Raises OSError."""
+        """Write the values. Raises OSError."""
         if self._writer is None:
             self._writer = self._make_writer(str(self._directory / "events"), f".{os.getpid()}")
-            # TensorBoard then hides what an earlier run, which this one may have resumed, wrote of this step and later.
+            # TensorBoard then hides values of this step and later ones that an earlier run wrote and this one resumed
+            # from.
             restart = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(step, session_log=restart)
         scalars = [
@@ -67,6 +68,6 @@ class TensorBoardTracker:
         self._writer.write_event(self._events.Event(wall_time=time.time(), step=step, **what))
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         if self._writer is not None:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""The callback seam of metrics, and several trackers as one."""
+"""Tracker interface, and a group of trackers."""
 
 from __future__ import annotations
 
@@ -11,25 +11,31 @@ logger = logging.getLogger("psdist")
 
 
 class Tracker(Protocol):
-    """What gets metrics: a file, a service, a progress bar."""
+    """Destination of metrics: a file, a service, a progress bar."""
 
     def start(self, run_id: str) -> None:
-        """Called once, before anything else. What it raises ends the call that registered the tracker."""
+        """Called once, first. An exception ends the call that registered the tracker."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """One interval. values: the script's, and those of ``psdist.metrics.report.MEASURED``; some may be NaN or
-        infinite. step: of the last report; it may be lower than before where the run went back to a snapshot."""
+        """Record one interval.
+
+        values: the script's values, and those of ``psdist.metrics.report.MEASURED``; some may be NaN or infinite.
+        step: step of the last report. It may decrease if the run went back to a snapshot.
+        """
 
     def close(self) -> None:
         """Called once, at the end."""
 
 
 def _warn(tracker: Tracker, error: Exception) -> None:
-    logger.warning("%s gets no more metrics, because it failed", type(tracker).__name__, exc_info=error)
+    logger.warning("%s failed and gets no more metrics", type(tracker).__name__, exc_info=error)
 
 
 class Trackers:
-    """Hands values to trackers that were started. on_error: told why one failed, which gets nothing more."""
+    """Group of trackers that were started.
+
+    on_error: called with a tracker and the exception that it raised. That tracker gets nothing more.
+    """
 
     def __init__(self, on_error: Callable[[Tracker, Exception], None] = _warn) -> None:
         self._trackers: list[Tracker] = []
@@ -39,11 +45,11 @@ class Trackers:
         return bool(self._trackers)
 
     def add(self, tracker: Tracker) -> None:
-        """One more."""
+        """Add a tracker."""
         self._trackers.append(tracker)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Hands an interval to all."""
+        """Send an interval to all trackers."""
         for tracker in list(self._trackers):
             try:
                 tracker.log(values, step)
@@ -54,7 +60,7 @@ class Trackers:
                     tracker.close()
 
     def close(self) -> None:
-        """Closes all."""
+        """Close all trackers."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             try:

@@ -33,7 +33,7 @@ def test_tensors_without_dimensions_are_numbers() -> None:
     loss = torch.tensor(1.5, requires_grad=True) * 2
     report = check_report(loss, torch.tensor(True), torch.tensor(64), {"lr": torch.tensor(0.5, dtype=torch.bfloat16)})
     assert report.values == {"loss": 3.0, "accuracy": 1.0, "lr": 0.5} and report.samples == 64
-    with pytest.raises(InvalidArgumentError, match=r"'loss' is no number: it is Tensor of shape \(2,\)"):
+    with pytest.raises(InvalidArgumentError, match=r"'loss' is not a number: it is Tensor of shape \(2,\)"):
         check_report(torch.zeros(2), None, None, {})
 
 
@@ -43,7 +43,7 @@ def test_tensors_without_dimensions_are_numbers() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_anything_else_is_refused_by_name(value: Any) -> None:
-    with pytest.raises(InvalidArgumentError, match="metric 'norm' is no number: it is"):
+    with pytest.raises(InvalidArgumentError, match="metric 'norm' is not a number: it is"):
         check_report(0.5, None, None, {"norm": value})
 
 
