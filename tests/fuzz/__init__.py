@@ -1,1 +1,1 @@
-"""Random and mutated inputs for decoders, in batches that run without the interpreter."""
+"""Random and mutated inputs for decoders, in batches that run as compiled code."""

@@ -1,6 +1,6 @@
-"""``python -m tests.fuzz``: the decoders of segments, each with so many inputs, with and without checks of bounds.
+"""``python -m tests.fuzz``: fuzz the decoders of segments, with and without bounds checks.
 
-NUMBA_BOUNDSCHECK=1 makes numba check every index, far more slowly; it needs a cache of its own (NUMBA_CACHE_DIR).
+NUMBA_BOUNDSCHECK=1 makes numba check every index, far more slowly; it needs a separate cache (NUMBA_CACHE_DIR).
 """
 
 from __future__ import annotations

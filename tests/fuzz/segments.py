@@ -1,10 +1,10 @@
-"""Fuzzes the decoders of segments: mutated payloads of every kind, and random bytes behind a header.
+"""Fuzzing of segment decoders: mutated payloads of every kind, and random bytes after a header.
 
-A batch runs in one compiled function, some hundred thousand inputs a second. For each input it holds that
+A batch runs in one compiled function, several hundred thousand inputs per second. It checks for each input:
 
-- nothing but ``out`` is written to: what lies before and behind it stays as it was,
-- what ``check`` takes, ``accumulate`` adds, and no element of it is NaN or Inf,
-- neither reads beyond its arrays, where numba checks bounds (NUMBA_BOUNDSCHECK=1).
+- only ``out`` is written to: the memory before and after it is unchanged;
+- ``accumulate`` adds every payload that ``check`` accepts, without producing NaN or Inf;
+- neither reads beyond its arrays, if numba checks bounds (NUMBA_BOUNDSCHECK=1).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from psdist.compression.segments.decoding import add_payload, check_payload
 from psdist.compression.segments.numpy_decoding import Defect
 from psdist.types import TensorSpec
 
-#: By the name of what is fuzzed.
+#: By name of the fuzzed codec.
 CODECS: Final[dict[str, tuple[Codec, ...]]] = {
     "raw": (Float32(), Float16(), BFloat16()),
     "integer": (Int8(16), Int4(48), Int2(16)),
@@ -48,20 +48,20 @@ CODECS: Final[dict[str, tuple[Codec, ...]]] = {
     "low rank": (PowerSGD(1), PowerSGD(3)),
 }
 
-#: Elements of ``out`` before and behind those of the payload.
+#: Guard elements of ``out`` before and after those of the payload.
 _GUARD: Final = 64
 _ELEMENTS_LAST: Final = 1024
 _BYTES_LAST: Final = 8192
-#: What header fields are set to, among others.
+#: Some of the values written to header fields.
 _INTERESTING: Final = np.array([0, 1, 2, 3, 4, 15, 16, 17, 255, 256, 65535, 65536, 65537, 2**31 - 1, 2**31, 2**32 - 1])
 
 OK, REFUSED, NON_FINITE, WRONG = range(4)
-#: How inputs ended, by the numbers above.
+#: Outcomes of inputs, by the numbers above.
 OUTCOMES: Final = ("taken", "refused", "not finite", "WRONG")
 
 
 def payloads(codec: Codec) -> list[tuple[bytes, int]]:
-    """Valid payloads, and their elements."""
+    """Return valid payloads, and their numbers of elements."""
     found = []
     for seed, shape in enumerate([(8, 9), (1, 64), (20, 20), (31, 13)]):
         values = np.random.default_rng(seed).standard_normal(shape).astype(np.float32).reshape(-1)
@@ -74,7 +74,7 @@ def payloads(codec: Codec) -> list[tuple[bytes, int]]:
 
 
 def fuzz(codecs: tuple[Codec, ...], inputs: int, seed: int) -> Mapping[str, int]:
-    """So many inputs of these codecs; how many ended how. Raises AssertionError for what must not happen."""
+    """Run this many inputs of these codecs. Return the count of each outcome. Raises AssertionError for violations."""
     bases = [one for codec in codecs for one in payloads(codec)]
     data = np.frombuffer(b"".join(payload for payload, _ in bases), np.uint8).copy()
     ends = np.cumsum([len(payload) for payload, _ in bases])
@@ -89,7 +89,10 @@ def fuzz(codecs: tuple[Codec, ...], inputs: int, seed: int) -> Mapping[str, int]
 
 @numba.njit
 def _next(state: Any) -> Any:
-    """A random number, by xorshift64*; ``state`` is one, in an array."""
+    """Return a random number by xorshift64*.
+
+    state: one number, in an array.
+    """
     x = state[0]
     x ^= x >> np.uint64(12)
     x ^= x << np.uint64(25)
@@ -100,7 +103,7 @@ def _next(state: Any) -> Any:
 
 @numba.njit
 def _mutate(state: Any, buffer: Any, size: Any) -> Any:
-    """Changes a payload in one of some ways; returns its new size."""
+    """Change a payload in one of several ways. Return its new size."""
     way = _next(state) % 8
     if way < 3 and size:
         for _ in range(1 + _next(state) % 4):
@@ -125,7 +128,7 @@ def _mutate(state: Any, buffer: Any, size: Any) -> Any:
 
 @numba.njit
 def _is_well(out: Any, elements: Any, taken: Any) -> Any:
-    """Whether the guards are as they were, and what was taken is finite."""
+    """True if the guards are unchanged, and accepted values are finite."""
     for i in range(_GUARD):
         if out[i] != 7.0 or out[_GUARD + elements + i] != 7.0:
             return False
@@ -138,7 +141,7 @@ def _is_well(out: Any, elements: Any, taken: Any) -> Any:
 
 @functools.cache
 def _batch() -> Any:
-    """The compiled function that runs a batch."""
+    """Return the compiled function that runs a batch."""
     check, add = check_payload.compile(), add_payload.compile()
     non_finite, none = int(Defect.NON_FINITE), int(Defect.NONE)
 
@@ -156,7 +159,7 @@ def _batch() -> Any:
                 size = _mutate(state, buffer, size)
             if _next(state) % 16 == 0:
                 elements = _next(state) % _ELEMENTS_LAST
-            # Arrays of their own, so that numba's checks see their ends.
+            # Separate arrays, so that numba's checks see their ends.
             payload, sums = buffer[:size].copy(), out[_GUARD : _GUARD + elements]
             out[:_GUARD] = 7.0
             out[_GUARD + elements : 2 * _GUARD + elements] = 7.0

@@ -1,4 +1,4 @@
-"""Address ranges: what they hold, and who unmaps them."""
+"""Address ranges: content, and release by the right thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = 4096
 
 
 class Unmapped:
-    """Takes the place of the thread that unmaps."""
+    """Substitute for the unmapping thread."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[int, int]] = []
@@ -29,7 +29,7 @@ class Unmapped:
 
 
 def is_mapped(address: int) -> bool:
-    """Whether something is mapped at an address of this process."""
+    """True if something is mapped at an address of this process."""
     spans = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 

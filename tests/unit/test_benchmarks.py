@@ -1,4 +1,4 @@
-"""The pure parts of the benchmarks: figures, the direction of ratios, the page, and the lower bound's arithmetic."""
+"""Pure parts of the benchmarks: figures, direction of ratios, the page, and the lower bound's arithmetic."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_every_goal_names_a_run() -> None:
 
 
 class FakeRunning:
-    """A contender that took no process."""
+    """Contender that started no process."""
 
     name = "psdist"
 
@@ -216,7 +216,7 @@ class FakeRunning:
 
 
 class FakeHosts:
-    """Hosts whose links carry more with each look."""
+    """Hosts whose links report more bytes with each call."""
 
     hosts = 2
 

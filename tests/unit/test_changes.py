@@ -1,4 +1,4 @@
-"""What differs between two settings of parameters, in words, and what of it an optimizer's state does not survive."""
+"""Differences between two settings of parameters, as text, and which of them need a reset of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_long_values_are_cut() -> None:
     assert len(text) < 300 and text.endswith("...")
 
 
-#: By optimizer, a value of each field that differs from the default, and whether its change needs a reset.
+#: By optimizer, a value of each field that differs from the default, and True if its change needs a reset.
 FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
     optim.SGD: {
         "lr": (0.5, False),
@@ -109,10 +109,10 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.kind)
 def test_every_field_of_every_optimizer(kind: type[optim.Optimizer]) -> None:
-    """A field that is new has to be decided here, and in the table of docs/use.md."""
+    """A new field must be decided here, and in the table of docs/use.md."""
     assert FIELDS[kind].keys() | SHARED.keys() == {field.name for field in fields(kind)}
     for name, (value, needs_reset) in FIELDS[kind].items():
-        # Nesterov's momentum must be there before and after.
+        # Nesterov needs momentum before and after.
         base = kind(**({"momentum": 0.5} if name == "nesterov" else {}))
         after = replace(base, **{name: value})
         for one, other in ((base, after), (after, base)):

@@ -1,4 +1,4 @@
-"""The sampler deals every sample, fairly, and the same way on every rank; torch's own sampler is the second opinion."""
+"""The sampler deals every sample, evenly, and the same way on every rank. torch's sampler is the second opinion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ seeds = st.integers(0, 2**63 - 1)
 
 
 def deal(size: int, world: int, epoch: int = 0, **settings: object) -> list[list[int]]:
-    """What each rank gets."""
+    """Return the indices of each rank."""
     hands = []
     for rank in range(world):
         sampler = DistributedSampler(size, world, rank, **settings)

@@ -1,4 +1,4 @@
-"""The image's recipe, without an engine: what it runs of psdist exists."""
+"""The image's recipe, without a container engine: everything of psdist that it runs exists."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What gRPC reads when it is imported is set before, by whichever module of psdist a script begins with: its fork
-handlers are off, as they crash forked children now and then, and its own log is off."""
+"""gRPC's settings are made before it is imported, for any module of psdist that a script imports first.
+
+Its fork handlers are off, since they occasionally crash forked children, and so is its own log.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ importlib.import_module(sys.argv[1])
 
 
 def imported_with(module: str, **environ: str) -> set[str]:
-    """What the settings are whenever grpc is asked for while ``module`` is imported in a new process."""
+    """Return the settings at each request for grpc while ``module`` is imported in a new process."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
     output = subprocess.check_output([sys.executable, "-c", SCRIPT, module], env={**kept, **environ}, text=True)
     return set(output.split())
@@ -39,5 +41,5 @@ def test_the_environment_counts() -> None:
 
 
 def test_tests_fork_without_them() -> None:
-    """Loaders fork from the very process of the tests."""
+    """Data loaders fork from the tests' own process."""
     assert os.environ["GRPC_ENABLE_FORK_SUPPORT"] == "0"

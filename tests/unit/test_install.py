@@ -1,4 +1,4 @@
-"""What ``make`` shows of pip, on lines that pip printed, and on programs in pip's place."""
+"""Output of ``make`` for pip, with lines that pip printed, and with programs in pip's place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 _FILE = Path(__file__).parents[2] / ".ci" / "install.py"
 
-#: As pip 23 and later print to a pipe.
+#: Lines of pip 23 and later, printed to a pipe.
 _PRINTED = """\
 Looking in indexes: https://pypi.org/simple
 Obtaining file:///src
@@ -32,7 +32,7 @@ Successfully installed llvmlite-0.48.0 numba-0.66.0 numpy-2.4.0 psdist-0.1.0
 
 @pytest.fixture(scope="module")
 def install() -> Any:
-    """The script as a module."""
+    """Return the script as a module."""
     spec = importlib.util.spec_from_file_location("install", _FILE)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -41,7 +41,7 @@ def install() -> Any:
 
 
 def played(install: Any, script: str, dot_seconds: float = 60.0) -> tuple[int, str]:
-    """Exit status and text of a program in pip's place."""
+    """Return exit status and text of a program in pip's place."""
     out = io.StringIO()
     status: int = install.run([sys.executable, "-c", script], install.Display(out), dot_seconds)
     return status, out.getvalue()
@@ -54,7 +54,7 @@ def test_packages_are_named_with_their_sizes_and_counted(install: Any) -> None:
 
 
 def test_silence_has_dots(install: Any) -> None:
-    # It goes on once its reader has waited for long enough to show dots.
+    # It continues once its reader has waited long enough to show dots.
     script = "import threading; threading.Event().wait(0.5); print('Downloading a-1.whl (1 kB)')"
     status, shown = played(install, script, dot_seconds=0.02)
     dots, _, rest = shown.partition("\n")

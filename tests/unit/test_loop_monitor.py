@@ -1,4 +1,4 @@
-"""The monitor of blocked event loops: what it reports, and that it tells work from waiting."""
+"""The monitor of blocked event loops: its reports, and the distinction between work and waiting."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ import pytest
 
 from psdist import loop_monitor
 
-#: Much longer than what is reported.
+#: Much longer than the reporting threshold.
 BLOCK_SECONDS = 0.3
 
 
 def work() -> None:
-    """Uses the processor for some time."""
+    """Use the processor for some time."""
     begin = time.thread_time()
     while time.thread_time() - begin < BLOCK_SECONDS:
         pass
 
 
 def wait() -> None:
-    """Waits for something that does not come."""
+    """Wait for something that does not come."""
     threading.Event().wait(BLOCK_SECONDS)
 
 
 def lines(directory: Path) -> list[str]:
-    """What was reported so far."""
+    """Return the lines reported so far."""
     return [line for file in directory.glob("test-*.jsonl") for line in file.read_text().splitlines()]
 
 
 async def reported(directory: Path, block: Callable[[], None]) -> list[dict[str, Any]]:
-    """The lines about a loop that ``block`` blocks."""
+    """Return the lines about a loop that ``block`` blocks."""
     loop_monitor.watch("test", {loop_monitor.VARIABLE: str(directory)})
     loop, found = asyncio.get_running_loop(), asyncio.Event()
 

@@ -1,11 +1,11 @@
-"""Work in a thread, at the end of the interpreter too."""
+"""Work in a thread, including at interpreter shutdown."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-#: The loop is asked for work while the interpreter waits for the threads of executors, and after that.
+#: The loop gets work while the interpreter waits for the threads of executors, and after that.
 SCRIPT = """
 import asyncio
 import atexit
@@ -35,6 +35,6 @@ concurrent.futures.ThreadPoolExecutor().submit(ask_at_the_end)
 
 
 def test_work_is_done_while_the_interpreter_ends() -> None:
-    """By the loop, where no executor takes it."""
+    """The loop does it if no executor accepts it."""
     script = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
     assert script.stdout.splitlines() == ["running: asyncio_0", "ending: loop", "ended: loop"], script.stderr

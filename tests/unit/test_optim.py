@@ -1,4 +1,4 @@
-"""Specifications of optimizers and schedules: what they accept, their words, and their way over the wire and back."""
+"""Specifications of optimizers and schedules: accepted values, texts, and their way over the wire and back."""
 
 from __future__ import annotations
 

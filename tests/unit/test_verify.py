@@ -1,4 +1,4 @@
-"""``make verify`` runs all of its parts, whichever of them fail, and says in its table what became of each."""
+"""``make verify`` runs all of its parts even if some fail, and lists their results in its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which codec ``compression="auto"`` chooses, and that it never costs more than a twentieth of the time without."""
+"""The choice of ``compression="auto"``, and its cost: never more than a twentieth of the uncompressed time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are compiled by another process while numpy does their work; it ends with its parent, however that ends."""
+"""Kernels are compiled by another process while numpy does their work; that process ends with its parent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from psdist.compression.background_compiler import BackgroundCompiler, clean_mappings
 from psdist.compression.compiled import Kernel
 
-#: Begins to compile a kernel into a cache that is empty, and uses it at once.
+#: Starts to compile a kernel into an empty cache, and uses it immediately.
 _SCRIPT = """
 import logging, sys, threading
 import numpy as np
@@ -61,7 +61,7 @@ print(widen_brain.is_cached, sum(widen_brain.compile().stats.cache_hits.values()
 
 
 def _script(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """The script, when its kernel was used once."""
+    """Return the script after its first use of the kernel."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "NUMBA_CACHE_DIR": str(path)}
     process = subprocess.Popen(
         [sys.executable, "-c", _SCRIPT, *arguments],
@@ -95,14 +95,17 @@ def test_runs_that_end_before_their_compiler_do_not_each_claim_to_be_the_first(t
 def test_what_is_closed_compiles_no_more(tmp_path: Path) -> None:
     with _script(tmp_path, "close") as process:
         out, problems = process.communicate("\n")
-    # Nothing is in the cache, unless the other process was faster.
+    # Nothing is cached, unless the other process was faster.
     assert out in ("False 0\n", "True 1\n") and process.returncode == 0 and "ended with" not in problems, problems
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_process_that_is_asked_to_end_leaves_nothing_to_compile_here(tmp_path: Path, number: signal.Signals) -> None:
-    """A launcher asks all processes of a server at once: it would compile for seconds instead of ending. It is asked
-    when it compiles, and not before it has started."""
+    """A launcher signals all processes of a server together.
+
+    Otherwise this process would compile for seconds instead of ending. The compiler is signalled while it compiles,
+    not before it has started.
+    """
     with _script(tmp_path) as process:
         while not (compilers := psutil.Process(process.pid).children()):  # A thread starts it.
             pass
@@ -133,7 +136,7 @@ def test_where_the_process_fails_kernels_are_compiled_all_the_same(tmp_path: Pat
 
 @pytest.mark.parametrize("how", ["exit", "interrupt"])
 def test_a_script_that_ends_does_not_wait_for_the_process(tmp_path: Path, how: str) -> None:
-    """The process stands still here, as long as its parent does not kill it."""
+    """The compiler process is stopped here, unless its parent kills it."""
     stuck = tmp_path / "stuck"
     stuck.write_text("#!/bin/sh\nexec tail -f /dev/null\n")
     stuck.chmod(0o700)
@@ -158,7 +161,7 @@ def test_the_process_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
 
 
 class SlowKernel:
-    """A kernel in the cache that is loaded once ``go`` is set."""
+    """Kernel in the cache that is loaded once ``go`` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -176,7 +179,7 @@ class SlowKernel:
 
 
 async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_other_with_it() -> None:
-    """The others would be cancelled without a word, and their peers wait for answers that never come."""
+    """Otherwise the others would be cancelled silently, and their peers would wait forever."""
     kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
     compiler.add([cast(Kernel, kernel)], "a test")
     compiler.begin()
@@ -192,7 +195,7 @@ async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_othe
 
 
 class MeteredKernel(SlowKernel):
-    """A kernel in the cache that tells the time that it took."""
+    """Kernel in the cache that reports the time of its calls."""
 
     def interpret(self, spent: Callable[[float], None]) -> None:
         """See ``Kernel``."""
@@ -277,7 +280,7 @@ Anonymous:             0 kB
 Swap:                  0 kB
 """
 
-#: Compiles before and after LLVM's pages were given back, and prints how many of them are in memory then.
+#: Compiles before and after LLVM's pages are returned, and prints how many are in memory each time.
 _RELEASES = """
 import numba
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Kernels are compiled once, also by several processes at once, and in any order."""
+"""Kernels are compiled once, including by several concurrent processes, and in any order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from psdist.compression import compiled
 from psdist.compression.compiled import compile_all
 
-#: A module of kernels whose cache is a directory of its own.
+#: Module of kernels with its own cache directory.
 MODULE = """
 from psdist.compression.compiled import IN, OUT, kernel
 
@@ -32,7 +32,7 @@ def triple(values, out):
     for i in range(values.size):
         out[i] = 3 * values[i]
 """
-#: Compiles both, and says of each whether it came from the cache.
+#: Compiles both, and prints for each whether it came from the cache.
 SCRIPT = """
 import some_kernels
 from psdist.compression.compiled import compile_all
@@ -51,7 +51,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _lock(module: Path, name: str) -> int:
-    """Holds the lock of a kernel, as a process does that compiles it."""
+    """Hold the lock of a kernel, like a process that compiles it."""
     (module / "__pycache__").mkdir(exist_ok=True)
     fd = os.open(module / "__pycache__" / f"some_kernels.{name}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(fd, fcntl.LOCK_EX)
@@ -69,7 +69,7 @@ def test_a_kernel_that_another_compiles_comes_last(module: Path) -> None:
 
         def compiled() -> None:
             done.append("triple" if not done else "double")
-            if len(done) == 1:  # The other process ends: what waits for its lock goes on.
+            if len(done) == 1:  # The other process ends, which releases its lock.
                 os.close(other)
 
         thread = threading.Thread(target=compile_all, args=([some_kernels.double, some_kernels.triple], compiled))
@@ -108,7 +108,7 @@ def test_processes_share_the_work(module: Path) -> None:
 
 
 def test_what_was_compiled_of_other_files_is_not_used(module: Path) -> None:
-    """What a kernel calls lies in another file, at which numba does not look."""
+    """A called function is in another file, which numba does not check."""
     helper, script = module / "some_helpers.py", module / "script.py"
     (module / "some_kernels.py").write_text(
         "from psdist.compression.compiled import IN, OUT, kernel\n"

@@ -1,4 +1,4 @@
-"""The client's casts: the same bytes by numpy and by the compiled kernels, on any values."""
+"""Casts of the client: equal bytes from numpy and from the compiled kernels, for any values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The text of a codec for weights in the settings of a parameter set."""
+"""Text form of a codec for weights in the settings of a parameter set."""
 
 from __future__ import annotations
 

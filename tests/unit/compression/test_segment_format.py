@@ -1,4 +1,4 @@
-"""The examples of ``docs/payload-format.md``: golden bytes of each kind of segment."""
+"""Examples of ``docs/payload-format.md``: golden bytes of each kind of segment."""
 
 from __future__ import annotations
 

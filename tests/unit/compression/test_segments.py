@@ -1,4 +1,4 @@
-"""Segments: which inputs encoders and decoders refuse, what they do to unusual tensors, and the arguments of codecs."""
+"""Segments: rejected inputs of encoders and decoders, unusual tensors, and arguments of codecs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def encoded(values: NDArray[np.float32], codec: Codec) -> bytes:
-    """The payload of one square matrix, which is compressed if it has 64 elements."""
+    """Return the payload of a square matrix. It is compressed if it has 64 elements."""
     policy = PerTensor({"*": codec}, min_elements=64, min_vector=64)
     side = int(values.size**0.5)
     prepared = [
@@ -104,7 +104,7 @@ def test_zeros_stay_zeros(codec: Codec) -> None:
 @pytest.mark.parametrize("codec", ALL, ids=repr)
 @pytest.mark.usefixtures("implementation")
 def test_unusual_values_are_encoded(codec: Codec) -> None:
-    """Constants, denormal numbers, and one huge value: what is decoded is no further away than nothing is."""
+    """Constants, denormals, and one huge value: the decoded value is no worse than zero."""
     for values in (np.full(400, -3.5), np.full(400, 1e-42), np.r_[np.full(399, 1e-3), LARGEST], np.full(400, LARGEST)):
         gradient = values.astype(np.float32)
         error = (gradient - decoded(encoded(gradient, codec), 400)).astype(np.float64)
@@ -143,7 +143,7 @@ def segment(kind: int, bits: int, phase: int, elements: int, parameter: int, bod
 
 
 def sparse(count: int, gaps: bytes, values: int | None = None) -> bytes:
-    """A SPARSE segment of 300 elements with values of 32 bits."""
+    """Return a SPARSE segment of 300 elements with 32-bit values."""
     written = struct.pack("<I", count) + bytes(4 * (count if values is None else values)) + gaps
     return segment(Kind.SPARSE, 32, 0, 300, 0, written)
 
@@ -222,7 +222,7 @@ def test_what_is_not_finite_is_told_apart(kind: Kind, bits: int, parameter: int,
     payload = segment(kind, bits, 0, 4, parameter, data)
     with pytest.raises(NonFiniteGradientError, match="from byte 0 on"):
         check(payload, 4)
-    with pytest.raises(MalformedPayloadError):  # What is malformed as well is malformed.
+    with pytest.raises(MalformedPayloadError):  # Malformed takes precedence.
         check(payload + b"\0", 4)
 
 
@@ -284,7 +284,7 @@ def test_biased_codecs_have_an_error_feedback() -> None:
 
 def test_codecs_can_be_copied_and_sent_to_processes() -> None:
     policy = PerTensor({"w*": TopK(0.5), "*": Chain(TopK(), Int8())}, min_elements=70)
-    function, arguments = policy.__reduce__()  # What pickle uses.
+    function, arguments = policy.__reduce__()  # Used by pickle.
     assert function(*arguments) == policy == copy.deepcopy(policy)
 
 
@@ -352,6 +352,6 @@ def test_residuals_decay() -> None:
 
 @pytest.mark.parametrize("name", FUZZED)
 def test_decoders_are_safe(name: str) -> None:
-    """A short run of ``python -m tests.fuzz``."""
+    """Short run of ``python -m tests.fuzz``."""
     outcomes = fuzz(FUZZED[name], 20_000, seed=7)
     assert outcomes[OUTCOMES[0]] > 1000 and outcomes[OUTCOMES[1]] > 1000 and not outcomes["WRONG"]

@@ -1,4 +1,4 @@
-"""The casts that all sources of kernels share give numpy's bytes, and the processor runs barriers as a device does."""
+"""The casts shared by all kernel sources equal numpy's, and the emulated device runs barriers like a real one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_every_value_of_16_bits_is_widened_as_by_numpy(dtype: type) -> None:
 @needs_compiler
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_narrowed_as_by_numpy(dtype: type) -> None:
-    # All exponents and signs, with fractions that are ties, next to ties, and any.
+    # All exponents and signs, with fractions that are ties, next to ties, and arbitrary.
     rng = np.random.default_rng(0)
     upper = np.arange(1 << 16, dtype=np.uint32) << 16
     lower = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF, *rng.integers(0, 1 << 16, 4).tolist()]
@@ -101,7 +101,7 @@ def test_threads_of_a_block_meet_at_barriers() -> None:
 @needs_compiler
 def test_a_barrier_that_is_missing_shows() -> None:
     expected = [(i + 1) % 64 + (i + 63) % 64 for i in range(64)]
-    for descending in (False, True):  # Each in memory of its own: shared memory keeps what an earlier block left.
+    for descending in (False, True):  # Separate memory: shared memory keeps the content of an earlier block.
         assert exchanged(source(f"/* {descending} */"), descending)[0] != expected
 
 

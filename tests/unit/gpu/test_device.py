@@ -1,4 +1,4 @@
-"""A device that cannot be had is refused with what is missing, and sources that cannot be compiled with the log."""
+"""An unavailable device is rejected with the missing part, and a source that does not compile with the log."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_builtins_are_loaded_from_beside_nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """That of CUDA 13.0 does not find them by itself."""
+    """CUDA 13.0's NVRTC does not find them by itself."""
     loaded: list[str] = []
     monkeypatch.setattr(compiling.ctypes, "CDLL", loaded.append)
     names = ["libnvrtc-builtins.alt.so.13.0", "libnvrtc-builtins.so.13.0", "libnvrtc.so.13"]
@@ -255,7 +255,7 @@ def test_each_thread_works_on_the_device_and_keeps_its_own() -> None:
 
 
 def test_no_other_device_gets_a_context() -> None:
-    """A thread that has used none would be set back to device 0, which makes one there."""
+    """A thread without a device would be reset to device 0, which creates a context there."""
     cupy = FakeCupy(4)
     device = CudaDevice(cupy, 2)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a script's time goes into, event by event."""
+"""Division of a script's time into phases, event by event."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
 
 
 class Timed:
-    """A clock whose events have a time."""
+    """Clock whose events have a time."""
 
     def __init__(self) -> None:
         self.clock = PhaseClock()
@@ -33,7 +33,7 @@ def test_a_step_is_computed_pushed_waited_for_and_pulled() -> None:
     clock.open_request(11.0, sends=True)
     clock.open_request(11.0, sends=True)
     clock.sent(12.0)
-    clock.sent(13.0)  # the second server has it all, too
+    clock.sent(13.0)  # the second server has received everything, too
     clock.answered(18.0)
     clock.close_request(19.0, unsent=False, answered=True)
     clock.answered(20.0)
@@ -53,7 +53,7 @@ def test_a_pull_pushes_nothing() -> None:
 
 
 def test_what_overlaps_with_computing_is_hidden() -> None:
-    """A step of two buckets: the first is answered while the script computes, the second is waited for."""
+    """A step of two buckets: the first is answered while the script computes; the script waits for the second."""
     clock = Timed()
     clock.begin_call(Phase.PUSH, 0.0)
     clock.end_call(1.0)

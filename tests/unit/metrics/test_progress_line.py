@@ -1,4 +1,4 @@
-"""The line that people watch."""
+"""Progress line for people."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script may report: kinds of numbers, names, and their limits."""
+"""Reports of a script: kinds of numbers, names, and their limits."""
 
 from __future__ import annotations
 

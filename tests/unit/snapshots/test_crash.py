@@ -1,7 +1,7 @@
-"""A local storage whose machine loses power: after every system call of a save and of a deletion, and whatever of what
-was not synced had reached the disk, the snapshot before or the new one is found, whole, and a finished one stays.
+"""Power loss after every system call of a local storage's save and deletion.
 
-The calls are carried out and followed; what a disk may hold after each of them is worked out and read.
+For any subset of unsynced data on disk, the snapshot before or the new one is found complete, and a finished one
+survives. The calls are executed and traced; every possible disk content after each of them is computed and read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ Files = dict[str, bytes]
 
 @dataclass
 class Inode:
-    """A file's content. synced: what a loss of power leaves of it for certain."""
+    """Content of a file.
+
+    synced: content that surely survives a power loss.
+    """
 
     data: bytes = b""
     synced: bytes = b""
@@ -35,24 +38,27 @@ class Inode:
 
 @dataclass
 class Names:
-    """The files and directories in a directory. synced: as a loss of power leaves them for certain."""
+    """Files and directories in a directory.
+
+    synced: entries that surely survive a power loss.
+    """
 
     now: dict[str, Inode | Names] = field(default_factory=dict)
     synced: dict[str, Inode | Names] = field(default_factory=dict)
 
 
 class Disk:
-    """Follows the system calls of a storage, and knows what may be left of what they did."""
+    """Tracer of a storage's system calls that knows what may survive of their effects."""
 
     def __init__(self) -> None:
         self._root = Names()
         self._files: dict[int, Inode | Names] = {}
-        #: After each call, all that the disk may hold.
+        #: After each call, all possible contents of the disk.
         self.states: list[list[Files]] = []
 
     @contextmanager
     def following(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-        """Follows all calls meanwhile."""
+        """Trace all calls within the block."""
         with monkeypatch.context() as patch:
             for name in ("open", "close", "write", "fsync", "link", "unlink", "mkdir", "rmdir"):
                 patch.setattr(os, name, self._followed(getattr(os, name), getattr(self, f"on_{name}")))
@@ -107,8 +113,10 @@ class Disk:
         del self._names(dir_fd).now[name]
 
     def left(self) -> Iterator[Files]:
-        """What a loss of power now may leave: names as they are or were synced, and contents as they are, as they were
-        synced, or in between."""
+        """Return what may survive a power loss now.
+
+        Names are as they are or as synced; contents are as they are, as synced, or in between.
+        """
         contents: tuple[Callable[[Inode], bytes], ...] = (
             lambda inode: inode.data,
             lambda inode: inode.synced,
@@ -130,7 +138,7 @@ def _contents(
 
 
 async def restored(files: Files) -> tuple[str, float]:
-    """The directory, and the first weight, of the snapshot that a run would go on from, read to the last byte."""
+    """Return directory and first weight of the snapshot that a run would resume from, read to the last byte."""
     storage = DictStorage()
     storage.files = files
     without: set[str] = set()
@@ -148,7 +156,7 @@ async def restored(files: Files) -> tuple[str, float]:
 
 
 async def outcomes(states: list[list[Files]]) -> list[set[tuple[str, float]]]:
-    """After each call, what may be restored."""
+    """Return the possible restores after each call."""
     known: dict[tuple[tuple[str, bytes], ...], tuple[str, float]] = {}
     found = []
     for state in states:

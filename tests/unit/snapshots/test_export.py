@@ -1,4 +1,4 @@
-"""Weights of a snapshot as files of other programs: what their readers see, several files, and what is refused."""
+"""Weights of a snapshot as files of other programs: as their readers see them, in several files, and rejections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of snapshots: one form for each value, and nothing else is taken for one. See docs/snapshot-format.md."""
+"""Snapshot format: one representation per value, and nothing else is accepted. See docs/snapshot-format.md."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIMIZERS = [
 
 
 def manifest_of(*specs: ParametersSpec) -> Manifest:
-    """A manifest of parameters without content."""
+    """Return a manifest of parameters without content."""
     states = []
     for number, spec in enumerate(specs or (SPEC,)):
         state = state_of(spec)
@@ -41,7 +41,7 @@ def manifest_of(*specs: ParametersSpec) -> Manifest:
 
 
 def commit() -> CommitRecord:
-    """The record of ``manifest_of()``."""
+    """Return the record of ``manifest_of()``."""
     manifest = manifest_of()
     return commit_of(manifest, manifest.to_bytes(), 12)
 
@@ -91,7 +91,7 @@ def test_the_bytes_are_canonical_json() -> None:
 
 
 def test_what_has_nothing_of_version_2_is_written_as_version_1() -> None:
-    """So that an older program reads it; and what such a program wrote is read with the meaning that it had."""
+    """An older program can then read it; and a manifest from such a program keeps its meaning."""
     values = json.loads(manifest_of().to_bytes())
     (state,) = values["parameters"]
     assert values["format"] == 1 and "state_since" not in state and "reset_optimizer" not in state["spec"]
@@ -111,7 +111,7 @@ def test_the_bytes_of_version_1_are_those_of_the_release_that_began_it() -> None
 
 @pytest.mark.parametrize(("since", "reset"), [(7, False), (0, True), (3, True)])
 def test_a_state_that_was_reset_makes_version_2(since: int, reset: bool) -> None:
-    """An older program must refuse it: it would count the optimizer's updates from the beginning."""
+    """An older program must reject it: it would count the optimizer's updates from the start."""
     manifest = manifest_of(replace(SPEC, reset_optimizer=reset))
     manifest = replace(manifest, parameters=(replace(manifest.parameters[0], state_since=since),))
     data = manifest.to_bytes()
@@ -125,7 +125,7 @@ def test_a_state_that_was_reset_makes_version_2(since: int, reset: bool) -> None
 
 
 def test_published_weights_make_version_3() -> None:
-    """An older program must refuse it: it would take them for the optimizer's."""
+    """An older program must reject it: it would take reference weights for optimizer state."""
     manifest = manifest_of(replace(SPEC, pull_compression="TopK(ratio=0.01)"))
     data = manifest.to_bytes()
     assert json.loads(data)["format"] == manifest.format == 3

@@ -33,7 +33,7 @@ OTHER = state_of(replace(SPEC, name="other"), Layout((TensorSpec("x", (3,), "flo
 
 @pytest.fixture
 async def url() -> str:
-    """A storage with two snapshots of the parameters "net" and "other", of steps 7 and 8."""
+    """Return a storage with two snapshots of the parameters "net" and "other", at steps 7 and 8."""
     storage = open_storage(f"memory://{secrets.token_hex(8)}")
     for sequence, step in ((1, 7), (2, 8)):
         states = [state_of(step=step), state_of(OTHER.spec, OTHER.layout, (), step - 1)]
@@ -43,7 +43,7 @@ async def url() -> str:
 
 
 async def spoil(url: str, file: str) -> None:
-    """Flips a bit of the last byte of the file with ``file`` in its name."""
+    """Flip a bit in the last byte of the file with ``file`` in its name."""
     storage = open_storage(url)
     [path] = [stored.path for stored in await storage.list() if file in stored.path]
     data = bytearray(await storage.read(path))

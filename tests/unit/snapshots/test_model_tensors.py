@@ -1,4 +1,4 @@
-"""Tensors of a model that are in a snapshot as bytes: what their description says, and what is refused or left out."""
+"""Tensors of a model that a snapshot stores as bytes: their description, rejections and omissions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def described(**changes: Any) -> dict[str, Any]:
 
 
 def state(description: object, count: NDArray[Any] = COUNT) -> bytes:
-    """The file of a worker's state, with a residual before and after."""
+    """Return the file of a worker's state, with a residual before and after."""
     text = description if isinstance(description, bytes) else json.dumps(description).encode()
     tensors = {
         "psdist.residual": np.ones(1000, np.float32),
@@ -53,7 +53,7 @@ def state(description: object, count: NDArray[Any] = COUNT) -> bytes:
 
 
 def found(path: Path, *states: bytes, **options: Any) -> Contents:
-    """What a snapshot gives, with states of rank 3 and above."""
+    """Return the tensors of a snapshot, with states of rank 3 and above."""
     write(
         str(path),
         1,
@@ -80,7 +80,7 @@ def found(path: Path, *states: bytes, **options: Any) -> Contents:
 
 
 def test_the_lowest_rank_says_what_bytes_mean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "BATCH_BYTES", 100)  # So that the header and each tensor come in several parts.
+    monkeypatch.setattr(reader, "BATCH_BYTES", 100)  # Small parts: the header and each tensor span several.
     stored = found(tmp_path, state(described()), state(described(), np.array([8], np.int64)))
     assert stored.left_out == ()
     places = {tensor.name: (tensor.owner, tensor.dtype, tensor.shape) for tensor in stored.tensors}
@@ -159,7 +159,7 @@ def test_what_is_not_trained_comes_with_its_model(tmp_path: Path) -> None:
 
 
 def test_weights_need_no_state_that_has_no_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of it is read but its header, so it may be damaged."""
+    """Only its header is read, so the rest may be damaged."""
     monkeypatch.setattr(reader, "BATCH_BYTES", 100)
     data = safetensors.numpy.save({"psdist.residual": np.ones(1000, np.float32)})
     assert next(one.name for one in found(tmp_path, data).tensors) == "w"

@@ -1,4 +1,4 @@
-"""Reading committed snapshots: nothing comes back that was not written, and every damage is told by the file's name."""
+"""Reading committed snapshots: only written values are returned, and every damage is reported with its file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from psdist.types import Layout, TensorSpec
 
 
 async def two_snapshots() -> tuple[DictStorage, CommitRecord, CommitRecord]:
-    """A storage with a snapshot of step 7 and one of step 8 after it."""
+    """Return a storage with a snapshot of step 7, and one of step 8 after it."""
     storage, state = DictStorage(), state_of()
     old, _ = await write_snapshot(storage, [state], {"net": table_of(state, 1)})
     state = state_of(step=8)
@@ -29,7 +29,7 @@ async def two_snapshots() -> tuple[DictStorage, CommitRecord, CommitRecord]:
 
 
 async def restored(storage: DictStorage, found: CommittedSnapshot) -> list[bytes]:
-    """All bytes of the parameters "net", as a server would load them, and of the workers' own states."""
+    """Return all bytes of the parameters "net", as a server would load them, and of the worker states."""
     state = found.manifest.state("net")
     assert state is not None
     slices = SliceReader(storage, found.manifest)
@@ -39,7 +39,7 @@ async def restored(storage: DictStorage, found: CommittedSnapshot) -> list[bytes
 
 
 async def restored_or_error(storage: DictStorage) -> tuple[str, list[bytes]]:
-    """Directory and content of what restores, as the scheduler goes on: what turns out corrupt is passed over."""
+    """Return directory and content of the restored snapshot, skipping corrupt ones as the scheduler does."""
     without: set[str] = set()
     while True:
         found = await reader.newest(storage, without)
@@ -51,7 +51,7 @@ async def restored_or_error(storage: DictStorage) -> tuple[str, list[bytes]]:
 
 
 def damages(data: bytes) -> Iterator[bytes]:
-    """Every flipped bit, every truncation, and a byte too many."""
+    """Iterate over every flipped bit, every truncation, and an additional byte."""
     for position in range(len(data)):
         for bit in range(8):
             changed = bytearray(data)
@@ -69,7 +69,7 @@ async def verified(storage: DictStorage, record: CommitRecord | Unreadable) -> N
 
 
 def files_of(storage: DictStorage, commit: CommitRecord) -> dict[str, bytes]:
-    """All that belongs to one snapshot."""
+    """Return all files of one snapshot."""
     return {p: data for p, data in storage.files.items() if p == commit.path or f"/{commit.directory}/" in p}
 
 

@@ -1,4 +1,4 @@
-"""Storages: what they promise to the snapshots in them, and that no name leads out of one."""
+"""Storages: their promises to the snapshots in them. No name leads out of a storage."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ FILE = "snapshots/d/f.safetensors"
 
 @pytest.fixture(params=["local", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    """An empty storage."""
+    """Return an empty storage."""
     return open_storage(str(tmp_path / "a/b") if request.param == "local" else f"memory://{secrets.token_hex(4)}")
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> LocalStorage:
-    """An empty local storage, whose directory exists."""
+    """Return an empty local storage whose directory exists."""
     return LocalStorage(str(tmp_path))
 
 
@@ -134,7 +134,7 @@ async def test_what_is_not_there_is_said(storage: Storage) -> None:
 
 
 async def test_whether_it_can_be_written_is_seen_without_a_trace(storage: Storage) -> None:
-    for name in ("x", "y"):  # Before anything is there, and after.
+    for name in ("x", "y"):  # Before and after the first file.
         before = await storage.list()
         await asyncio.gather(*(storage.check_writable(f"snapshots/probe-{number}") for number in range(8)))
         assert await storage.list() == before
@@ -283,7 +283,7 @@ async def test_what_is_finished_is_synced_and_so_is_its_directory(
 
 
 def failing(real: Callable[..., Any], number: int, where: Callable[..., bool] = lambda *a, **k: True) -> Any:
-    """A system call that fails with this error number."""
+    """Make a system call fail with this error number."""
 
     def call(*arguments: Any, **more: Any) -> Any:
         if where(*arguments, **more):
@@ -322,7 +322,7 @@ async def test_a_disk_that_would_refuse_is_told_before_and_nothing_stays(
     real = getattr(os, name)
 
     def refuse(*arguments: Any, **more: Any) -> Any:
-        """Closing refuses only what was written, and closes it."""
+        """Make closing fail for written files, after closing them."""
         if name == "open" and not arguments[1] & os.O_CREAT:
             return real(*arguments, **more)
         if name == "close":
@@ -422,7 +422,7 @@ def test_buckets_are_opened_without_a_word_to_them(url: str, monkeypatch: pytest
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     try:
         assert open_storage(f"{url}/").url == url
-    except ConfigurationError as error:  # GCS wants credentials at once.
+    except ConfigurationError as error:  # GCS asks for credentials immediately.
         assert url.startswith("gs:") and "cannot be opened" in error.message
 
 
@@ -459,7 +459,7 @@ async def test_missing_credentials_are_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bucket, "RETRIES", 0)
     for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)
-    # Where it asks for the credentials of the machine nobody listens.
+    # Nothing listens at the address of the machine's credential service.
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     storage = open_storage("s3://bucket/x")
     for attempt in (storage.list(), storage.check_writable("a")):
@@ -475,7 +475,7 @@ def test_obstore_is_loaded_only_where_it_is_used() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-#: A thread that hands a result of the bucket over is held until the interpreter ends, and let go on in the midst of it.
+#: A thread that delivers a bucket's result is held until the interpreter exits, and released in the middle of that.
 _LATE = """
 import asyncio, builtins, os, threading, time
 from psdist.snapshots.opening import open_storage
@@ -501,7 +501,7 @@ class Last:
 async def main():
     await open_storage("memory://x").create("a", b"1")
 
-builtins.last = Last()  # What is there goes when hardly anything else is left.
+builtins.last = Last()  # Attributes of builtins are deleted late.
 with asyncio.Runner(loop_factory=Loop) as runner:
     runner.run(main())
 held.wait()
@@ -514,7 +514,7 @@ def test_a_process_ends_well_though_a_bucket_hands_its_last_result_over_late() -
 
 
 def test_a_file_that_is_given_up_before_it_is_open_is_not_opened_later(tmp_path: Path) -> None:
-    """Its thread may not have come that far when its caller is cancelled."""
+    """Its thread may not have opened it yet when its caller is cancelled."""
     file = LocalWriter(LocalStorage(str(tmp_path)), "snapshots/a/b")
     file.abandon()
     file.open()

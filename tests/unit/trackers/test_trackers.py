@@ -25,7 +25,7 @@ def test_lines_are_appended_and_are_json(tmp_path: Path) -> None:
         tracker = JsonLinesTracker(path)
         tracker.start("run")
         tracker.log({"loss": math.nan if step == 2 else 0.5, "samples": 10}, step)
-        assert len(path.read_text().splitlines()) == step, "handed to the system at once"
+        assert len(path.read_text().splitlines()) == step, "handed to the system immediately"
         tracker.close()
     first, second = (json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines())
     assert first.pop("time") <= second.pop("time")
@@ -70,7 +70,7 @@ def test_without_tensorboardx_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 class Failing:
-    """A tracker that fails as it is told."""
+    """Tracker that fails on command."""
 
     def __init__(self, *, log: bool = False, close: bool = False) -> None:
         self.fails = {"log": log, "close": close}

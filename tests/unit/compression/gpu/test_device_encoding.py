@@ -1,4 +1,4 @@
-"""Gradients that lie on a device are encoded as those of the host, byte for byte; what is left out of them, too."""
+"""Gradients on a device are encoded like those on the host, byte for byte, with equal residuals."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def each_tensor(codec: Codec) -> PerTensor:
 
 
 def worst_cases(size: int, seed: int) -> Floats:
-    """Ordinary values, with stretches of zeros of both signs, constants, denormal numbers and a huge one."""
+    """Return ordinary values, with stretches of zeros of both signs, constants, denormals and a huge value."""
     rng = np.random.default_rng(seed)
     values = rng.standard_normal(size).astype(np.float32)
     for fill in (0.0, -0.0, 1.0, -1e-41, 1e-45, 3e38, -3e38, 5e-39):
@@ -153,12 +153,12 @@ def test_a_rest_is_forgotten_in_the_slices_that_come_first_too() -> None:
     assert both.host.totals.overflows == 1
 
 
-@pytest.mark.parametrize("parts", [None, [[0], [1, 2], [3]]], ids=["at once", "in parts"])
+@pytest.mark.parametrize("parts", [None, [[0], [1, 2], [3]]], ids=["together", "in parts"])
 def test_a_velocity_that_makes_a_sum_infinite_is_forgotten_in_its_region(parts: list[list[int]] | None) -> None:
     both = BothEncoders(each_tensor(TopK(0.01, momentum=0.9)), layout_of((2000, 2000)), 1000)
     values = np.random.default_rng(0).standard_normal(4000).astype(np.float32)
     values[1900:1964] = np.linspace(1e38, 1.7e38, 64, dtype=np.float32)
-    for _ in range(4):  # What is left out becomes too large, too.
+    for _ in range(4):  # The residual overflows, too.
         both.push(values, parts)
     assert both.host.totals.overflows >= 2
 
@@ -176,7 +176,7 @@ def test_a_gradient_that_is_refused_forgets_nothing(momentum: float) -> None:
     for encoder, push, vector in ((both.host, host, large), (both.other, other, on_device(both.device, large))):
         with pytest.raises(NonFiniteGradientError):
             encoder.encode(push, vector, range(both.slicing.count))
-    both.host.totals.overflows = both.other.totals.overflows = 0  # Of what was refused nobody counts them alike.
+    both.host.totals.overflows = both.other.totals.overflows = 0  # The counts differ for rejected pushes.
     both.push(np.zeros(2100, np.float32))
     assert both.host.residual.any()
 
@@ -211,7 +211,7 @@ def test_slices_that_abstain_keep_their_rest() -> None:
 
 @pytest.mark.parametrize("counted", [0, 2], ids=["no tile", "the last tile"])
 def test_ties_that_are_overwritten_while_they_are_looked_for_lead_nowhere_else(counted: int) -> None:
-    """A script that writes to its gradient too early gets other values sent, and no kernel that never ends."""
+    """A script that overwrites its gradient too early sends other values, but no kernel hangs."""
     run = Launcher(HostDevice())
     region = Region(0, 20_000, TopK(0.1), (20_000,))
     rows = table([SegmentRange(0, region, 0, region.size)], [2]).rows

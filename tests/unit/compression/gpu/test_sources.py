@@ -1,4 +1,4 @@
-"""The encoders' kernels are compiled for devices."""
+"""The encoders' kernels compile for devices."""
 
 from __future__ import annotations
 
