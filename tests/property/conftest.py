@@ -1,4 +1,4 @@
-"""What tests of kernels share."""
+"""Fixtures for tests of kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from psdist.compression.compiled import Kernel
 
 @pytest.fixture(scope="module", params=["compiled", "interpreted"])
 def execution(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Has kernels carried out in both ways."""
+    """Run a test with compiled and with interpreted kernels."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "interpreted":
             patch.setattr(Kernel, "__call__", _interpret)

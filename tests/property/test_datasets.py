@@ -1,7 +1,7 @@
-"""Leases under any order of asking, ending, deaths, restarts and positions: no range is left out, none counted twice.
+"""Leases under any order of requests, shutdowns, deaths, restarts and positions: no range is skipped or counted twice.
 
-The model knows what was done with each place: which life of a worker has it, how often it was reported done, and how
-many holders were lost with it. Everything that the machine says (positions, counts, attempts) must follow from that.
+A model records for each place which incarnation of a worker holds it, how often it was reported done, and how many of
+its holders were lost. All answers of the machine (positions, counts, attempts) must follow from that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NAME = "train"
 
 
 class Leasing:
-    """Workers lease, use, return, die and come back; the scheduler is restarted, positions are read and set."""
+    """Workers lease, use, return, die and come back; the scheduler restarts, positions are read and set."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -36,7 +36,7 @@ class Leasing:
         self.driver = Driver()
         self.workers: list[Member] = []
         self.sessions: dict[str, int] = {}
-        #: By lease id: its life, its place, its attempt.
+        #: By lease id: incarnation of the holder, place, attempt.
         self.out: dict[int, tuple[Member, int, int]] = {}
         self.ended: list[int] = []
         self.kept: list[tuple[DataPosition, set[int]]] = []
@@ -45,7 +45,7 @@ class Leasing:
         assert isinstance(self._ask(we.OpenDataset, self.workers[0], self.spec), we.DatasetStanding)
 
     def step(self) -> None:
-        """One thing happens."""
+        """Do one thing."""
         steps: dict[Callable[[], None], float] = {
             self.lease: 12,
             self.end: 6,
@@ -97,7 +97,11 @@ class Leasing:
     # --- ranges -------------------------------------------------------------------------------------------------------
 
     def lease(self) -> None:
-        """Asks for a range, having used what it holds (``done``), or never having heard of the newest (``forgets``)."""
+        """Request a range.
+
+        done: the worker has used the range that it holds.
+        forgets: the worker never received its newest lease.
+        """
         member = self.rng.choice(self.workers)
         done, forgets = self.rng.random() < 0.6, self.rng.random() < 0.4
         mine = [lease_id for lease_id, (holder, _, _) in self.out.items() if holder == member]
@@ -140,7 +144,7 @@ class Leasing:
         lease_id, used = self.rng.choice(sorted(self.out)), self.rng.random() < 0.5
         member, _, attempt = self.out[lease_id]
         done, returned = ((lease_id,), ()) if used else ((), (lease_id,))
-        for _ in range(2):  # A report may come twice.
+        for _ in range(2):  # A report may arrive twice.
             assert isinstance(self._ask(we.EndRanges, member, NAME, done, returned), ev.Done)
         if used:
             self._finish(done)
@@ -150,7 +154,7 @@ class Leasing:
             self.repeated -= attempt > 0
 
     def report_what_is_not_held(self) -> None:
-        """Others' leases are refused; those that ended, of whomever, change nothing; so do those never given."""
+        """Reports of others' leases are rejected. Reports of leases that ended, or never existed, change nothing."""
         if not self.out and not self.ended:
             return
         member = self.rng.choice(self.workers)
@@ -172,7 +176,7 @@ class Leasing:
     # --- scheduler and positions --------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Only what was made durable is left; who was there stays, until the grace is over."""
+        """Restart with durable state only. Known workers keep their leases until the grace period ends."""
         self.driver = Driver(self.driver.stored, now=self.driver.now)
         self.sessions = {member.member_id: self.driver.open(member) for member in self.workers}
 
@@ -191,7 +195,7 @@ class Leasing:
         self._begin(set(over), position.repeated_ranges, position.failed_ranges)
 
     def finish(self) -> None:
-        """All others die; what is left is used by one worker."""
+        """Let all other workers die; one worker uses the remaining ranges."""
         while len(self.workers) > 1:
             member = self.workers.pop()
             for lease_id, (holder, place, attempt) in list(self.out.items()):
@@ -225,7 +229,7 @@ class Leasing:
         return standing
 
     def _check(self, position: DataPosition) -> None:
-        """A position says exactly what is over, in its one shortest form."""
+        """Check that a position lists exactly the finished ranges, in its unique shortest form."""
         base = position.data_epoch * self.spec.ranges
         over = set(range(base))
         for first, count in position.done:

@@ -1,5 +1,7 @@
-"""Batches of fused updates give the bytes of the numpy reference: the mean of contributions, then the optimizer, slice
-by slice, whatever is updated together, in whatever types contributions come, and where some of them are not finite."""
+"""Batches of fused updates equal the numpy reference, byte for byte: mean of contributions, then the optimizer.
+
+They do so slice by slice, for any batch, for contributions of all types, and if some are not finite.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from tests.support import reference
 
 pytestmark = pytest.mark.usefixtures("execution")
 
-#: One for each kernel; the first groups of two have hyperparameters of their own.
+#: One case per kernel. The first groups of two have their own hyperparameters.
 SPECS: list[optim.Optimizer] = [
     optim.SGD(lr=0.1, weight_decay=0.1),
     optim.SGD(lr=0.1, momentum=0.9, dampening=0.3, overrides=(optim.override("*", lr=0.5),)),
@@ -37,12 +39,15 @@ SPECS: list[optim.Optimizer] = [
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
     optim.Mean(),
 ]
-SLICE = 5000  # more than a block, and no multiple of one
+SLICE = 5000  # more than a block, but not a multiple of one
 TOTAL = 4 * SLICE - 700
 
 
 def make(spec: optim.Optimizer, since: int = 0) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
-    """since: the version that the slices are at, and at which their state begins."""
+    """Create the parameters.
+
+    since: version of the slices at which their optimizer state begins.
+    """
     ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
     entry = ParametersEntry(
         spec=ParametersSpec("p", spec, BSP(), slice_elements=SLICE),
@@ -68,7 +73,7 @@ def groups_of(ranges: tuple[GroupRange, ...]) -> NDArray[np.int64]:
 
 
 class Reference:
-    """The same parameters in plain numpy, element by element's group."""
+    """The same parameters in plain numpy, with the group of each element."""
 
     def __init__(self, spec: optim.Optimizer, dense: DenseParameters, ranges: tuple[GroupRange, ...]) -> None:
         self.spec, self.groups, self.since = spec, groups_of(ranges), dense.rule.state_since

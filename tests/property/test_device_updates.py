@@ -1,5 +1,9 @@
-"""A device gives the bytes of the processor: every optimizer over 100 steps, contributions of all types, NaN and Inf in
-them, means that are written out, copies and digests. The device is the processor's, which runs the device's sources."""
+"""A device gives the bytes of the CPU, for every optimizer over 100 steps.
+
+Contributions have all types, with NaN and Inf; written means, copies and digests are compared, too.
+
+The device is emulated: the CPU runs the device's sources.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +43,7 @@ def entry_of(spec: optim.Optimizer, slice_elements: int = SLICE, total: int = TO
 
 
 class Both:
-    """The same parameters on the processor and on a device."""
+    """The same parameters on the CPU and on a device."""
 
     def __init__(self, entry: ParametersEntry, device: Device | None = None) -> None:
         self.lanes = Lanes(device or HostDevice())
@@ -55,7 +59,7 @@ class Both:
         return self.host, self.on_device
 
     def update(self, updates: list[Update]) -> list[tuple[int, ...]]:
-        """Both are updated, and leave out the same. Means that are written out are the same too."""
+        """Update both, and check that they skip the same contributions and write equal means."""
         copies = [dataclasses.replace(one, mean=None if one.mean is None else one.mean.copy()) for one in updates]
         bad = self.host.apply(updates)
         assert self.on_device.apply(copies) == bad
@@ -64,7 +68,7 @@ class Both:
         return bad
 
     def check(self) -> None:
-        """All bytes are the same, and the sequence numbers."""
+        """Check that all bytes and the sequence numbers are equal."""
         assert (self.host.weights.sequence == self.on_device.weights.sequence).all()
         for index in self.host.indices:
             ours, theirs = self.host.export(index), self.on_device.export(index)
@@ -110,7 +114,7 @@ def test_what_is_not_finite_is_left_out_of_the_same_blocks(
         for part in data.draw(st.sets(st.integers(0, len(parts) - 1))):
             parts[part][data.draw(st.integers(0, size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, -np.inf]))
         if data.draw(st.booleans()):
-            # Denormal numbers, and sums that overflow in one element.
+            # Denormals, and sums that overflow in one element.
             parts[0][: size // 2] *= np.asarray(1e-7 if dtypes[0] == "float16" else 1e-38, parts[0].dtype)
             for part in parts:
                 if part.dtype == np.float32:

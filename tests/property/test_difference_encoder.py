@@ -1,5 +1,7 @@
-"""Pushes of differences (EF21), whatever a server forgets, gets twice or does not get: the gradient that it takes is
-the one that the worker has, and every gradient is what it is without all of that."""
+"""Difference pushes (EF21), with servers that forget, or receive a push twice or never.
+
+The gradient that a server applies always equals the worker's estimate, and is the same as without these faults.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,13 @@ CODECS: list[Codec] = [
 
 
 class Server:
-    """What a server does with pushes of differences."""
+    """Model of a server that receives difference pushes."""
 
     def __init__(self) -> None:
         self.estimates = GradientEstimates(SLICING)
 
     def take(self, push: EncodedSlices, slices: list[int], incarnation: int) -> dict[int, bytes]:
-        """The gradients of the slices of one call."""
+        """Return the gradients of one call's slices."""
         worker, difference, found = Identity("run", "worker-0", incarnation, 1, "p"), push.difference(slices), {}
         assert difference is not None
         for index in slices:
@@ -49,7 +51,7 @@ class Server:
 
 
 def sent(push: EncodedSlices, slices: list[int], server: Server, incarnation: int) -> dict[int, bytes]:
-    """As the data path sends the slices of one route."""
+    """Send the slices of one route as the data path does."""
     try:
         return server.take(push, slices, incarnation)
     except StaleEstimateError:
@@ -58,7 +60,7 @@ def sent(push: EncodedSlices, slices: list[int], server: Server, incarnation: in
 
 
 def gradients(push: EncodedSlices, slices: list[int]) -> dict[int, bytes]:
-    """What the worker has of a push."""
+    """Return the worker's estimates of a push."""
     found = {index: np.empty(SLICING.size(index), np.float32) for index in slices}
     for index, out in found.items():
         push.decode_into(index, out)
@@ -77,11 +79,11 @@ def test_servers_and_the_worker_have_the_same_gradient(data: st.DataObject, code
             case "new incarnation":
                 incarnation += 1
                 server.estimates.fence({"worker-0": incarnation})
-            case "resume":  # Of a worker that begins anew from a snapshot, with the servers.
+            case "resume":  # A worker restarts from a snapshot, together with the servers.
                 state = {name: array.copy() for name, array in encoder.state().items()}
                 encoder, server, incarnation = DifferenceEncoder(codec, LAYOUT, SLICING, rank=1), Server(), 1
                 encoder.restore(state)
-            case "rollback":  # To where it is.
+            case "rollback":  # To its current state.
                 encoder.restore({name: array.copy() for name, array in encoder.state().items()})
         push, expected = encoder.begin_push(), undisturbed.begin_push()
         valued = data.draw(st.sets(st.sampled_from(EVERY), min_size=1), "slices with values")

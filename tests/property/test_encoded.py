@@ -1,5 +1,8 @@
-"""Contributions that came encoded give the bytes of the update by what they decode to: whatever others there are in the
-step, however many slices are updated together, and where some values are not finite or their sum overflows."""
+"""Encoded contributions give the same update, byte for byte, as their decoded values.
+
+This holds for any other contributions in the step, for any number of slices updated together, and if some values are
+not finite or their sum overflows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ SPECS: list[optim.Optimizer] = [
     optim.Adam(lr=0.1, overrides=(optim.override("*", eps=0.1),)),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
 ]
-#: As workers encode.
+#: Encoders as workers use them.
 CODECS: list[compression.Codec] = [
     compression.Int8(block=100, stochastic=True),
     compression.Int4(),
@@ -45,7 +48,7 @@ Part = NDArray[Any]
 
 
 def encoded_part(rng: np.random.Generator, size: int, data: st.DataObject) -> Part:
-    """An encoding of ``size`` elements, whole hundreds: by a codec, or of any bytes in up to three segments."""
+    """Return an encoding of ``size`` elements (hundreds): by a codec, or of any bytes in up to three segments."""
     if data.draw(st.booleans()):
         return _by_codec(rng, size, data.draw(st.sampled_from(CODECS)))
     borders = [0, *sorted(data.draw(st.sets(st.integers(1, size - 1), max_size=2))), size]
@@ -73,7 +76,7 @@ def _segment(rng: np.random.Generator, size: int, data: st.DataObject) -> bytes:
 
 
 def _values(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """Random values, with zeros of both signs among them."""
+    """Return random values, including zeros of both signs."""
     values = rng.standard_normal(size).astype(np.float32)
     values[rng.random(size) < 0.3] = 0.0
     values[rng.random(size) < 0.3] *= np.float32(-0.0)
@@ -81,7 +84,7 @@ def _values(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
 
 
 def draw_parts(rng: np.random.Generator, size: int, data: st.DataObject) -> list[Part]:
-    """Contributions of which at least one is encoded."""
+    """Return contributions, at least one of them encoded."""
     kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), max_size=4))
     kinds.insert(data.draw(st.integers(0, len(kinds))), "encoded")
     return [
@@ -91,7 +94,7 @@ def draw_parts(rng: np.random.Generator, size: int, data: st.DataObject) -> list
 
 
 def poison(parts: list[Part], data: st.DataObject) -> None:
-    """Perhaps makes something that is not encoded not finite, or a sum overflow."""
+    """Optionally make an unencoded value non-finite, or a sum overflow."""
     for part in parts:
         if part.dtype == np.float32 and data.draw(st.booleans()):
             part[data.draw(st.integers(0, part.size - 1))] = data.draw(st.sampled_from([np.nan, np.inf, 3e38]))
@@ -163,7 +166,7 @@ def test_a_sum_of_zeros_is_never_negative(seed: int, size: int, data: st.DataObj
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_a_weighted_sum_has_the_bytes_of_products_that_are_added_up(seed: int, data: st.DataObject) -> None:
-    """What is not finite is left out, with its weight."""
+    """Non-finite contributions are skipped, with their weights."""
     rng = np.random.default_rng(seed)
     size = data.draw(st.sampled_from([200, 4100, 10_000]))
     kinds = data.draw(st.lists(st.sampled_from(["encoded", *kernels.DTYPES]), min_size=1, max_size=4))

@@ -1,5 +1,7 @@
-"""The encoder, whatever the layout, the slices, the codec and the pushes: nothing is counted twice or lost, and what is
-made does not depend on the order in which it is made."""
+"""The encoder with any layout, slices, codec and pushes: nothing is lost or counted twice.
+
+The result does not depend on the order of encoding.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ def decoded(push: EncodedSlices, index: int) -> np.ndarray:
 def test_what_is_sent_and_what_is_kept_is_what_was_given(
     data: st.DataObject, shapes: list[Any], one: Codec, slice_elements: int
 ) -> None:
-    codec, adds_up = each_tensor(one), not getattr(one, "momentum", 0)  # With momentum a gradient counts several times.
+    codec, adds_up = (
+        each_tensor(one),
+        not getattr(one, "momentum", 0),
+    )  # Momentum counts a gradient several times.
     layout = Layout(tuple(TensorSpec(f"t{number}", shape) for number, shape in enumerate(shapes)))
     slicing = Slicing(layout.total, slice_elements)
     encoder, other = (GradientEncoder(codec, layout, slicing, rank=2) for _ in range(2))

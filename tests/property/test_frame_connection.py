@@ -1,4 +1,4 @@
-"""Frames of a TCP connection: the same however their bytes are cut, and garbage ends with a typed error."""
+"""Frames of a TCP connection: independent of how their bytes are split; garbage ends with a typed error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CUTS = st.lists(st.integers(1, 20_000), max_size=60)
 
 
 class Frames:
-    """A receiver that keeps what comes, and all memory that it was asked for."""
+    """Receiver that records frames, and all memory that it was asked for."""
 
     def __init__(self) -> None:
         self.frames: list[tuple[bytes, bytes]] = []
@@ -43,7 +43,7 @@ def wire(frames: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def feed(reader: FrameReader, data: bytes, cuts: Sequence[int]) -> None:
-    """Gives a reader its bytes as a loop does: each time at most as many as its buffer holds, and as ``cuts`` say."""
+    """Feed a reader as an event loop does: at most as many bytes as its buffer holds, split at ``cuts``."""
     position, turn = 0, 0
     while position < len(data):
         buffer = reader.get_buffer()
@@ -84,5 +84,5 @@ def test_garbage_ends_with_an_error_and_costs_no_more_than_the_limits(garbage: b
         feed(FrameReader(receiver, HEADER_BYTES), garbage, cuts)
     except PsdistError as error:
         assert isinstance(error, LimitExceededError)
-    # What was complete, and one payload that is not.
+    # Complete frames, and one incomplete payload.
     assert receiver.asked <= len(garbage) + limits.DATA_MESSAGE_BYTES

@@ -1,5 +1,4 @@
-"""Frames are plain protobuf: what one side packs the real parser reads, and what any valid sender writes, in whatever
-order, unpack reads."""
+"""Frames are plain protobuf: the real parser reads packed frames, and unpack reads every valid encoding."""
 
 from __future__ import annotations
 
@@ -62,7 +61,7 @@ def test_unpack_reads_fields_in_any_order(header: server_pb2.PushPullRequest, pa
 def test_any_bytes_are_read_like_the_parser_or_refused(data: bytes) -> None:
     try:
         expected = server_pb2.PushPullRequest.FromString(data)
-    except Exception:  # protobuf's DecodeError, whichever implementation
+    except Exception:  # protobuf's DecodeError, for any implementation
         with pytest.raises(InvalidArgumentError):
             frames.unpack(server_pb2.PushPullRequest, data)
         return

@@ -1,7 +1,7 @@
-"""Workers of a script with several sets, held by the scheduler at any moment: the machines of both sides, with messages
-that are delayed in any way. All sets stop at one start of an iteration, and nobody waits for ever.
+"""Workers of a script with several sets, held by the scheduler at any moment, with arbitrary message delays.
 
-SEEDS says how many runs are tried; a failure names its seed.
+All sets stop at the start of the same iteration, and nobody waits forever. SEEDS is the number of runs; a failure
+names its seed.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.placement import alignment
 
 SEEDS = int(os.environ.get("SEEDS", "60"))
-#: Orders that repeat, by the sets of an iteration; None is one that depends on data, and is declared.
+#: Repeating orders, given as the sets of an iteration; None is an order that depends on data, and is declared.
 ORDERS = ("DG", "DDDDDG", "DGE", "DDGDGE", None)
 
 
 def iteration_of(seed: int, order: str | None, number: int) -> str:
-    """The sets of an iteration, in the order of their steps."""
+    """Return the sets of an iteration, in the order of their steps."""
     rng = random.Random(f"{seed}/{number}")
     return order or "".join(rng.choice("DGE") for _ in range(rng.randrange(1, 6)))
 
 
 @dataclass
 class Worker:
-    """One worker's script, up to its push that is not answered."""
+    """Script of one worker, up to its unanswered push."""
 
     member: Member
     order: ProgramOrder
@@ -50,7 +50,7 @@ class Worker:
     reports: list[AlignReported] = field(default_factory=list)
 
     def allows(self) -> bool:
-        """As ``Iterations._allows``."""
+        """See ``Iterations._allows``."""
         if not self.held:
             return True
         return self.order.is_inside if self.until is None else self.order.position < self.until
@@ -62,7 +62,7 @@ class Worker:
 
 
 class Run(Driver):
-    """A run whose servers are one vector of versions: a step is applied when all members have pushed it."""
+    """Run whose servers are one vector of versions: a step is applied once all members have pushed it."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Run(Driver):
         return self.cluster.members.sessions.of(worker.member.member_id)
 
     def deliver(self) -> None:
-        """Commands that were sent are on their way."""
+        """Deliver the commands that were sent."""
         for worker in self.workers:
             session = self.session(worker)
             news = [value for value in self.told[session] if isinstance(value, AlignCommand)]
@@ -103,7 +103,7 @@ class Run(Driver):
             self._seen[session] = len(news)
 
     def move(self, worker: Worker) -> bool:
-        """One thing that this worker does, if it can do something. Returns whether it did."""
+        """Let this worker do one thing. Return False if there is nothing to do."""
         if worker.commands and self.rng.random() < 0.5:
             command = worker.commands.pop(0)
             worker.held, worker.until = (0, None) if command.release else (command.number, command.until)
@@ -116,7 +116,7 @@ class Run(Driver):
         return self.step(worker) or bool(worker.commands or worker.reports)
 
     def step(self, worker: Worker) -> bool:
-        """The script goes to its next push, or its push is answered."""
+        """Move the script to its next push, or answer its push."""
         order = worker.order
         if worker.waits:
             sequence = order.sequences[worker.waits]
@@ -153,7 +153,7 @@ class Run(Driver):
                 self.versions[name] += 1
 
     def churn(self) -> None:
-        """A worker joins, or one is lost, or somebody wants a cut."""
+        """Add or lose a worker, or request a cut."""
         what = self.rng.choice(("join", "lose", "cut"))
         align = self.cluster.machines.creation.joins.alignment
         if what == "join" and len(self.workers) < 5 and not self.joining:
@@ -172,7 +172,7 @@ class Run(Driver):
     joining: Member | None = None
 
     def check(self) -> None:
-        """What is agreed on is the start of an iteration, and nothing after it is applied."""
+        """Check that the agreed steps start an iteration, and that nothing after them is applied."""
         align = self.cluster.machines.creation.joins.alignment
         vector = align.vector
         if vector is None:
@@ -219,7 +219,7 @@ def test_all_sets_stop_at_one_start_of_an_iteration(first: int) -> None:
         run = Run(seed)
         before = dict(run.versions)
         run.play()
-        assert sum(run.versions.values()) > sum(before.values()) + 20, f"seed {seed} stands still at {run.versions}"
+        assert sum(run.versions.values()) > sum(before.values()) + 20, f"seed {seed} is stuck at {run.versions}"
         counts += run.counts
     print(dict(counts))
     kinds = [f"aligned in {kind or 'a declared order'}" for kind in ORDERS]
@@ -252,4 +252,4 @@ def test_a_missing_safeguard_is_seen(take_away: Any, monkeypatch: pytest.MonkeyP
         for seed in range(150):
             run = Run(seed)
             run.play()
-            assert sum(run.versions.values()) > 20, f"seed {seed} stands still"
+            assert sum(run.versions.values()) > 20, f"seed {seed} is stuck"

@@ -1,4 +1,4 @@
-"""Every kernel gives the bytes of its numpy reference, on any values and lengths, and wherever a vector is cut."""
+"""Every kernel equals its numpy reference, byte for byte, for any values, lengths and cuts of a vector."""
 
 from __future__ import annotations
 
@@ -52,7 +52,11 @@ dtypes = st.sampled_from(list(kernels.DTYPES))
 
 
 def draw(size: int, seed: int, kind: str = "normal") -> NDArray[np.float32]:
-    """float32[size]: normal numbers, any finite bits (denormals and both zeros too), denormals, huge, or zeros."""
+    """Return float32[size].
+
+    The values are normal numbers, any finite bits (including denormals and both zeros), denormals, huge numbers, or
+    zeros.
+    """
     rng = np.random.default_rng(seed)
     normal = rng.standard_normal(size, dtype=np.float32)
     if kind == "bits":
@@ -64,19 +68,19 @@ def draw(size: int, seed: int, kind: str = "normal") -> NDArray[np.float32]:
 
 
 def any_bits(size: int, seed: int, dtype: str) -> Array:
-    """Any values, NaN and infinite ones among them."""
+    """Return any values, including NaN and infinities."""
     wanted = kernels.DTYPES[dtype]
     bits = np.random.default_rng(seed).integers(0, 256, size * wanted.itemsize, dtype=np.uint8)
     return bits.view(wanted)
 
 
 def misaligned(array: Array) -> Array:
-    """The same values in read-only memory at an odd address, as the payload of a message is."""
+    """Return the same values in unaligned read-only memory, like a message's payload."""
     return np.frombuffer(b"x" + array.tobytes(), np.uint8)[1:].view(array.dtype)
 
 
 def assert_same(ours: Array, theirs: Array) -> None:
-    """Equal bytes; but any NaN equals any NaN."""
+    """Check for equal bytes, except that any NaN equals any other NaN."""
     assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
     bits = np.dtype(f"u{ours.dtype.itemsize}")
     equal = (ours.view(bits) == theirs.view(bits)) | ((ours != ours) & (theirs != theirs))
@@ -122,7 +126,7 @@ def test_widen_gives_the_bytes_of_numpy(dtype: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "shift"), [("float16", 13), ("bfloat16", 16)])
 def test_cast_rounds_ties_to_even(dtype: str, shift: int) -> None:
-    """Each 16-bit value, the middle between it and the next, and the float32 on either side of both."""
+    """Tests each 16-bit value, the midpoint to the next one, and the float32 values next to both."""
     every = np.arange(1 << 16, dtype=np.uint16).view(kernels.DTYPES[dtype]).astype(np.float32).view(np.uint32)
     middle = every + np.uint32(1 << (shift - 1))
     values = np.concatenate([base + np.uint32(step) for base in (every, middle) for step in (-1 % 2**32, 0, 1)])
@@ -167,7 +171,7 @@ def fresh(rule: Rule, weights: Array, runs: Sequence[Run]) -> tuple[Array, ...]:
 
 
 def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
-    """The part of ``runs`` inside [start, stop), counted from there."""
+    """Return the part of ``runs`` inside [start, stop), relative to ``start``."""
     inside = ((max(a, start) - start, min(b, stop) - start, group) for a, b, group in runs)
     return [run for run in inside if run[0] < run[1]]
 
@@ -180,8 +184,11 @@ def cut(runs: Sequence[Run], start: int, stop: int) -> list[Run]:
 def test_update(
     spec: optim.Optimizer, size: int, seed: int, kind: str, other: str, split: float, scale: float, since: int
 ) -> None:
-    """Six steps: as the reference, whether applied to the whole or to two pieces of it, with two groups of elements,
-    and whether the state began with the parameters or later."""
+    """Six steps equal the reference.
+
+    The update is applied to the whole or to two pieces, with two groups of elements. The state begins with the
+    parameters, or later.
+    """
     rule = Rule(spec, since)
     edge, middle = int(size * split), size // 2
     runs = [(0, edge, 0), (edge, size, len(spec.overrides))]
@@ -194,7 +201,7 @@ def test_update(
         mean = np.full(size, np.nan, np.float32)
         update(rule, weights, states, gradient, step, scale, runs, mean)
         for start, stop, group in runs:
-            if rule.scalars(step, scale)[group] is not None:  # Else nothing is applied, nor written.
+            if rule.scalars(step, scale)[group] is not None:  # Otherwise nothing is applied or written.
                 assert_same(mean[start:stop], gradient[start:stop])
         for start, stop in ((middle, size), (0, middle)):
             parts = tuple(state[start:stop] for state in piece_states)

@@ -1,4 +1,4 @@
-"""Differences between cluster maps, applied in order, give the very maps, over the wire too."""
+"""Differences between cluster maps, applied in order, reproduce the maps, including over the wire."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def servers(draw: st.DrawFn) -> tuple[ServerEntry, ...]:
 
 @st.composite
 def workers(draw: st.DrawFn) -> tuple[WorkerEntry, ...]:
-    """Any id may have any rank: a worker may register again under another."""
+    """Return workers. Any id may have any rank: a worker may register again with another."""
     ranks = sorted(draw(st.sets(st.integers(0, 9))))
     names = draw(st.permutations([f"w{number}" for number in range(10)]))
     return tuple(WorkerEntry(name, draw(numbers), rank) for name, rank in zip(names, ranks, strict=False))
@@ -53,7 +53,7 @@ def entry(draw: st.DrawFn, name: str) -> ParametersEntry:
 
 @st.composite
 def maps(draw: st.DrawFn) -> ClusterMap:
-    """In the order that the scheduler keeps, but that parameter sets may be in any."""
+    """Return maps in the scheduler's order, with parameter sets in any order."""
     names = draw(st.lists(st.sampled_from(("p", "q", "r", "s")), unique=True))
     entries = tuple(draw(entry(name)) for name in names)
     return ClusterMap("run", 0, draw(servers()), draw(workers()), entries, draw(st.sampled_from(("", "for a node"))))

@@ -1,4 +1,4 @@
-"""Metrics: the phases of a script's time add up to it, and no sum depends on where intervals end."""
+"""Metrics: the phases of a script's time add up to it, and no sum depends on interval boundaries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ numbers = st.integers(-(2**20), 2**20).map(float)
 
 
 class FakeClock:
-    """A clock that a test sets."""
+    """Clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -36,7 +36,7 @@ EVENTS = ("begin push", "begin wait", "end", "open", "open with gradient", "sent
 
 @given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 1000)), max_size=60), st.randoms())
 def test_phases_add_up_to_the_time(events: list[tuple[str, int]], rng: object) -> None:
-    """Whatever calls and requests do, in order of their kinds: every second is in exactly one phase."""
+    """Every second is in exactly one phase, for any calls and requests in a valid order."""
     clock = FakeClock()
     timer = PhaseTimer(clock)
     timer.start()
@@ -87,7 +87,7 @@ def test_sums_do_not_depend_on_where_intervals_end(given_reports: list[tuple[Ste
 
 @given(st.lists(reports, min_size=1, max_size=10), st.integers(2, 4))
 def test_means_are_those_of_all_samples(given_reports: list[StepReport], workers: int) -> None:
-    """The same reports, made by one worker or dealt to several."""
+    """The same reports, made by one worker or divided among several."""
     ranks = [IntervalAccumulator(rank) for rank in range(workers)]
     alone = IntervalAccumulator(0)
     for number, report in enumerate(given_reports):

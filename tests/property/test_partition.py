@@ -1,5 +1,7 @@
-"""Partition is a bijection: tensors to the flat vector and back, whatever their number, shapes and dtypes; and routes
-cover every slice once, whatever the placement."""
+"""Partition is a bijection between tensors and the flat vector, for any number, shapes and dtypes.
+
+Routes cover every slice exactly once, for any placement.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
 
 @st.composite
 def tensors(draw: st.DrawFn) -> dict[str, np.ndarray]:
-    """Arrays by name, whose values all four dtypes hold exactly."""
+    """Return arrays by name whose values are exact in all four dtypes."""
     out = {}
     for name in draw(st.lists(names, min_size=1, max_size=8, unique=True)):
         array = draw(hnp.arrays(np.int8, draw(shapes)))

@@ -1,5 +1,8 @@
-"""Frames between servers that are damaged, out of order, or made up: each is taken, or refused with a typed error, what
-is refused changes nothing, and nothing is taken after the end."""
+"""Frames between servers that are damaged, out of order, or made up.
+
+Each is accepted, or rejected with a typed error. A rejected frame changes nothing, and nothing is accepted after the
+end.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ from psdist_server.tcp_listener import TcpListener
 SIZE = 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0, momentum=0.5), BSP(), slice_elements=SIZE)
-#: Shard 0, of slices 0 and 2, is sent by A to B; shard 1 is B's own.
+#: A sends shard 0, with slices 0 and 2, to B; shard 1 is B's own.
 SHARDS = (Shard(A, 2, (B,)), Shard(B, 1))
 MAP = ClusterMap(
     "run",
@@ -45,7 +48,7 @@ Request, Response = pb.ReplicateRequest, pb.ReplicateResponse
 
 
 class Wire:
-    """The transport of a connection, of which nothing is read."""
+    """Transport of a connection from which nothing is read."""
 
     family = socket.AF_UNIX
 
@@ -73,14 +76,14 @@ class Wire:
 
 
 def connected(connection: FrameConnection) -> Wire:
-    """Gives a connection its transport."""
+    """Connect a connection to its transport."""
     wire = Wire()
     connection.connection_made(cast(asyncio.Transport, wire))
     return wire
 
 
 async def receive(connection: FrameConnection, wire: Wire, data: bytes) -> None:
-    """As many bytes come as fit each time, while they are wanted."""
+    """Receive as many bytes as fit each time, while they are wanted."""
     async with asyncio.timeout(60):
         while data and connection._transport is not None:
             buffer = connection.get_buffer(-1)
@@ -93,7 +96,7 @@ async def receive(connection: FrameConnection, wire: Wire, data: bytes) -> None:
 
 # --- what is sent -----------------------------------------------------------------------------------------------------
 
-#: Mostly what is right.
+#: Mostly valid ones.
 SLICES = st.sampled_from([0, 0, 2, 2, 1, 3, 4, 1 << 31])
 COUNTS = st.sampled_from([0, 1, 2, 3, 4, 1 << 62, (1 << 64) - 1])
 LIVES = st.lists(st.builds(pb.Life, worker_id=st.text(max_size=3), incarnation=COUNTS), max_size=2)
@@ -149,7 +152,7 @@ def requests(draw: st.DrawFn) -> bytes:
 
 
 class Sent(list[bytes]):
-    """Frames, shown by their beginnings."""
+    """Frames, shown by their first bytes."""
 
     def __repr__(self) -> str:
         return str([f"{len(frame)} bytes: {frame[:80].hex()}" for frame in self])
@@ -157,7 +160,7 @@ class Sent(list[bytes]):
 
 @st.composite
 def damaged(draw: st.DrawFn, frames: st.SearchStrategy[bytes]) -> Sent:
-    """Frames, some of which have other bytes than they should have, or fewer, or more."""
+    """Return frames, some with changed, missing or additional bytes."""
     sent = Sent(draw(st.lists(frames, min_size=1, max_size=8)))
     if draw(st.booleans()):
         which = draw(st.integers(0, len(sent) - 1))
@@ -172,7 +175,7 @@ def damaged(draw: st.DrawFn, frames: st.SearchStrategy[bytes]) -> Sent:
 
 
 class Watched:
-    """The replica's end of a stream, which compares what is held before and after each frame."""
+    """Replica's end of a stream that compares its state before and after each frame."""
 
     def __init__(self, host: ParameterServer, stream: StreamFromPrimary) -> None:
         self._store = host.stores["p"]
@@ -217,7 +220,7 @@ class Watched:
 
 @dataclass
 class Outcome:
-    """How a stream ended, how many updates it brought, and how many messages were refused."""
+    """Result of a stream: its end, and the numbers of accepted updates and rejected messages."""
 
     error: PsdistError | None
     lsn: int
@@ -225,7 +228,7 @@ class Outcome:
 
 
 async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
-    """Gives frames to a replica that has the shard."""
+    """Give frames to a replica that holds the shard."""
     host = ParameterServer(ServerRegistration("run", "server-1"), "", kernel_threads=1)
     arena = GradientArena.create(2 * SIZE, "float32")
     try:
@@ -246,7 +249,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
         for frame in frames:
             await receive(connection, wire, frame)
         lsn = machine.lsn
-        stream.answers.put_nowait(None)  # The primary ends the stream, unless it has ended.
+        stream.answers.put_nowait(None)  # The primary ends the stream, unless it has ended already.
         return Outcome(await serving, lsn, watched.refused)
     finally:
         await host.close()
@@ -254,7 +257,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
 
 
 async def serve(stream: StreamFromPrimary) -> PsdistError | None:
-    """In place of the gRPC stream, which ends with the first error."""
+    """Stand in for the gRPC stream, which ends with the first error."""
     while isinstance(answer := await stream.answers.get(), Response):
         pass
     stream.close()
@@ -262,7 +265,7 @@ async def serve(stream: StreamFromPrimary) -> PsdistError | None:
 
 
 def copied() -> list[bytes]:
-    """A copy of shard 0 in which all is zero."""
+    """Return a copy of shard 0 filled with zeros."""
     zeros = np.zeros(SIZE, np.float32).tobytes()
     states = [(index, array) for index in (0, 2) for array in (0, 1)]
     parts = [Request.SliceState(slice=index, array=array, arrays=2) for index, array in states]
@@ -272,7 +275,7 @@ def copied() -> list[bytes]:
 
 @pytest.fixture(autouse=True)
 def no_newer_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody waits for it."""
+    """Do nothing: no caller waits for a newer map."""
     monkeypatch.setattr(admission, "MAP_WAIT_SECONDS", 0.0)
 
 
@@ -284,7 +287,7 @@ def test_a_replica_takes_or_refuses_what_comes(frames: Sent) -> None:
 
 
 def test_an_update_of_another_version_is_refused_once_and_does_not_count_as_taken() -> None:
-    """Otherwise the next stream would resume behind it, and the copy would lack it."""
+    """Otherwise the next stream would resume after it, and the copy would lack it."""
     updates = [Request.Update(lsn=2 + n, slice=0, version=3 + n, dtype=1, lr_scale=1.0) for n in range(3)]
     outcome = asyncio.run(give_to_replica([framed(Request(shard=0, term=2, update=one)) for one in updates]))
     assert outcome == Outcome(None, 1, refused=1)
@@ -301,7 +304,7 @@ def test_updates_that_are_right_are_taken() -> None:
 
 
 class Silent:
-    """A gRPC stream on which nothing comes."""
+    """gRPC stream on which nothing arrives."""
 
     async def read(self) -> Any:
         await asyncio.get_running_loop().create_future()
@@ -319,8 +322,10 @@ RESPONSES = st.one_of(
 
 
 async def give_to_primary(frames: Sequence[bytes]) -> tuple[list[str | None], list[pb.ReplicateResponse]]:
-    """Gives frames to a primary that has sent updates 1 to 3 of shard 0; what it handled, and what is kept at the
-    end."""
+    """Give frames to a primary that has sent updates 1 to 3 of shard 0.
+
+    Returns the handled messages, and the updates still held at the end.
+    """
     memory = UpdateMemory(Slicing(4 * SIZE, SIZE), shared=True)
     carrier = FrameCarrier("shm", Silent(), "server-1", memory, memory.arena())
     wire = connected(carrier.connection)
@@ -358,6 +363,6 @@ def test_a_primary_takes_or_refuses_what_is_answered(frames: Sent) -> None:
 
 @given(st.binary(max_size=200))
 def test_garbage_ends_either_end(garbage: bytes) -> None:
-    """With the length of a header that is too long, at the least."""
+    """Among others, the length of a header that is too long."""
     too_long = PREFIX.pack(limits.SHARED_MESSAGE_BYTES + 1, 0)
     assert asyncio.run(give_to_primary([too_long, garbage]))[0] == ["limit_exceeded"]

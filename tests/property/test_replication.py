@@ -1,6 +1,7 @@
-"""A primary and its replicas under any order of events: streams break at any message, and any backup is promoted at any
-moment. Gradient k of a slice is the number k, and applying it appends it, so the content of slice must always be
-0, 1, 2 ...: a gap is an update lost, a repeat one applied twice. What was acknowledged must outlive every promotion.
+"""A primary and its replicas under any order of events: streams break at any message, and any backup may be promoted.
+
+Gradient k of a slice is the number k, and applying it appends it, so a slice must always contain 0, 1, 2 ...: a gap is
+a lost update, a repetition a duplicate. Acknowledged updates must survive every promotion.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LIFE = ("worker-0", 1)
 
 
 class Server:
-    """One life of a server: its arrays, and its machine for the shard as a primary or as a replica."""
+    """Incarnation of a server: its arrays, and its machine for the shard as primary or replica."""
 
     def __init__(self, replica: Replica, shard: Shard) -> None:
         self.replica = replica
@@ -72,7 +73,7 @@ class Replication(RuleBasedStateMachine):
                     self.streams[replica].down.append(("update", update if whole else strip(update)))
 
     def publish(self, shard: Shard) -> None:
-        """A new map reaches everybody at once; who has no role any more forgets."""
+        """Deliver a new map to all servers immediately. Servers without a role drop their state."""
         self.shard = shard
         self.servers = {replica: server for replica, server in self.servers.items() if replica in shard.replicas}
         for replica in shard.replicas[1:]:
@@ -184,7 +185,7 @@ class Replication(RuleBasedStateMachine):
     @precondition(lambda self: self.shard.backups)
     @rule(last=st.booleans(), survives=st.booleans())
     def promote(self, last: bool, survives: bool) -> None:
-        """The primary is lost, or hands over; it comes back empty, to be filled."""
+        """Lose the primary, or hand over; it returns empty, to be filled."""
         successor = self.shard.backups[-1 if last else 0]
         backup, server = self.servers[successor].backup, self.servers[successor]
         assert backup.complete
@@ -228,7 +229,7 @@ class Replication(RuleBasedStateMachine):
                 assert content == list(range(len(content)))
 
     def teardown(self) -> None:
-        """Heal: everything is sent and answered, and then all copies are equal and nobody waits."""
+        """Deliver and answer everything. Then all copies are equal, and nobody waits."""
         for _ in range(100):
             for replica in self.shard.replicas[1:]:
                 if replica not in self.streams:

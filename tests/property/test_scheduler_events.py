@@ -1,8 +1,8 @@
-"""The scheduler's machine under random events: invariants hold after each, and nothing is told that is not durable.
+"""The scheduler's machine under random events: invariants hold after each, and all answers are durable.
 
-Besides ``Cluster.validate`` this keeps a model of its own, of what was ever granted (incarnations, first steps, terms,
-epochs), so that a machine that forgets is caught as well as one that contradicts itself. Once with one copy of each
-shard and once with two.
+Besides ``Cluster.validate``, a model records everything ever granted (incarnations, first steps, terms, epochs), so
+that a machine that forgets is caught as well as one that contradicts itself. Tested with one copy of each shard and
+with two.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NAMES = ("bsp", "asp")
 
 
 class Scheduling(RuleBasedStateMachine):
-    """Members come, go, fall silent, ask and answer; the scheduler itself is restarted now and then."""
+    """Members come, go, fall silent, ask and answer; the scheduler itself restarts now and then."""
 
     replicas = 1
 
@@ -62,7 +62,7 @@ class Scheduling(RuleBasedStateMachine):
     def register(self, role: Any, rank: int | None, world: int) -> None:
         rank = rank if role == "worker" else None
         call = self._call()
-        # Each a place of its own: who registers at another's address ends that one's life.
+        # Separate addresses: registering at another member's address ends that member's incarnation.
         address = f"127.0.0.1:{call}" if role == "server" else ""
         self._post(ev.Register(call, PROTOCOL_VERSION, "run", role, "", rank, world, address))
 
@@ -179,7 +179,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), late=st.booleans())
     def train(self, name: str, late: bool) -> None:
-        """The straight way to ready parameters, and perhaps a worker that comes late: rare by chance alone."""
+        """Go straight to ready parameters, with an optional late worker: chance alone rarely does that."""
         for role, wanted in (("server", self.replicas), ("worker", 2)):
             while self.cluster.failed is None and sum(member.role == role for member in self._live()) < wanted:
                 self.register(role, None, 0)
@@ -206,7 +206,7 @@ class Scheduling(RuleBasedStateMachine):
     @precondition(lambda self: self._copies("filling"))
     @rule(data=st.data(), late=st.sampled_from((0, 0, 0, 1)))
     def fill(self, data: st.DataObject, late: int) -> None:
-        """A primary, or one that was so a term ago, says that a copy is complete."""
+        """Let a primary, or the primary of the last term, report a complete copy."""
         name, number, shard, replica = data.draw(st.sampled_from(self._copies("filling")))
         session = self.cluster.members.sessions.of(shard.primary.server_id)
         self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica, shard.fill_of(replica)))
@@ -247,7 +247,10 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def heal(self) -> None:
-        """Faults stop: with servers enough, what is not lost has all its copies, and who is drained holds nothing."""
+        """End all faults.
+
+        With enough servers, shards that are not lost then have all copies, and drained servers hold nothing.
+        """
         while self.cluster.failed is None and len(self.cluster.members.staying) <= self.replicas:
             self.register("server", None, 0)
         for _ in range(400):
@@ -283,7 +286,7 @@ class Scheduling(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """Only what was made durable is left."""
+        """Restart with durable state only."""
         kept = {name: tuple(items.values()) for name, items in self.durable.items()}
         stored = StoredState("run", self.map.epoch, servers_wanted=self.servers_wanted, **kept)
         self.cluster = Cluster(self.settings, stored, self.now)
@@ -292,7 +295,7 @@ class Scheduling(RuleBasedStateMachine):
         before = self.map
         self._carry_out(self.cluster.start(self.now))
         assert (self.map.servers, self.map.workers) == (before.servers, before.workers)
-        # A move that was due goes on at once; how a shard may change is checked with every map.
+        # A pending move resumes immediately; allowed changes of a shard are checked with every map.
         assert [replace(e, shards=()) for e in self.map.parameters] == [
             replace(e, shards=()) for e in before.parameters
         ]
@@ -367,7 +370,7 @@ class Scheduling(RuleBasedStateMachine):
             self.sessions.remove(call)
 
     def _check_map(self, cluster: ClusterMap) -> None:
-        """All of the map is durable; placed parameters stay placed, ready ones ready, first steps as granted."""
+        """Check that the map is durable, and keeps placed parameters, ready ones, and granted first steps."""
         kept = {record.entry.spec.name: record.entry for record in self.durable["parameters"].values()}
         assert kept == {entry.spec.name: entry for entry in cluster.parameters}
         live = {member.member_id: member.incarnation for member in self.durable["members"].values() if member.live}
@@ -396,7 +399,7 @@ class Scheduling(RuleBasedStateMachine):
                 assert self.granted_steps.setdefault(key, m.first_step) == m.first_step
 
     def _check_shard(self, old: Shard, new: Shard, live: set[Replica], entry: ParametersEntry) -> None:
-        """How a shard may change from one epoch to the next."""
+        """Check the change of a shard from one epoch to the next."""
         assert new.term >= old.term
         assert (new.term == old.term) == (new.primary == old.primary), f"{old} became {new}"
         assert {*new.backups} <= {*old.backups, *old.filling}, f"a backup that was never filled: {old} became {new}"
@@ -419,7 +422,7 @@ class Replicating(Scheduling):
 
 
 def test_a_restart_keeps_the_order_of_parameters() -> None:
-    """Asked for first, placed last: the map and what a restart makes of the store must agree on an order."""
+    """Requested first, placed last: the map and the state after a restart must agree on an order."""
     state = Scheduling()
     state.register(rank=None, role="worker", world=0)
     state.all_create("asp")

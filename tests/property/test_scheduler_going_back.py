@@ -1,6 +1,8 @@
-"""The scheduler's machine and its storage under any order of events: servers are lost, workers come, go and use data,
-the storage commits, fails, or loses its answers, and the scheduler is started again. Whatever is placed begins from the
-newest snapshot that the storage has at that moment, and nothing is lost for good once it has one.
+"""The scheduler's machine and its storage under any order of events.
+
+Servers are lost; workers come, go and use data; the storage commits, fails, or loses its answers; the scheduler
+restarts. Placed parameters always begin from the newest snapshot that the storage has at that moment, and nothing is
+permanently lost once it has one.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ OUTCOMES: tuple[Outcome, ...] = ("done", "refused", "answer lost", "request lost
 
 
 class Storage:
-    """What it has, and which of it the scheduler that lives now does not know of."""
+    """Content of the storage, and the part that the current scheduler does not know of."""
 
     def __init__(self) -> None:
         self.found: dict[int, sn.CommitFound] = {}
@@ -62,7 +64,7 @@ class Storage:
 
 
 class Run(RuleBasedStateMachine):
-    """A run that nothing but chance disturbs."""
+    """Run that only chance disturbs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class Run(RuleBasedStateMachine):
         self.d = SnapshotDriver(workers_min=WORKERS, servers_min=SERVERS, history=sn.History())
         self.d.storing = False
         self.placed: tuple[int, str] | None = None
-        #: When the storage was given the work that it has not done.
+        #: Time at which the storage received its pending work.
         self.since: float | None = None
         for number in range(SERVERS):
             self.d.join("server", member_id=f"server-{number}")
@@ -82,7 +84,7 @@ class Run(RuleBasedStateMachine):
         assert self.storage.found
 
     def look(self) -> None:
-        """Whatever is not the storage's answers at once; what is placed is placed from the right snapshot."""
+        """Answer everything except the storage's work, and check that parameters are placed from the right snapshot."""
         self.d.go_on()
         entry = self.d.map.entry("mlp")
         if entry is not None and (entry.generation, "") != self.placed:
@@ -99,7 +101,10 @@ class Run(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 2), outcome=st.none() | st.sampled_from(OUTCOMES))
     def train_and_save(self, steps: int, outcome: Outcome | None) -> None:
-        """outcome: of what the storage is to do; None where that comes later."""
+        """Train and save.
+
+        outcome: result of the storage's work; None if it comes later.
+        """
         entry = self.d.map.entry("mlp")
         if entry is not None and entry.ready:
             start = entry.members[0].first_step if entry.members else 0
@@ -123,7 +128,7 @@ class Run(RuleBasedStateMachine):
         return self.d.cluster.members.get(f"worker-{rank}")
 
     def come(self) -> None:
-        """Workers that are not there begin new lives, and all ask for the parameters."""
+        """Start new incarnations of missing workers, and let all request the parameters."""
         for rank in range(WORKERS):
             worker = self.worker(rank)
             if worker is None or not worker.live:
@@ -135,10 +140,10 @@ class Run(RuleBasedStateMachine):
 
     @rule()
     def all_come(self) -> None:
-        """New processes in the place of those that are gone."""
+        """Replace all missing processes by new ones."""
         for number in range(SERVERS):
             if not self.d.cluster.members.sessions.of(f"server-{number}"):
-                with suppress(PsdistError):  # Its place is taken for now.
+                with suppress(PsdistError):  # Its place is still taken.
                     self.d.join("server", member_id=f"server-{number}")
         self.come()
         self.look()
@@ -198,7 +203,7 @@ class Run(RuleBasedStateMachine):
 
     @rule(ticks=st.integers(1, 20))
     def time_passes(self, ticks: int) -> None:
-        """The storage is not slow for longer than the run waits for it."""
+        """Advance the time. The storage is never slower than the run's timeout."""
         for _ in range(ticks):
             while self.since is not None and self.d.now - self.since > PATIENCE_SECONDS / 4:
                 self.the_storage_does("done")
@@ -208,7 +213,11 @@ class Run(RuleBasedStateMachine):
 
     @rule(created=st.booleans(), read=st.booleans())
     def the_scheduler_is_started_again(self, created: bool, read: bool) -> None:
-        """``created``: the commit that it had sent arrives. ``read``: the storage can be read at once."""
+        """Restart the scheduler.
+
+        created: True if the commit that it had sent arrives.
+        read: True if the storage can be read immediately.
+        """
         under_way = next((work for work in self.d.works if isinstance(work, sn.WriteCommit)), None)
         if created and under_way is not None and under_way.sequence not in self.storage.found:
             self.storage.create(under_way)

@@ -1,4 +1,4 @@
-"""Placement: every element on exactly one server, balanced, and dependent on nothing but its arguments."""
+"""Placement: every element on exactly one server, balanced, and a function of its arguments only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Segments against plain Python, for any tensor and any cut into slices, compiled and interpreted."""
+"""Segments compared with plain Python, for any tensor and any cut into slices, compiled and interpreted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from psdist.types import TensorSpec
 
 Floats = NDArray[np.float32]
 
-#: Deterministic codecs, and what they do to a tensor.
+#: Deterministic codecs, with their effect on a tensor.
 CODECS = {
     Int8(block=32): lambda v: reference.integers(v, 8, 32),
     Int4(block=48): lambda v: reference.integers(v, 4, 48),
@@ -52,7 +52,7 @@ CODECS = {
     Chain(TopK(0.3), Int2(), chunk=128): lambda v: reference.top_k(v, max(1, round(0.3 * v.size)), 2, 128),
     Chain(ChunkedTopK(2, 32), Int2()): lambda v: reference.chunked(v, 2, 32, 2),
 }
-#: Codecs whose payloads alone say what they do.
+#: Codecs that only their payloads describe.
 OTHERS = (
     *(Int8(32, stochastic=True), Int4(48, stochastic=True, seed=5), Int2(16, stochastic=True), OneBit(16), OneBit(200)),
     *(RandomK(0.1), RandomK(1.0, seed=7), RandomK(0.3, error_feedback=False), Chain(RandomK(0.2), BFloat16())),
@@ -69,7 +69,7 @@ _ELEMENTS = st.one_of(
 
 @st.composite
 def tensors(draw: st.DrawFn) -> Floats:
-    """A tensor that is compressed: of any values, or of those of gradients."""
+    """Return a tensor large enough to be compressed, with any values, or with values like gradients."""
     size = draw(st.integers(64, 700))
     if draw(st.booleans()):
         return draw(arrays(np.float32, size, elements=_ELEMENTS, fill=_ELEMENTS))
@@ -79,7 +79,7 @@ def tensors(draw: st.DrawFn) -> Floats:
 
 @contextmanager
 def interpreted(wanted: bool) -> Iterator[None]:
-    """Has kernels interpreted, or compiled."""
+    """Run a test with interpreted and with compiled kernels."""
     before = [kernel._current for kernel in KERNELS]
     for kernel in KERNELS:
         kernel._current = kernel.interpreted if wanted else None
@@ -91,13 +91,13 @@ def interpreted(wanted: bool) -> Iterator[None]:
 
 
 def shape_of(size: int) -> tuple[int, int]:
-    """A matrix, as square as may be."""
+    """Return the shape of a nearly square matrix."""
     rows = next(rows for rows in range(int(size**0.5), 0, -1) if size % rows == 0)
     return rows, size // rows
 
 
 def by_slices(values: Floats, codec: Codec, borders: list[int]) -> tuple[list[bytes], Floats, Floats]:
-    """The payloads of slices, what they decode to, and the residual."""
+    """Return the payloads of slices, their decoded values, and the residual."""
     policy = PerTensor({"*": codec}, min_elements=64, min_vector=64)
     cut = regions([TensorSpec("first", (3,)), TensorSpec("w", shape_of(values.size - 3))], policy)
     prepared = [prepare(r, values[r.start : r.stop], PushNumber(3, 4)) for r in cut]
@@ -142,7 +142,7 @@ def test_all_ways_agree(codec: Codec, data: st.DataObject, values: Floats) -> No
 
 
 def test_what_low_rank_leaves_out_of_the_largest_values_is_finite() -> None:
-    """Their difference to a product of the other sign would not be."""
+    """The difference between such values and a product of the opposite sign could overflow."""
     values = np.zeros(76, np.float32)
     values[[27, 30, 49]] = _LARGEST, 2.5540677e38, _LARGEST
     flat = np.concatenate([np.ones(3, np.float32), values])
@@ -152,7 +152,7 @@ def test_what_low_rank_leaves_out_of_the_largest_values_is_finite() -> None:
 
 @given(data=st.data())
 def test_payloads_stay_below_their_limit(data: st.DataObject) -> None:
-    """Also where tensors are as small as they may be, and slices begin and end in the middle of them."""
+    """Also with the smallest tensors, and with slices that begin and end inside them."""
     codecs = st.sampled_from([Int8(16), TopK(1.0), ChunkedTopK(16, 16, bits=8), RandomK(1.0), OneBit(16), BFloat16()])
     tensors = [TensorSpec(f"{i}", (data.draw(st.sampled_from([1, 64, 65, 100])),)) for i in range(12)]
     policy = PerTensor({tensor.name: data.draw(codecs) for tensor in tensors}, min_elements=64, min_vector=64)

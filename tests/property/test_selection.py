@@ -1,4 +1,4 @@
-"""Which places sparse codecs select of vectors that are large enough to be sampled, compiled against numpy."""
+"""Selection by sparse codecs in vectors large enough to be sampled, compiled compared with numpy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _ties(rng: np.random.Generator, size: int) -> Floats:
 
 
 def _in_clusters(rng: np.random.Generator, size: int) -> Floats:
-    """The largest lie together, where a sample may have none of them, or more than its share."""
+    """Return a vector whose largest values are adjacent: a sample may contain none of them, or too many."""
     values = _normal(rng, size) * np.float32(1e-3)
     for start in rng.integers(0, size, 3):
         values[start : start + size // 50] = np.float32(1e6) * _normal(rng, size)[start : start + size // 50]
@@ -47,7 +47,7 @@ def _growing(rng: np.random.Generator, size: int) -> Floats:
 
 
 def _in_the_sample(rng: np.random.Generator, size: int) -> Floats:
-    """Large values are where the sample looks, and nowhere else."""
+    """Return a vector whose large values are exactly at the sampled positions."""
     values = _normal(rng, size)
     where = np.arange(size) % max(size // 1024, 1) < 16
     values[where] *= np.float32(1e3)
@@ -105,7 +105,7 @@ def test_what_is_not_finite_is_found_anywhere(size: int, bad: float, seed: int) 
 
 @pytest.mark.parametrize("part", [0.001, 0.01, 0.1])
 def test_a_sample_that_is_not_like_the_rest(part: float) -> None:
-    """Too few are above what the sample says, so all are looked at again."""
+    """Fewer values exceed the sampled threshold than expected, so all are searched again."""
     values = _in_the_sample(np.random.default_rng(1), 131_072)
     kept = round(part * values.size)
     expected, sums = numpy_sparse.select_largest(values, kept), np.empty_like(values)

@@ -1,7 +1,7 @@
-"""The cut of a snapshot in SSP and ASP under any interleaving of pushes, marks, updates, copies and writing.
+"""Snapshot cuts in SSP and ASP under any interleaving of pushes, marks, updates, copies and writes.
 
-The oracle counts one by one: what is copied of a slice must hold each push before the cut of every worker once, and
-nothing else; and every push is applied once in the end, whatever became of the attempt.
+The oracle counts one by one: the copy of a slice must contain every push before the cut exactly once, and nothing
+else. Every push is applied exactly once in the end, whether or not the attempt succeeded.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from psdist_server.core.events import Apply, CutArmed, CutEnded, Effect, Reply, 
 from psdist_server.core.role_changes import make_shard
 
 SLICES, WORKERS = 2, 2
-#: A push of a worker.
+#: Push of a worker.
 Push = tuple[int, int]
 
 
 class Server(RuleBasedStateMachine):
-    """One shard, workers that push, and attempts at snapshots."""
+    """One shard, workers that push, and snapshot attempts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class Server(RuleBasedStateMachine):
         self.shard = make_shard(range(SLICES), self.members, ASP(), False)
         self.tokens = count(1)
         self.pushed: dict[int, SlicePushed] = {}
-        #: Number and mark of each worker's push, and the slices that it still has to send.
+        #: Number and mark of each worker's push, and its unsent slices.
         self.number, self.mark = [0] * WORKERS, [0] * WORKERS
         self.unsent = [set(range(SLICES)) for _ in range(WORKERS)]
         self.unanswered = [set(range(SLICES)) for _ in range(WORKERS)]
-        #: The mark that each worker heard of last.
+        #: Mark that each worker received last.
         self.heard = [0] * WORKERS
         self.content: list[Counter[Push]] = [Counter() for _ in range(SLICES)]
-        #: Updates that were asked for, and those that wait for the cut.
+        #: Requested updates, and those that wait for the cut.
         self.asked: dict[int, Apply] = {}
         self.attempt = 0
         self.cut: CutState | None = None
@@ -77,7 +77,7 @@ class Server(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, WORKERS - 1), data=st.data())
     def push_some(self, worker: int, data: st.DataObject) -> None:
-        """Some of what is not sent, or a repeat; the next push where all of this one was answered."""
+        """Send some unsent slices, or a repetition; start the next push once all slices of this one are answered."""
         if not self.unanswered[worker]:
             self.number[worker] += 1
             self.mark[worker] = self.heard[worker]
@@ -113,7 +113,7 @@ class Server(RuleBasedStateMachine):
         assert index not in self.copies, "copied twice"
         self.copies[index] = Counter(self.content[index])
         wanted = {(worker, number) for worker, following in self.following.items() for number in range(following)}
-        assert self.copies[index] == Counter(wanted), "a copy is not what the cut has of the slice"
+        assert self.copies[index] == Counter(wanted), "a copy differs from the slice at the cut"
         self.cut.copy_finished(index)
 
     # --- an attempt ---------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Server(RuleBasedStateMachine):
     @precondition(lambda self: self.cut is not None and len(self.following) < WORKERS)
     @rule(data=st.data())
     def mark_worker(self, data: st.DataObject) -> None:
-        """A push under way counts as before the mark, even if nothing of it was sent."""
+        """Mark a worker. A push in progress counts as before the mark, even if no slice of it was sent."""
         for worker in set(data.draw(st.sampled_from([[0], [1], [0, 1]]))) - self.following.keys():
             self.heard[worker] = self.attempt
             self.following[worker] = self.number[worker] + 1
@@ -175,7 +175,7 @@ class Server(RuleBasedStateMachine):
         assert all(number == 1 for content in self.content for number in content.values())
 
     def teardown(self) -> None:
-        """Every push comes through once nothing is held back any more."""
+        """Release everything that is held back. Every push completes then."""
         if self.cut is not None:
             self.end(0)
         for worker in range(WORKERS):

@@ -1,8 +1,8 @@
-"""Shard machines under any interleaving: pushes repeated, kernels slow, workers expelled, leaving and coming back.
+"""Shard machines under any interleaving: repeated pushes, slow kernels, expelled and returning workers.
 
-The oracle is one-hot counting: every contribution is noted when an ``Apply`` uses it, so at the end each must have
-been used once (0 is lost, 2 is applied twice), every token answered at most once, and every payload used or forgotten.
-A copy that learns of each update what a replica does has the machine's own record of every slice at rest.
+The oracle counts contributions: each is recorded when an ``Apply`` uses it. At the end each must have been used
+exactly once (0 is lost, 2 is applied twice), every token answered at most once, and every payload used or released. A
+copy that receives each update like a replica has the machine's own record of every idle slice.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ STALENESS = 1
 
 
 class Cluster(RuleBasedStateMachine):
-    """One shard, and workers that push step after step, each slice when the machine says so."""
+    """One shard, and workers that push step after step, each slice when the machine allows it."""
 
     consistency: Consistency = BSP()
 
     def __init__(self) -> None:
         super().__init__()
         self.members = {rank: ParametersMember(f"worker-{rank}", 1, rank) for rank in range(WORKERS)}
-        #: Ranks that were expelled and are not back.
+        #: Ranks that are expelled.
         self.expelled: set[int] = set()
         self.shard = make_shard(range(SLICES), self.members.values(), self.consistency, False)
         self.tokens = count()
@@ -65,7 +65,7 @@ class Cluster(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Apply(index, step, parts):
-                    assert index not in self.applying, "two updates of one slice at once"
+                    assert index not in self.applying, "two concurrent updates of one slice"
                     assert step == self.shard.slices[index].version
                     self.applying[index] = effect
                     self.use(index, step, parts)
@@ -101,7 +101,7 @@ class Cluster(RuleBasedStateMachine):
 
     def push(self, rank: int, index: int) -> None:
         if isinstance(self.shard, BspShard) and self.shard.slices[index].step < self.step[rank]:
-            return  # A joiner pulls first, and that waits.
+            return  # A joining worker pulls first, and that waits.
         token, member = next(self.tokens), self.members[rank]
         event = SlicePushed(token, index, member.worker_id, member.incarnation, self.step[rank])
         self.pushed[token], self.producers[token] = event, member.producer
@@ -132,7 +132,7 @@ class Cluster(RuleBasedStateMachine):
         self.change_members()
 
     def begin_anew(self, rank: int, first_step: int) -> None:
-        """The worker takes part with nothing of what it pushed before."""
+        """Let the worker take part again without its earlier pushes."""
         old = self.members[rank]
         self.expelled.discard(rank)
         self.members[rank] = ParametersMember(old.worker_id, old.incarnation + 1, rank, first_step)
@@ -156,7 +156,7 @@ class Cluster(RuleBasedStateMachine):
         self.rejoin(data.draw(st.sampled_from(sorted(self.expelled))))
 
     def rejoin(self, rank: int) -> None:
-        """An expelled worker goes on with its push if it may, else it begins later, in BSP at a step that is agreed."""
+        """Return an expelled worker. It continues its push if allowed, else starts later, in BSP at an agreed step."""
         old, step = self.members[rank], self.step[rank]
         again = replace(
             old,
@@ -196,7 +196,7 @@ class Cluster(RuleBasedStateMachine):
             assert max(self.step.values()) - min(self.step.values()) <= STALENESS + 1
 
     def teardown(self) -> None:
-        """Heal: whatever was begun is finished, and then nothing may be missing."""
+        """Complete everything that was started. Then nothing may be missing."""
         for rank in sorted(self.expelled):
             self.rejoin(rank)
         for _ in range(400):
@@ -213,7 +213,7 @@ class Cluster(RuleBasedStateMachine):
         raise AssertionError(f"no progress: {self.step}, {self.clocks()}, waiting {self.shard}")
 
     def clocks(self) -> dict[int, int]:
-        """By rank, what the shard compares: a worker that came back counts its pushes from another clock."""
+        """Return the clocks that the shard compares, by rank: a returned worker counts its pushes from a new clock."""
         if isinstance(self.shard, BspShard):
             return self.step
         return {rank: member.first_step + self.step[rank] - member.first_push for rank, member in self.members.items()}

@@ -1,4 +1,4 @@
-"""Properties of the format of snapshots: values come back, and any bytes are a value or a typed error."""
+"""Snapshot format: values survive a round trip, and any bytes are a value or a typed error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ SETTINGS = st.dictionaries(TEXTS, st.one_of(TEXTS, st.integers()), max_size=3)
 
 
 def _numbered(states: list[ParametersState]) -> tuple[ParametersState, ...]:
-    """The states with names of files that differ."""
+    """Return the states with distinct file names."""
     return tuple(
         replace(state, shards=(replace(state.shards[0], file=layouts.shard_file_name(number, 0, 1)),))
         for number, state in enumerate(states)
@@ -81,7 +81,7 @@ def _numbered(states: list[ParametersState]) -> tuple[ParametersState, ...]:
 
 
 def _with_own(manifest: Manifest, ranks: set[int], next_push: int) -> Manifest:
-    """The manifest with what workers of these ranks handed in for its first parameters."""
+    """Return the manifest with states of workers of these ranks for its first parameters."""
     own = tuple(
         WorkerState(manifest.parameters[0].spec.name, rank, next_push, layouts.state_file_name(0, rank), 1, "0" * 32)
         for rank in (sorted(ranks) if manifest.parameters else ())
