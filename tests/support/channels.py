@@ -1,4 +1,4 @@
-"""A gRPC channel of a test that speaks to a program by hand."""
+"""gRPC channel for tests that talk to a program by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import grpc.aio
 
 
 def open_channel(address: str, message_bytes: int = 256 << 20) -> grpc.aio.Channel:
-    """A channel that itself refuses nothing. Unlike psdist's own, whose callers try again, it gives a busy machine
-    twenty seconds to connect."""
+    """Return a channel that refuses nothing by itself.
+
+    psdist's own channels rely on callers that retry; this one gives a busy machine twenty seconds to connect.
+    """
     options = [
         ("grpc.max_send_message_length", message_bytes),
         ("grpc.max_receive_message_length", message_bytes),

@@ -1,7 +1,7 @@
-"""A scheduler and servers that misbehave on command, written from the stubs alone: for the client's way through breaks,
-refusals and losses, which real programs show only by chance.
+"""Scheduler and servers that misbehave on command, written from the stubs alone.
 
-The fake server adds every gradient to its weights (w += g), so that a push applied twice or never is seen in the sum.
+They show the client's handling of breaks, refusals and losses, which real programs produce only by chance. The fake
+server adds every gradient to its weights (w += g), so that a push applied twice or never shows in the sum.
 """
 
 from __future__ import annotations
@@ -26,26 +26,29 @@ ELEMENTS = 22
 
 @dataclass
 class Break:
-    """What a server does to its next pushes: break after ``answers`` slices with ``error`` (None: the transport's own
-    UNAVAILABLE), without applying what it did not answer, or after applying it (``lose_answer``)."""
+    """Failure of a server in one of its next streams of pushes.
+
+    The stream breaks after ``answers`` slices with ``error`` (None: the transport's own UNAVAILABLE). Unanswered
+    slices are not applied, or applied with ``lose_answer``.
+    """
 
     answers: int = 0
     error: errors.PsdistError | None = None
     lose_answer: bool = False
     #: End the stream while the client may still be writing: grpc.aio then often hides the error (grpc issue 36066).
     abrupt: bool = False
-    #: Stop answering until the event is set instead of failing.
+    #: Stop answering until the event is set, instead of failing.
     hang: asyncio.Event | None = None
 
 
 class FakeServer(server_pb2_grpc.ServerServiceServicer):
-    """Holds the slices that come; plans in ``breaks`` are used up one per stream."""
+    """Server that stores the received slices. Plans in ``breaks`` are used up, one per stream."""
 
     async def GetStatistics(self, request: Any, context: Any) -> server_pb2.GetStatisticsResponse:
         return server_pb2.GetStatisticsResponse()
 
     def __init__(self, name: str, incarnation: int = 1) -> None:
-        #: What it waits for, told before any answer to a Push.
+        #: Wait reported before any answer to a Push.
         self.says = ""
         self.name, self.incarnation = name, incarnation
         self.weights: dict[int, np.ndarray] = {}
@@ -56,14 +59,14 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
         self.requests: list[tuple[int, int]] = []
         self.payloads: list[tuple[int, int, bytes]] = []
         self.identities: list[Any] = []
-        #: The first incarnation of the worker that is not expelled.
+        #: The worker's first incarnation that is not expelled.
         self.fenced = 0
         self.hanging = asyncio.Event()
         self.pushed = asyncio.Event()
         self.installed = asyncio.Event()
-        #: Initial values are taken once it is set.
+        #: Initial values are accepted once this is set.
         self.installing: asyncio.Event | None = None
-        #: Pulls are answered once it is set.
+        #: Pulls are answered once this is set.
         self.pulling: asyncio.Event | None = None
         self.address = ""
         self._server = channels.make_server("")
@@ -158,7 +161,7 @@ class FakeServer(server_pb2_grpc.ServerServiceServicer):
 
 @dataclass
 class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """One worker's scheduler. ``news`` go down its session; the map is made anew from ``servers`` and ``shards``."""
+    """Scheduler of one worker. ``news`` is sent on its session; the map is rebuilt from ``servers`` and ``shards``."""
 
     servers: list[FakeServer]
     epoch: int = 1
@@ -170,53 +173,53 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     registrations: list[Any] = field(default_factory=list)
     address: str = ""
     left: bool = False
-    #: In which lives the primaries are, where not in those of ``servers``.
+    #: Incarnations of the primaries, if they differ from those of ``servers``.
     lives: dict[str, int] = field(default_factory=dict)
     terms: dict[int, int] = field(default_factory=dict)
-    #: Whether shards without a live primary are lost.
+    #: True if shards without a live primary are lost.
     lost: bool = False
     commits: int = 0
-    #: The worker's last life, and the first that is not expelled.
+    #: The worker's last incarnation, and the first that is not expelled.
     incarnation: int = 0
     fenced: int = 0
-    #: Refusals of registrations to come.
+    #: Errors for the next registrations.
     register_errors: list[errors.PsdistError] = field(default_factory=list)
     first_step: int = 0
-    #: Directory of the snapshot that the values came from, and how often they did.
+    #: Directory of the snapshot that the values came from, and the number of restores.
     restored: str = ""
     generation: int = 0
-    #: The parameter set that is created anew when it is asked for next.
+    #: Parameter set that is recreated at the next request for it.
     forgets: str = ""
-    #: What a worker is told when its parameters are ready.
+    #: Answer to a worker once its parameters are ready.
     notice: str = ""
     ready: bool = True
-    #: The state that is given back.
+    #: Worker state that is returned.
     state: bytes = b""
 
-    #: Whether a worker that was expelled goes on with its push.
+    #: True if an expelled worker may continue its push.
     resumes: bool = False
 
     def __post_init__(self) -> None:
-        #: What workers wanted to go on with.
+        #: Pushes that workers asked to continue.
         self.resume_pushes: list[Any] = []
         self.news: asyncio.Queue[Any] = asyncio.Queue()
         self.barriers: list[Any] = []
         self.barrier = asyncio.Event()
-        #: Whether an arrival that is withdrawn had opened its barrier before.
+        #: True if a withdrawn arrival had already opened its barrier.
         self.had_opened = False
-        #: Withdrawals are answered once it is set.
+        #: Withdrawals are answered once this is set.
         self.withdrawing: asyncio.Event | None = None
         self.hello = asyncio.Event()
-        #: Sessions are accepted once it is set.
+        #: Sessions are accepted once this is set.
         self.accepting: asyncio.Event | None = None
-        #: What workers said about their end, and the activities of their heartbeats.
+        #: Workers' shutdown reports, and the activities in their heartbeats.
         self.stops: asyncio.Queue[Any] = asyncio.Queue()
         self.activities: asyncio.Queue[Any] = asyncio.Queue()
-        #: What workers said about snapshots; what they asked for, and what is answered.
+        #: Workers' words on snapshots, their requests, and the answers.
         self.reports: asyncio.Queue[Any] = asyncio.Queue()
         self.saves: list[Any] = []
         self.save_answers: asyncio.Queue[Any] = asyncio.Queue()
-        #: States that workers handed in: header and file.
+        #: Worker states received: header and file.
         self.states: asyncio.Queue[Any] = asyncio.Queue()
         self._server = channels.make_server("")
 
@@ -268,7 +271,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         ]
 
     def promote(self, dying: FakeServer, successor: FakeServer) -> None:
-        """``dying`` leaves the map, and ``successor``, which gets what it has, is the primary of its shards."""
+        """Remove ``dying`` from the map; ``successor``, with a copy of its slices, becomes primary of its shards."""
         if dying in self.servers:
             self.servers.remove(dying)
         successor.weights |= {
@@ -282,22 +285,22 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.publish()
 
     def lose_shards(self, text: str) -> None:
-        """News that shards are lost for good."""
+        """Announce that shards are permanently lost."""
         lost = scheduler_pb2.SessionResponse.ShardsLost(parameters="p", shards=[1], text=text)
         self.news.put_nowait(scheduler_pb2.SessionResponse(shards_lost=lost))
 
     def publish(self) -> None:
-        """A new epoch, sent down the session."""
+        """Send a new epoch on the session."""
         self.epoch += 1
         self.news.put_nowait(scheduler_pb2.SessionResponse(map=self.map()))
 
     def publish_difference(self, base: int, epoch: int) -> None:
-        """A difference by which nothing changes but the epoch, sent down the session."""
+        """Send a difference that changes nothing but the epoch."""
         change = common_pb2.ClusterMapDifference(base=base, epoch=epoch)
         self.news.put_nowait(scheduler_pb2.SessionResponse(map_difference=change))
 
     def lose(self, server: FakeServer) -> None:
-        """News of a loss; the map follows separately."""
+        """Announce a loss; the map follows separately."""
         lost = scheduler_pb2.SessionResponse.MemberLost(
             member_id=server.name, role=scheduler_pb2.ROLE_SERVER, reason="its process was killed"
         )
@@ -350,7 +353,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
                     self.activities.put_nowait(request.heartbeat.activity)
 
     def command(self, attempt: int, **kind: Any) -> None:
-        """A snapshot's command, sent down the session."""
+        """Send a snapshot command on the session."""
         command = scheduler_pb2.SnapshotCommand(attempt=attempt, **kind)
         self.news.put_nowait(scheduler_pb2.SessionResponse(snapshot=command))
 
@@ -423,7 +426,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             await status.abort(context, errors.FencedError(f"incarnation {request.incarnation} was silent"))
 
     def expel(self, first_step: int = 0) -> None:
-        """The worker's life is over for everybody, and its session ends. Its next begins at ``first_step``."""
+        """Expel the worker and end its session. Its next incarnation begins at ``first_step``."""
         self.fenced, self.first_step = self.incarnation + 1, first_step
         self.hello.clear()
         for server in self.servers:
@@ -437,7 +440,7 @@ class FakeScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
 
 class Setup:
-    """A client of two fake servers, and its parameters ``p``."""
+    """Client of two fake servers, with its parameters ``p``."""
 
     def __init__(self) -> None:
         self.servers = [FakeServer("server-0"), FakeServer("server-1")]
@@ -457,13 +460,13 @@ class Setup:
         return self
 
     def expel(self, first_step: int) -> None:
-        """The worker is taken for dead; the others go on to ``first_step``."""
+        """Expel the worker; the others continue to ``first_step``."""
         for server in self.servers:
             server.versions = dict.fromkeys(server.versions, first_step)
         self.scheduler.expel(first_step)
 
     async def expelled(self) -> None:
-        """Returns once the client is in its next life."""
+        """Wait until the client has its next incarnation."""
         membership = self.client.session.membership
         while membership.view.fenced is not None or membership.registration.incarnation < self.scheduler.fenced:
             await membership.view.changed()
@@ -477,7 +480,7 @@ class Setup:
 
 
 async def waits_for(client: psdist.AsyncClient, words: str) -> None:
-    """Returns once a call says that it waits for that."""
+    """Wait until a call reports this wait."""
     waits = client.session.waits
     while not any(words in wait.reason for wait in waits.open_waits.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
@@ -492,7 +495,7 @@ def flat(values: dict[str, np.ndarray]) -> list[float]:
 
 
 async def leave(client: psdist.AsyncClient) -> None:
-    """Closes a client without the snapshot that has what it keeps."""
+    """Close a client without the snapshot of its worker state."""
     if client.snapshots is not None:
         client.snapshots.close()
     await client.close()

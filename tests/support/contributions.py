@@ -1,4 +1,4 @@
-"""What servers hold of a step that is not complete."""
+"""Observation of the contributions that servers hold for an incomplete step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from psdist import AsyncClient
 
 
 async def until_pushed(client: AsyncClient, name: str) -> None:
-    """Returns when two servers have told that they hold contributions."""
+    """Wait until two servers have reported that they hold contributions."""
     async with asyncio.timeout(60):
         counted: list[int] = []
         while len(counted) < 2 or not all(counted):
@@ -19,5 +19,5 @@ async def until_pushed(client: AsyncClient, name: str) -> None:
                 for one in server.statistics.parameters
                 if one.parameters == name
             ]
-            # Heartbeats tell it, every 2.5 s.
+            # Heartbeats report it every 2.5 s.
             await client.session.membership.view.changed(0.1)

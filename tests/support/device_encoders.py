@@ -1,4 +1,4 @@
-"""The same pushes by the encoder of the host and by that of a device: the processor, unless another is given."""
+"""The same pushes encoded by the host and by a device (by default the emulated one), for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float32]
 
 
 def on_device(device: Device, values: Floats) -> DeviceVector:
-    """A copy of ``values`` in the device's memory."""
+    """Return a copy of ``values`` in the device's memory."""
     stream = device.stream()
     vector = DeviceVector.allocate(device, values.size, stream)
     vector.write(values, stream)
@@ -28,7 +28,7 @@ def on_device(device: Device, values: Floats) -> DeviceVector:
 
 
 class BothEncoders:
-    """Encodes every push twice, and compares payloads and what is left."""
+    """Pair of encoders that encodes every push twice, and compares payloads and residuals."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class BothEncoders:
         self.other = DeviceGradientEncoder(codec, layout, slicing, 3, self.device)
 
     def push(self, values: Floats, parts: Iterable[Iterable[int]] | None = None) -> dict[int, bytes]:
-        """One push, whose slices are encoded in ``parts``, one after another."""
+        """Make one push, whose slices are encoded in ``parts``, one part after another."""
         vector, host, other = on_device(self.device, values), self.host.begin_push(), self.other.begin_push()
         for part in parts if parts is not None else [range(self.slicing.count)]:
             assert self.host.encode(host, values, list(part)) and self.other.encode(other, vector, list(part))
@@ -58,7 +58,7 @@ class BothEncoders:
         return {index: bytes(payload) for index, payload in other.payloads.items()}
 
     def check(self) -> None:
-        """Both left out the same, and have the same velocity."""
+        """Check that both have the same residual and velocity."""
         host, other = self.host.state(), self.other.state()
         for name in ("residual", "velocity"):
             if host[name].size:

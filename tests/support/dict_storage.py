@@ -1,4 +1,4 @@
-"""Snapshots for tests of their reader: a storage in a dict, and what the servers and the scheduler would write."""
+"""Snapshots for tests of the reader: a storage in a dict, and files as the servers and the scheduler write them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DATASET = DatasetState(DatasetSpec("d", 10, 2), DataPosition(0, ((0, 2),)))
 
 
 class Writing:
-    """A file that is being written."""
+    """File being written."""
 
     def __init__(self) -> None:
         self.data = bytearray()
@@ -36,7 +36,12 @@ class Writing:
 
 
 class DictStorage:
-    """Files in ``files``, by path. ``fail``: paths whose reading raises this. ``reads``: paths that were read."""
+    """Storage in a dict.
+
+    files: content by path.
+    fail: paths whose reading raises this error.
+    reads: paths that were read.
+    """
 
     url = "dict://"
 
@@ -78,14 +83,14 @@ class DictStorage:
 def state_of(
     spec: ParametersSpec = SPEC, layout: Layout = LAYOUT, state_names: tuple[str, ...] = ("momentum",), step: int = 7
 ) -> ParametersState:
-    """Parameters of one shard, which has no content yet."""
+    """Return parameters with one shard, still without content."""
     count = Slicing(layout.total, spec.slice_elements).count
     file = ShardFile(layouts.shard_file_name(0, 0, 1), 0, "0" * 32, (step,) * count, ("0" * 32,) * count)
     return ParametersState(spec, layout, 1, state_names, step, (), (file,))
 
 
 def table_of(state: ParametersState, seed: int = 0) -> list[Floats]:
-    """Values for all of ``state``: float32[total] weights, and as many for each state array."""
+    """Return random values for all of ``state``: float32[total] weights, and as many for each state array."""
     random = np.random.default_rng(seed)
     return [random.standard_normal(state.layout.total, np.float32) for _ in range(1 + len(state.state_names))]
 
@@ -101,8 +106,11 @@ async def write_snapshot(
     datasets: tuple[DatasetState, ...] = (DATASET,),
     own: bytes = b"",
 ) -> tuple[CommitRecord, Manifest]:
-    """Writes and commits what ``tables`` has by parameters, each in so many shards, and what the worker of rank 0
-    handed in of its ``own`` for the first of them."""
+    """Write and commit a snapshot.
+
+    tables: values by parameter set, each divided into ``shards`` shards.
+    own: state of the worker of rank 0 for the first parameter set.
+    """
     step = max((state.step for state in states), default=0)
     directory = layouts.directory_name(step, 1, sequence, f"{sequence:06x}")
     written = [
@@ -125,7 +133,7 @@ async def write_snapshot(
 
 
 def commit_of(manifest: Manifest, data: bytes, sequence: int) -> CommitRecord:
-    """The record that commits ``manifest``, whose bytes are ``data``."""
+    """Return the record that commits ``manifest``, whose bytes are ``data``."""
     return CommitRecord(
         *(sequence, manifest.run_id, manifest.directory, 3, 2.5, 0.25, "test"),
         *(len(data), layouts.digest_of(data), manifest.steps, manifest.bytes),

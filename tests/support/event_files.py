@@ -1,7 +1,7 @@
-"""A reader of TensorBoard's event files that shares no code with their writer.
+"""Reader of TensorBoard event files that shares no code with their writer.
 
-TFRecord framing, as TensorFlow's ``record_writer.h`` has it: length (8 bytes), its masked CRC-32C, data, its masked
-CRC-32C, all little-endian. The messages are walked by their wire format: Event has wall_time = 1 (double), step = 2,
+TFRecord framing, as in TensorFlow's ``record_writer.h``: length (8 bytes), its masked CRC-32C, data, its masked
+CRC-32C, all little-endian. The messages are parsed by their wire format: Event has wall_time = 1 (double), step = 2,
 file_version = 3, summary = 5, session_log = 7; Summary has value = 1; Value has tag = 1 and simple_value = 2 (float).
 """
 
@@ -17,7 +17,7 @@ _POLYNOMIAL = 0x82F63B78
 
 
 def crc32c(data: bytes) -> int:
-    """Bit by bit, as it is defined."""
+    """Compute CRC-32C bit by bit, as it is defined."""
     value = 0xFFFFFFFF
     for byte in data:
         value ^= byte
@@ -31,8 +31,8 @@ def masked(crc: int) -> int:
 
 
 def records(data: bytes) -> Iterator[bytes]:
-    """The records of a file, each of which is intact."""
-    assert crc32c(b"123456789") == 0xE3069283  # the check value of CRC-32C
+    """Iterate over the records of a file, checking that each is intact."""
+    assert crc32c(b"123456789") == 0xE3069283  # check value of CRC-32C
     while data:
         (length,) = struct.unpack_from("<Q", data)
         assert struct.unpack_from("<I", data, 8)[0] == masked(crc32c(data[:8]))
@@ -44,7 +44,7 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message: number and value."""
+    """Iterate over the fields of a protobuf message: number and value."""
     position = 0
 
     def varint() -> int:
@@ -69,7 +69,11 @@ def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
 
 
 class EventFile:
-    """What one file has. scalars: by tag, (step, value) as they were written. restarts: steps of its session starts."""
+    """Content of one file.
+
+    scalars: by tag, (step, value) in the order written.
+    restarts: steps of its session starts.
+    """
 
     def __init__(self, path: Path) -> None:
         self.version = ""

@@ -1,4 +1,4 @@
-"""An S3 server in this process that refuses and delays requests as a test wants; moto does what it is asked at once."""
+"""S3 server in this process that refuses and delays requests as a test wants. moto implements the operations."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing of clients that are gone before they are answered."""
+        """Ignore clients that disconnect before they are answered."""
 
 
 class FakeBucket:
     """Objects by path, and parts by upload, of one bucket.
 
-    answer: called with what is asked for ("PUT", "DELETE", "PART", "COMPLETE" ...) in the thread of the request, before
-    it is carried out; may wait, and gives the status of a refusal, or 0.
+    answer: called with the operation ("PUT", "DELETE", "PART", "COMPLETE" ...) in the request's thread before it is
+        performed. It may block, and returns the status of a refusal, or 0.
     """
 
     def __init__(self) -> None:
@@ -32,13 +32,13 @@ class FakeBucket:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the server."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
     def ask(self, verb: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, bytes]:
-        """Carries out a request; its status and what is answered."""
+        """Perform a request. Return its status and answer."""
         upload = query.get("uploadId", [""])[0]
         if "uploads" in query:
             upload = str(len(self.uploads))
@@ -89,6 +89,6 @@ def _handler(bucket: FakeBucket) -> type[BaseHTTPRequestHandler]:
         do_GET = do_PUT = do_POST = do_DELETE = handle_any
 
         def log_message(self, *arguments: Any) -> None:
-            """Says nothing."""
+            """Suppress the log."""
 
     return Handler

@@ -1,7 +1,7 @@
-"""CuPy as far as ``psdist.gpu.device`` uses it, in the host's memory, for tests of what that does with it.
+"""Fake of the part of CuPy that ``psdist.gpu.device`` uses, in host memory, for tests of that module.
 
-Its functions have the names, the order of arguments and the results of CuPy 14. Kernels are not run: their calls are
-noted. Any function can be made to fail with an error of CUDA.
+Its functions have the names, argument order and results of CuPy 14. Kernels are not run; their calls are recorded. Any
+function can be made to fail with a CUDA error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 class FakeCudaError(RuntimeError):
-    """An error of CUDA, with its number."""
+    """CUDA error with its number."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -23,7 +23,7 @@ class FakeCudaError(RuntimeError):
 
 
 class Memory:
-    """Memory of the device, or pinned memory of the host: ``name`` of these."""
+    """Device memory, or pinned host memory, by ``name``."""
 
     def __init__(self, fake: FakeCupy, name: str, size: int) -> None:
         fake.fail(name)
@@ -32,7 +32,7 @@ class Memory:
 
 
 class Kernel:
-    """A kernel of a module, which is loaded when it is compiled."""
+    """Kernel of a module. It is loaded when it is compiled."""
 
     def __init__(self, fake: FakeCupy, name: str) -> None:
         self.fake, self.name = fake, name
@@ -46,9 +46,14 @@ class Kernel:
 
 
 class FakeCupy(ModuleType):
-    """The module. failures: by the name of a function of ``cuda.runtime``, "Memory" or "PinnedMemory", what it
-    raises. calls: of kernels, their grid, block and arguments, and the current stream. registered: addresses that
-    are. found: names of kernels that were looked up. contexts: devices that have one; a new thread has none."""
+    """Fake of the module.
+
+    failures: exceptions by the name of a function of ``cuda.runtime``, "Memory" or "PinnedMemory".
+    calls: kernel launches with grid, block, arguments and current stream.
+    registered: registered addresses.
+    found: names of kernels that were looked up.
+    contexts: devices that have a context; a new thread has none.
+    """
 
     def __init__(self, count: int = 1, **failures: BaseException) -> None:
         super().__init__("cupy")
@@ -67,7 +72,7 @@ class FakeCupy(ModuleType):
         fake = self
 
         class Stream:
-            """A stream, in which everything is done at once."""
+            """Stream in which everything completes immediately."""
 
             def __init__(self, non_blocking: bool = False) -> None:
                 self.ptr = 77
@@ -83,7 +88,7 @@ class FakeCupy(ModuleType):
                 fake.current_streams.pop()
 
         class RawModule:
-            """A module of a file."""
+            """Module of a file."""
 
             def __init__(self, *, path: str) -> None:
                 self.content = Path(path).read_bytes()
@@ -101,7 +106,7 @@ class FakeCupy(ModuleType):
         )  # fmt: skip
 
     def fail(self, name: str) -> None:
-        """Raises what ``name`` is to fail with."""
+        """Raise the failure planned for ``name``."""
         if name in self.failures:
             raise self.failures[name]
 

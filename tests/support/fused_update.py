@@ -1,4 +1,4 @@
-"""One update of arrays of a test by the kernel that servers use."""
+"""One update of a test's arrays by the servers' kernel."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ def update(
     runs: Sequence[Run] | None = None,
     mean: Floats | None = None,
 ) -> None:
-    """One update of float32[n] ``weights`` and ``states`` by one gradient; ``runs`` as of ``Rule.initialize``, by
-    default the whole in group 0. mean: float32[n] that the kernel is to write its mean to."""
+    """Update float32[n] ``weights`` and ``states`` once by one gradient.
+
+    runs: as for ``Rule.initialize``; by default the whole in group 0.
+    mean: float32[n] that receives the kernel's mean.
+    """
     scalars = rule.scalars(step, lr_scale)
     addresses = [kernels.address_of(array) for array in (weights, *states)]
     for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:

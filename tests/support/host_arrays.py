@@ -1,4 +1,4 @@
-"""Device arrays of scripts on the processor: ``psdist.client.device.arrays.DeviceArrays`` over a ``HostDevice``."""
+"""Device arrays of scripts, emulated on the CPU: ``psdist.client.device.arrays.DeviceArrays`` over a ``HostDevice``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from psdist.types import DType
 
 
 class HostArray:
-    """An array that says it lies on a device. values: what it has. number: the device's."""
+    """Array that claims to be on a device.
+
+    values: its content.
+    number: number of the device.
+    """
 
     def __init__(self, values: NDArray[Any], owner: object = None, number: int = 0) -> None:
         self.values = values
@@ -37,8 +41,11 @@ class HostArray:
 
 
 class CountingDevice(HostDevice):
-    """Counts what is copied to the host, in bytes and in copies, and what is registered. events: copies to the device,
-    and when all was waited for that the script had given to it. threads: that waited for it, or compiled for it."""
+    """Device that counts copies and registrations.
+
+    It counts bytes and copies to the host. events: copies to the device, and waits for the script's earlier work.
+    threads: threads that waited for it, or compiled for it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +80,7 @@ class CountingDevice(HostDevice):
 
 
 class HostArrays:
-    """The arrays of one device."""
+    """Arrays of one device."""
 
     def __init__(self) -> None:
         self.device = CountingDevice()

@@ -1,6 +1,6 @@
-// What sources of kernels need of CUDA, on the processor. Each thread of a block is a coroutine: it runs until it ends,
-// or waits for the others in __syncthreads. Blocks run one after another. So a source without a barrier that it needs
-// gives wrong results in one of the two orders of threads (host_order), and the arithmetic is that of the device.
+// The part of CUDA that kernel sources need, on the CPU. Each thread of a block is a coroutine: it runs until it ends,
+// or waits for the others in __syncthreads. Blocks run one after another. A source without a required barrier gives
+// wrong results in one of the two thread orders (host_order); the arithmetic is that of the device.
 #include <cmath>
 #include <csetjmp>
 #include <cstdint>
@@ -36,13 +36,13 @@ struct Block {
     unsigned current;
     void (*body)(void*);
     void* state;
-    int votes[2];     // of the barrier that is being reached: how many said yes
+    int votes[2];     // of the current barrier: number of true votes
     unsigned phase;
     std::vector<u_int64_t> exchanged;
 };
 static thread_local Block block;
 
-// A coroutine lasts as long as its thread of the processor, and runs its part of one block after another.
+// A coroutine lives as long as its CPU thread, and runs its part of one block after another.
 static void run_fiber() {
     for (;;) {
         block.body(block.state);
@@ -131,7 +131,7 @@ static int sizes_of(void (*)(A...), unsigned* sizes) {
     return sizeof...(A);
 }
 
-// What the thread `from` of the same warp gave to this exchange.
+// Value that thread `from` of the same warp contributed to this exchange.
 template <class T>
 static T exchange(T value, unsigned from) {
     u_int64_t bits = 0;
@@ -150,7 +150,7 @@ static inline int __syncthreads_count(int predicate) { return host::count_of(pre
 static inline int __syncthreads_or(int predicate) { return host::count_of(predicate) != 0; }
 static inline int __syncthreads_and(int predicate) { return host::count_of(!predicate) == 0; }
 
-// Of whole warps only, and of all warps of the block alike: a warp waits for the block here.
+// Whole warps only, and all warps of the block alike: a warp waits for the block here.
 static inline void __syncwarp(unsigned = 0xFFFFFFFFu) { host::barrier(); }
 template <class T> static T __shfl_sync(unsigned, T value, int lane, int = 32) {
     return host::exchange(value, (threadIdx.x & ~31u) + (lane & 31));
@@ -197,7 +197,7 @@ static inline void __threadfence() {}
 static inline void __threadfence_block() {}
 template <class T> static inline T __ldg(const T* address) { return *address; }
 
-// Coroutines of one thread of the processor: nothing is between the read and the write.
+// Coroutines share one CPU thread, so nothing runs between the read and the write.
 template <class T, class V> static inline T atomicAdd(T* at, V value) { T old = *at; *at = old + (T)value; return old; }
 template <class T, class V> static inline T atomicOr(T* at, V value) { T old = *at; *at = old | (T)value; return old; }
 template <class T, class V> static inline T atomicAnd(T* at, V value) { T old = *at; *at = old & (T)value; return old; }

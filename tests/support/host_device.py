@@ -1,8 +1,8 @@
-"""A ``psdist.gpu.device.Device`` on the processor, for machines without a GPU: the same sources, compiled by g++.
+"""A ``psdist.gpu.device.Device`` on the CPU, for machines without a GPU: the same sources, compiled by g++.
 
-Its memory is the host's. What is given to a stream is done at once, so nothing here shows a missing wait; what it shows
-is the arithmetic, the barriers within a block (threads run in ascending order, or in descending), types of arguments,
-and what is allocated. ``host_cuda.h`` says how a block is run.
+Its memory is host memory. Work on a stream is done immediately, so a missing wait does not show here. Tests can check
+arithmetic, barriers within a block (threads run in ascending or descending order), argument types, and allocations.
+``host_cuda.h`` explains how a block is run.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from psdist.errors import DeviceLostError, LimitExceededError
 
 AnyArray = NDArray[Any]
 
-#: Skips where there is no compiler.
+#: Skips tests without a compiler.
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="runs the kernels' sources by g++")
 
 _HEADER: Final = Path(__file__).with_name("host_cuda.h")
 _OPTIONS: Final = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-w", "-ffp-contract=off", "-fno-strict-aliasing"),
-    "-U_FORTIFY_SOURCE",  # It takes a jump from one stack to another for an error.
+    "-U_FORTIFY_SOURCE",  # It mistakes a jump between stacks for an error.
 )
 _KERNEL: Final = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\(')
 _ARGUMENTS: Final = 64
@@ -42,12 +42,15 @@ _FOLDER: Final = Path(tempfile.gettempdir()) / f"psdist-host-kernels-{os.getuid(
 
 
 class HostAllocation:
-    """Memory of the device. ended: called with its size at its end."""
+    """Device memory.
+
+    ended: called with its size when it is freed.
+    """
 
     def __init__(self, size: int, ended: Callable[[int], None]) -> None:
         self.size = size
         self.bytes = np.empty(size + 256, np.uint8)
-        self.bytes.fill(0xFF)  # NaN: what nobody wrote shows.
+        self.bytes.fill(0xFF)  # NaN: reads of uninitialized memory show.
         self.address = -(-_address(self.bytes) // 256) * 256
         self._ended = ended
 
@@ -56,10 +59,14 @@ class HostAllocation:
 
 
 class HostDevice:
-    """A device. descending: the order of threads in a block. memory_bytes: what it has.
+    """Emulated device.
 
-    allocated: bytes that are allocated now; most: at most so far; launches: how many kernels were run; registered:
-    addresses that are.
+    descending: True to run the threads of a block in descending order.
+    memory_bytes: size of its memory.
+    allocated: bytes allocated now.
+    most: largest value of ``allocated`` so far.
+    launches: number of kernels run.
+    registered: registered addresses.
     """
 
     def __init__(self, memory_bytes: int = 1 << 34, *, descending: bool = False) -> None:
@@ -68,18 +75,18 @@ class HostDevice:
         self.descending = descending
         self.allocated = self.most = self.launches = 0
         self.registered: set[int] = set()
-        self._lock = threading.RLock()  # An allocation may end in the thread that counts another.
-        #: Once this is set everything fails with it.
+        self._lock = threading.RLock()  # A finalizer may free an allocation while the same thread counts another.
+        #: Error of every operation, once it is set.
         self.failure = ""
 
     def kernels(self, source: str) -> Callable[[str], _HostKernel]:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         library = compiled(source)
         return functools.partial(_HostKernel, library)
 
     def allocate(self, size: int) -> HostAllocation:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         if self.allocated + size > self.memory_bytes:
             raise LimitExceededError(f"{self.name} has no room for {size:,} bytes more")
@@ -92,57 +99,57 @@ class HostDevice:
             self.most = max(self.most, self.allocated)
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         return np.zeros(size, np.uint8)
 
     def stream(self) -> object:
-        """As ``Device``."""
+        """See ``Device``."""
         return object()
 
     def copy_in(self, address: int, values: AnyArray, stream: object) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         assert values.flags.c_contiguous
         ctypes.memmove(address, _address(values), values.nbytes)
 
     def copy_out(self, values: AnyArray, address: int, stream: object) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         assert values.flags.c_contiguous and values.flags.writeable
         ctypes.memmove(_address(values), address, values.nbytes)
 
     def clear(self, address: int, size: int, stream: object) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         ctypes.memset(address, 0, size)
 
     def launch(
         self, kernel: _HostKernel, grid: int, block: int, arguments: Sequence[np.generic], stream: object
     ) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         self.launches += 1
         kernel(grid, block, arguments, self.descending)
 
     def wait(self, stream: object) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
 
     def register(self, array: AnyArray) -> bool:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         assert _address(array) not in self.registered
         self.registered.add(_address(array))
         return True
 
     def unregister(self, array: AnyArray) -> None:
-        """As ``Device``."""
+        """See ``Device``."""
         self._check()
         self.registered.remove(_address(array))
 
     def memory(self) -> tuple[int, int]:
-        """As ``Device``."""
+        """See ``Device``."""
         return self.memory_bytes - self.allocated, self.memory_bytes
 
     def _check(self) -> None:
@@ -151,7 +158,7 @@ class HostDevice:
 
 
 class _HostKernel:
-    """One kernel of a compiled source."""
+    """Kernel of a compiled source."""
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self._name = name
@@ -171,7 +178,7 @@ class _HostKernel:
 
 @functools.cache
 def compiled(source: str) -> ctypes.CDLL:
-    """The library of a source's kernels, compiled unless an earlier run left it."""
+    """Return the library of a source's kernels, compiled unless an earlier run left it."""
     header = _HEADER.read_text(encoding="utf-8")
     text = "\n".join((header, source, *map(_exported, _KERNEL.findall(source))))
     key = hashlib.sha256("\0".join((text, *_OPTIONS)).encode()).hexdigest()
@@ -190,7 +197,7 @@ def compiled(source: str) -> ctypes.CDLL:
 
 
 def _exported(name: str) -> str:
-    """C++ by which a kernel can be called from here."""
+    """Return C++ that exports a kernel to this process."""
     return f"""
 extern "C" void host_launch_{name}(unsigned grid, unsigned threads, int order, void** arguments) {{
     host::launch({name}, grid, threads, order, arguments);

@@ -1,4 +1,4 @@
-"""``psdist run`` of a script, for tests that end or stop its processes at known places."""
+"""``psdist run`` of a script, for tests that end or stop its processes at known points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import psutil
 
 
 class Run:
-    """A run of ``script`` with these arguments, in ``path``."""
+    """Run of ``script`` with these arguments, in ``path``."""
 
     def __init__(
         self, path: Path, script: str, *arguments: str, transport: str = "auto", flags: tuple[str, ...] = ()
@@ -31,11 +31,11 @@ class Run:
             stderr=subprocess.STDOUT,
         )
         self.family = psutil.Process(self.process.pid)
-        #: All lines that were read.
+        #: All lines read so far.
         self.seen: list[str] = []
 
     def until(self, pattern: str, count: int = 1, timeout: float = 240) -> re.Match[str]:
-        """Reads lines until ``count`` of them have the pattern; the last such match."""
+        """Read lines until ``count`` of them match the pattern. Return the last match."""
         assert self.process.stdout is not None
         late = threading.Timer(timeout, self._kill)
         late.start()
@@ -51,24 +51,24 @@ class Run:
         return found
 
     def child(self, *words: str) -> psutil.Process:
-        """The descendant with all these words in its command line."""
+        """Return the descendant with all these words in its command line."""
         family = self.family.children(recursive=True)
         return next(child for child in family if all(word in _words(child) for word in words))
 
     def end(self, timeout: float = 240) -> tuple[int, str]:
-        """Status and the rest of the output."""
+        """Return the exit status and the remaining output."""
         assert self.process.stdout is not None
         late = threading.Timer(timeout, self._kill)
         late.start()
         try:
-            # Not by communicate, which does not know what the reading of lines has read ahead.
+            # Not ``communicate``, which ignores lines that were read ahead.
             text = self.process.stdout.read()
             return self.process.wait(), text
         finally:
             late.cancel()
 
     def stop(self) -> None:
-        """Ends it with all that it started, whatever they do."""
+        """Kill the launcher and all its descendants."""
         self._kill()
         assert self.process.stdout is not None
         self.process.stdout.close()
@@ -86,7 +86,7 @@ class Run:
 
 
 def _words(process: psutil.Process) -> list[str]:
-    """A process's command line; nothing of one that has ended meanwhile."""
+    """Return a process's command line; empty if it has ended meanwhile."""
     try:
         return process.cmdline()
     except psutil.NoSuchProcess:

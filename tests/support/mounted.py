@@ -1,4 +1,4 @@
-"""A small file system in memory, for tests of disks that are full or read-only."""
+"""Small in-memory file system, for tests of full or read-only disks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 
 class Mount:
-    """Mounted at ``path``, which it makes; skips the test where none may be mounted."""
+    """File system mounted at ``path``, which is created. Skips the test if mounting is not allowed."""
 
     def __init__(self, path: Path, options: str) -> None:
         self.path = path
@@ -21,14 +21,14 @@ class Mount:
             pytest.skip(f"no file system can be mounted here: {os.strerror(ctypes.get_errno())}")
 
     def remount(self, options: str, *, readonly: bool = False) -> bool:
-        """Whether it is done: it cannot be as long as a file is open for writing."""
+        """Remount the file system. Return False if it is busy: a file is open for writing."""
         flags = 32 | (1 if readonly else 0)  # MS_REMOUNT, MS_RDONLY
         done = self._libc.mount(b"none", os.fsencode(self.path), b"tmpfs", flags, options.encode())
         assert done == 0 or ctypes.get_errno() == errno.EBUSY, os.strerror(ctypes.get_errno())
         return bool(done == 0)
 
     def fill(self) -> None:
-        """Leaves no byte."""
+        """Fill the file system to the last byte."""
         with (self.path / "filled").open("wb", buffering=0) as file:
             while True:
                 try:
@@ -38,5 +38,5 @@ class Mount:
                     return
 
     def close(self) -> None:
-        """Unmounts it."""
+        """Unmount the file system."""
         self._libc.umount2(os.fsencode(self.path), 2)  # MNT_DETACH

@@ -1,4 +1,4 @@
-"""A client made of the generated stubs and nothing else of psdist: what docs/wire.md tells, as a program.
+"""Client made of the generated stubs and nothing else of psdist: docs/wire.md as a program.
 
 Arguments: scheduler address, token. Creates parameters "plain" with SGD, makes two steps, pulls, prints the weights.
 """
@@ -22,7 +22,7 @@ def register(scheduler):
 
 
 def open_session(scheduler, me):
-    """Hello, then heartbeats; the answers are the cluster maps."""
+    """Send Hello, then heartbeats. The answers are cluster maps."""
     outgoing = queue.Queue()
     hello = scheduler_pb2.SessionRequest.Hello(member_id=me.member_id, incarnation=me.incarnation)
     outgoing.put(scheduler_pb2.SessionRequest(hello=hello))
@@ -38,12 +38,12 @@ def open_session(scheduler, me):
             yield request
 
     call = scheduler.Session(requests(), metadata=METADATA)
-    next(call)  # The first map: the session stands.
-    return outgoing, call  # grpc ends a call that nobody refers to any more.
+    next(call)  # The first map: the session is established.
+    return outgoing, call  # grpc cancels a call that nothing refers to any more.
 
 
 def create(scheduler, me):
-    """Creates the parameters, uploads the initial values, and returns the map they are ready in."""
+    """Create the parameters, upload the initial values, and return the map in which they are ready."""
     optimizer = common_pb2.Optimizer(
         kind="sgd",
         values={"lr": 0.5, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0},
@@ -75,7 +75,7 @@ def create(scheduler, me):
 
 
 def routes(cluster):
-    """Address and ascending slices of every server: slice i is in shard i % len(shards)."""
+    """Return address and ascending slices of every server: slice i is in shard i % len(shards)."""
     entry = cluster.parameters[0]
     size = entry.spec.slice_elements
     count = -(-entry.total // size)

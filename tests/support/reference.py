@@ -1,10 +1,10 @@
-"""The arithmetic of the servers in plain numpy: what ``psdist_server.kernels`` must give, byte for byte.
+"""Arithmetic of the servers in plain numpy: the expected bytes of ``psdist_server.kernels``.
 
-This is the specification of every kernel, to be read beside the pages that it cites. Tests and the single-process
-reference of a training run use it. It is not used while training; it is about ten times slower.
+This is the specification of every kernel, to be read beside the pages that it cites. Tests, and the single-process
+reference of a training run, use it. It is about ten times slower than the kernels.
 
-Invariants: arrays stay float32, and every scalar is computed in float64 and rounded to float32 once, as in
-``psdist_server.kernels.optimizers``. The order of the float32 operations is that of the kernels.
+Invariants: Arrays stay float32. Every scalar is computed in float64 and rounded to float32 once, as in
+``psdist_server.kernels.optimizers``. Float32 operations have the order of the kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _SUM_LANES = 256
 
 
 def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
-    """out[n] = (parts[0] + parts[1] + ...) / divisor, in this order, in float32. Parts are float32 or 16 bits wide."""
+    """Compute out[n] = (parts[0] + parts[1] + ...) / divisor, in this order, in float32.
+
+    parts: float32, or 16 bits wide.
+    """
     with np.errstate(all="ignore"):
         total = parts[0].astype(np.float32)
         for part in parts[1:]:
@@ -35,7 +38,7 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: int) -> None:
 
 
 def sum_squares(values: Floats) -> float:
-    """Sum of squares in float64: element i goes to lane i % 256, then the lanes are halved eight times."""
+    """Return the sum of squares in float64: element i goes to lane i % 256, then the lanes are halved eight times."""
     rows = -(-values.size // _SUM_LANES)
     squares = np.zeros(rows * _SUM_LANES, np.float64)
     with np.errstate(all="ignore"):
@@ -49,18 +52,18 @@ def sum_squares(values: Floats) -> float:
 
 
 def scale(values: Floats, factor: float | np.float32) -> None:
-    """values[n] *= factor, in float32."""
+    """Compute values[n] *= factor, in float32."""
     with np.errstate(all="ignore"):
         values *= np.float32(factor)
 
 
 def all_finite(values: AnyArray) -> bool:
-    """Whether nothing in values[n] is NaN or infinite."""
+    """True if values[n] contains neither NaN nor infinity."""
     return bool(np.isfinite(values.astype(np.float32)).all())
 
 
 def cast(values: Floats, dtype: str) -> AnyArray:
-    """values[n] as "float32", "float16" or "bfloat16", rounded to nearest, ties to even."""
+    """Return values[n] as "float32", "float16" or "bfloat16", rounded to nearest, ties to even."""
     types: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
     with np.errstate(all="ignore"):
         return values.astype(types[dtype])
@@ -76,12 +79,13 @@ def update(
     lr_scale: float = 1.0,
     state_since: int = 0,
 ) -> None:
-    """One update in place of float32[n] ``weights`` and ``states`` (in the order of ``Rule.state_names``).
+    """Update float32[n] ``weights`` and ``states`` (in the order of ``Rule.state_names``) once, in place.
 
-    spec: says which optimizer and which schedule.
-    values: its hyperparameters for these elements, as ``spec.group_values`` gives them.
-    step: from 0. lr_scale: another factor on the learning rate (FTRL: on the gradient).
-    state_since: the step at which the state began. The schedule follows the step; the optimizer's own count of updates,
+    spec: the optimizer and its schedule.
+    values: its hyperparameters for these elements, from ``spec.group_values``.
+    step: from 0.
+    lr_scale: additional factor on the learning rate (FTRL: on the gradient).
+    state_since: step at which the state began. The schedule follows the step; the optimizer's own count of updates,
         ``age`` below, begins there.
     """
     rate = values["lr"] * spec.schedule.factor(step)
@@ -135,7 +139,7 @@ def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: 
 def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.RMSprop.html
 
-    The states are v, then the mean gradient if centered, then the buffer if there is momentum. Where rounding makes the
+    The states are v, then the mean gradient if centered, then the buffer if there is momentum. If rounding makes the
     centered variance negative, torch gives NaN; here it is 0.
     """
     v = states[0]
@@ -165,8 +169,10 @@ def _lion(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
 
 
 def _ftrl(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
-    """https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/, algorithm 1, in the form derived at
-    ``psdist_server.kernels.optimizers``."""
+    """Update by FTRL-Proximal, as derived in ``psdist_server.kernels.optimizers``.
+
+    https://research.google/pubs/ad-click-prediction-a-view-from-the-trenches/, algorithm 1.
+    """
     residual, total = states
     if rate < 1e-38:
         return
@@ -182,7 +188,7 @@ def _ftrl(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
 
 
 def _mean(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
-    """The weights are the gradient itself, times the rate."""
+    """Set the weights to the gradient times the rate."""
     w[:] = np.float32(rate) * g
 
 

@@ -1,5 +1,4 @@
-"""The other end of a primary's stream to a replica: keeps what it is sent, and answers as a test says. And memory for
-what a primary sends."""
+"""Fake replica at the far end of a primary's stream: records messages, answers on command. Also update memory."""
 
 from __future__ import annotations
 
@@ -14,13 +13,13 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
 from psdist_server.store.replica_memory import UpdateMemory
 
-#: Elements of a slice, and slices, of ``update_memory``.
+#: Elements per slice, and number of slices, in ``update_memory``.
 SLICE, SLICES = 4096, 4
 
 
 @contextmanager
 def update_memory() -> Iterator[UpdateMemory]:
-    """Memory with an arena that has a slot for each slice."""
+    """Return memory with an arena that has a slot for each slice."""
     memory = UpdateMemory(Slicing(SLICE * SLICES, SLICE), shared=True)
     memory.arena()
     yield memory
@@ -28,41 +27,44 @@ def update_memory() -> Iterator[UpdateMemory]:
 
 
 class FakeReplica:
-    """It welcomes every stream, with ``held`` of the shards. It stands for the raw call, too: one at a time."""
+    """Replica that accepts every stream, holding ``held`` of the shards.
+
+    It also acts as the raw gRPC call: one stream at a time.
+    """
 
     def __init__(self, *held: pb.ReplicateResponse.Held) -> None:
         welcome = pb.ReplicateResponse.Welcome(held=held)
         self._welcome = pb.ReplicateResponse(welcome=welcome).SerializeToString()
         self._answers: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.sent: asyncio.Queue[pb.ReplicateRequest] = asyncio.Queue()
-        #: How often a stream was opened.
+        #: Number of streams opened.
         self.opened = 0
-        #: Whether the primary has handled all answers, and waits for another.
+        #: Set when the primary has handled all answers and waits for another.
         self.idle = asyncio.Event()
 
     def open(self) -> FakeReplica:
-        """A new stream."""
+        """Open a stream."""
         self.opened += 1
         self._answers = asyncio.Queue()
         self._answers.put_nowait(self._welcome)
         return self
 
     async def answer(self, response: pb.ReplicateResponse) -> None:
-        """Returns when the primary has handled the answer."""
+        """Send an answer, and wait until the primary has handled it."""
         await self.idle.wait()
         self.idle.clear()
         self._answers.put_nowait(response.SerializeToString())
         await self.idle.wait()
 
     async def end(self) -> None:
-        """Ends the stream. Returns when the primary has opened another."""
+        """End the stream, and wait until the primary has opened another."""
         await self.idle.wait()
         self.idle.clear()
         self._answers.put_nowait(b"")
         await self.idle.wait()
 
     async def opened_again(self, count: int) -> None:
-        """Returns when the primary has opened so many streams, and waits for answers."""
+        """Wait until the primary has opened this many streams, and waits for answers."""
         while self.opened < count:
             self.idle.clear()
             await self.idle.wait()

@@ -1,4 +1,4 @@
-"""A driver for the scheduler's machine: posts events, checks every invariant after each, keeps what calls were told."""
+"""Driver for the scheduler's machine: posts events, checks every invariant after each, records answers to calls."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ LAYOUT = Layout((TensorSpec("w", (100, 100)), TensorSpec("b", (100,))))
 
 
 def spec(name: str = "mlp", consistency: Consistency | None = None, **settings: Any) -> ParametersSpec:
-    """Settings of parameters."""
+    """Return settings of parameters."""
     optimizer = settings.pop("optimizer", SGD(lr=0.1))
     return ParametersSpec(name, optimizer, consistency or BSP(), **settings)
 
 
 class Driver:
-    """One cluster under test. ``told[call]`` has what a call was told, ``errors[call]`` how it was refused."""
+    """Cluster under test. ``told[call]`` is the answer to a call, ``errors[call]`` its error."""
 
     def __init__(
         self, stored: StoredState | None = None, now: float = 100.0, history: History | None = None, **settings: Any
@@ -52,10 +52,10 @@ class Driver:
         self.notes: list[str] = []
         self.map = ClusterMap("run", 0)
         self.attached: list[int] = []
-        #: Sessions of servers that are asked whether they have uploaded values; whether all say at once that they do.
+        #: Sessions of servers that were asked whether they have uploaded values. True if all confirm immediately.
         self.checks: list[tuple[int, ev.CheckValues]] = []
         self.has_values = True
-        #: What connections to ports of servers meet; None leaves the machine without an answer.
+        #: Result of connections to servers' ports; None leaves the machine without an answer.
         self.probed: ProbeResult | None = "refused"
         self._probes: list[ev.Probe] = []
         self._next = 0
@@ -75,21 +75,21 @@ class Driver:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def number(self) -> int:
-        """A call's number."""
+        """Return the number of a call."""
         self._next += 1
         return self._next
 
     def on(self, event: ev.Event) -> None:
-        """Posts one event."""
+        """Post one event."""
         self.on_all(event)
 
     def on_all(self, *events: ev.Event) -> None:
-        """Posts events that came together."""
+        """Post events that arrived together."""
         before = self.cluster.epoch
         effects = self.cluster.on_all(events, self.now)
         self.cluster.validate()
         persists = [effect for effect in effects if isinstance(effect, ev.Persist)]
-        assert len(persists) <= 1, "several changes at once"
+        assert len(persists) <= 1, "several changes together"
         assert not persists or effects[0] is persists[0], "something happens before it is durable"
         published = [effect for effect in effects if isinstance(effect, ev.Publish)]
         shown = [effect.epoch for effect in persists if not _is_about_data_alone(effect)]
@@ -104,20 +104,20 @@ class Driver:
                 self.on(ev.Probed(probe.member_id, probe.incarnation, self.probed))
 
     def tick(self, seconds: float = 0.25) -> None:
-        """Time passes in steps of a tick."""
+        """Advance the time in steps of one tick."""
         step = self.cluster.settings.tick_seconds
         for _ in range(round(seconds / step)):
             self.now += step
             self.on(ev.Tick())
 
     def tick_and_beat(self, seconds: float, *sessions: int) -> None:
-        """Time passes, and these sessions send a heartbeat with each tick."""
+        """Advance the time, with a heartbeat of these sessions per tick."""
         for _ in range(round(seconds / self.cluster.settings.tick_seconds)):
             self.tick()
             self.beat(*sessions)
 
     def register(self, role: Any = "worker", **fields: Any) -> Member:
-        """Registers a member. Raises how it was refused."""
+        """Register a member. Raises the error of a refusal."""
         call = self.number()
         if role == "server":
             fields.setdefault("address", f"127.0.0.1:{call}")
@@ -132,7 +132,7 @@ class Driver:
         return member
 
     def open(self, member: Member) -> int:
-        """Opens a member's session and returns its call. Raises how it was refused."""
+        """Open a member's session and return its call. Raises the error of a refusal."""
         call = self.number()
         self.on(ev.SessionOpened(call, member.member_id, member.incarnation))
         if call in self.errors:
@@ -140,36 +140,36 @@ class Driver:
         return call
 
     def join(self, role: Any = "worker", **fields: Any) -> tuple[Member, int]:
-        """Registers a member and opens its session."""
+        """Register a member and open its session."""
         member = self.register(role, **fields)
         return member, self.open(member)
 
     def create(
         self, member: Member, layout: Layout = LAYOUT, resume: we.ResumePush | None = None, **settings: Any
     ) -> int:
-        """Calls CreateParameters."""
+        """Call CreateParameters."""
         call = self.number()
         self.on(ev.Create(call, caller(member), spec(**settings), layout, resume))
         return call
 
     def ask(self, kind: Any, member: Member, name: str = "mlp") -> int:
-        """Calls Describe, Commit or EnterBarrier."""
+        """Call Describe, Commit or EnterBarrier."""
         call = self.number()
         self.on(kind(call, caller(member), name, *((self.map.epoch,) if kind is ev.CommitParameters else ())))
         return call
 
     def beat(self, *sessions: int) -> None:
-        """Heartbeats."""
+        """Send heartbeats."""
         for session in sessions:
             self.on(ev.Heartbeat(session, self.map.epoch))
 
     def answer_check(self, installed: int = 1 << 30) -> None:
-        """The server that was asked first says how many slices it has values of."""
+        """Let the first server that was asked report how many slices it has values for."""
         session, check = self.checks.pop(0)
         self.on(ev.ValuesAnswered(session, check.number, installed))
 
     def fill(self) -> None:
-        """Primaries fill all copies that are begun, until none is."""
+        """Let primaries complete all fillings, until none is left."""
         while due := [
             (entry.spec.name, number, shard, replica)
             for entry in self.map.parameters
@@ -182,19 +182,19 @@ class Driver:
             self.hear()
 
     def hear(self) -> None:
-        """All servers say that they have the newest map, and what that allows happens."""
+        """Let all servers report the newest map, and process the consequences."""
         self.beat(*(self.cluster.members.sessions.of(server.server_id) for server in self.map.servers))
         self.on(ev.Tick())
 
     def state(self, call: int) -> Any:
-        """What a call was told last, or how it was refused."""
+        """Return the last answer to a call, or its error."""
         return self.errors.get(call) or (self.told[call][-1] if self.told[call] else None)
 
     # --- effects ------------------------------------------------------------------------------------------------------
 
     @property
     def stored(self) -> StoredState:
-        """What a store would have kept."""
+        """Return the content of a store."""
         return StoredState(
             "run",
             self.map.epoch,
@@ -255,5 +255,5 @@ def _is_about_data_alone(change: ev.Persist) -> bool:
 
 
 def caller(member: Member) -> we.Caller:
-    """The member as it names itself."""
+    """Return the member's own identification."""
     return we.Caller("run", member.member_id, member.incarnation)

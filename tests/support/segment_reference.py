@@ -1,6 +1,6 @@
-"""What codecs do to a tensor, in plain Python and numpy, one element or one block after another.
+"""Reference codecs in plain Python and numpy, one element or one block after another.
 
-Nothing of ``psdist.compression.segments`` is used here.
+Shares no code with ``psdist.compression.segments``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _LARGEST = np.finfo(np.float32).max
 
 
 def blocks(values: Floats, size: int) -> list[Floats]:
-    """A tensor in blocks."""
+    """Divide a tensor into blocks."""
     return [values[at : at + size] for at in range(0, values.size, size)]
 
 
 def integers(values: Floats, bits: int, block: int) -> Floats:
-    """What INTEGER decodes to."""
+    """Return the decoded values of INTEGER."""
     limit = 2 ** (bits - 1) - 1
     decoded = []
     for one in blocks(values, block):
@@ -36,18 +36,18 @@ def integers(values: Floats, bits: int, block: int) -> Floats:
 
 
 def largest(values: Floats, kept: int) -> list[int]:
-    """The places of the largest magnitudes, of equal ones the first; without zeros."""
+    """Return the positions of the largest magnitudes. Ties keep the first; zeros are excluded."""
     order = sorted(range(values.size), key=lambda i: (-abs(values[i]), i))
     return sorted(i for i in order[:kept] if values[i])
 
 
 def top_k(values: Floats, kept: int, bits: int = 32, chunk: int = 0) -> Floats:
-    """What TopK decodes to."""
+    """Return the decoded values of TopK."""
     return _sparse(values, largest(values, kept), bits, chunk)
 
 
 def chunked(values: Floats, kept: int, chunk: int, bits: int) -> Floats:
-    """What ChunkedTopK decodes to."""
+    """Return the decoded values of ChunkedTopK."""
     where: list[int] = []
     for number, one in enumerate(blocks(values, chunk)):
         where += [number * chunk + i for i in largest(one, -(-kept * one.size // chunk))]
@@ -70,7 +70,7 @@ def _sparse(values: Floats, where: list[int], bits: int, chunk: int) -> Floats:
 
 
 def _brain(value: np.float32) -> np.float32:
-    """The nearest finite bfloat16."""
+    """Return the nearest finite bfloat16."""
     near = np.float32(ml_dtypes.bfloat16(value))
     return near if np.isfinite(near) else np.float32(np.copysign(float(ml_dtypes.finfo(ml_dtypes.bfloat16).max), value))
 
@@ -80,7 +80,7 @@ def _eight(kept: Floats) -> Floats:
 
 
 def _two(kept: Floats) -> Floats:
-    """Once or twice a scale: that of the least squares, where those above 1.2 times the mean are twice it."""
+    """Return once or twice a scale: the least-squares scale if values above 1.2 times the mean count twice."""
     magnitudes = [abs(float(value)) for value in kept]
     split = sum(magnitudes) / len(magnitudes) * 1.2
     factors = [2 if magnitude > split else 1 for magnitude in magnitudes]
@@ -91,7 +91,7 @@ def _two(kept: Floats) -> Floats:
 
 
 def decode(payload: bytes, elements: int) -> Floats:
-    """What a valid payload encodes, as ``docs/payload-format.md`` says."""
+    """Decode a valid payload according to ``docs/payload-format.md``."""
     out = np.zeros(elements, np.float32)
     at = done = 0
     while at < len(payload):
@@ -105,7 +105,7 @@ def decode(payload: bytes, elements: int) -> Floats:
 
 
 def _codes(data: bytes, bits: int, count: int) -> list[int]:
-    """Unsigned codes."""
+    """Return unsigned codes."""
     number = int.from_bytes(data, "little")
     return [number >> bits * i & (1 << bits) - 1 for i in range(count)]
 

@@ -1,4 +1,4 @@
-"""Encoded payloads as docs/payload-format.md specifies them, written by hand."""
+"""Encoded payloads written by hand, as docs/payload-format.md specifies them."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _INTEGER, _SPARSE = 4, 5
 
 
 def segment(kind: int, bits: int, elements: int, body: bytes, parameter: int = 0, phase: int = 0) -> bytes:
-    """A segment: its header, and its body with the padding."""
+    """Return a segment: header, and body with padding."""
     header = struct.pack("<BBHIII", kind, bits, phase, elements, len(body), parameter)
     return header + body + bytes(-len(body) % 4)
 
 
 def raw(values: NDArray[np.generic]) -> bytes:
-    """Elements as they are, float32, float16 or bfloat16."""
+    """Encode elements as float32, float16 or bfloat16."""
     kind, bits = _RAW[values.dtype.name]
     return segment(kind, bits, values.size, values.tobytes())
 
 
 def integers(codes: Sequence[int], scales: Sequence[float], bits: int = 8, block: int = 16) -> bytes:
-    """Whole numbers times the scale of their block."""
+    """Encode integers times the scale of their block."""
     fields = np.asarray(codes, np.int64) & ((1 << bits) - 1)
     per_byte = 8 // bits
     fields = np.concatenate([fields, np.zeros(-fields.size % per_byte, np.int64)]).reshape(-1, per_byte)
@@ -35,7 +35,7 @@ def integers(codes: Sequence[int], scales: Sequence[float], bits: int = 8, block
 
 
 def sparse(elements: int, places: Sequence[int], values: Sequence[float]) -> bytes:
-    """float32 values at ascending places, zeros elsewhere."""
+    """Encode float32 values at ascending positions, zeros elsewhere."""
     gaps = bytearray()
     previous = -1
     for place in places:

@@ -1,5 +1,4 @@
-"""One server's host without a network: a map made by hand, calls as the service makes them, and the scheduler's part in
-snapshots."""
+"""One server's host without a network: hand-made maps, calls as the service makes them, snapshot commands."""
 
 from __future__ import annotations
 
@@ -51,19 +50,19 @@ def entry_of(
     optimizer: optim.Optimizer | None = None,
     name: str = "p",
 ) -> ParametersEntry:
-    """Parameters whose shards are all here."""
+    """Return parameters whose shards are all on this server."""
     spec = ParametersSpec(name, optimizer or optim.Adam(lr=0.1), consistency or BSP(), slice_elements=slice_elements)
     members = tuple(ParametersMember(f"worker-{rank}", 1, rank) for rank in range(workers))
     return ParametersEntry(spec, total, (Shard(ME),) * shards, members, reference_workers=workers)
 
 
 def layout_of(entry: ParametersEntry) -> Layout:
-    """One tensor over the whole vector."""
+    """Return a layout with one tensor for the whole vector."""
     return Layout((TensorSpec("w", (entry.total,), "float32"),))
 
 
 class Driver:
-    """A host, who talks to it, and what it reported."""
+    """Host under test, its callers, and its reports."""
 
     def __init__(self, storage: Storage, threads: int = 2) -> None:
         self.storage = storage
@@ -76,7 +75,7 @@ class Driver:
         self.epoch = 0
 
     async def follow(self, *entries: ParametersEntry) -> None:
-        """The next map."""
+        """Apply the next map."""
         self.epoch += 1
         lives = {member for entry in entries for member in entry.members}
         workers = tuple(WorkerEntry(life.worker_id, life.incarnation, life.rank) for life in lives)
@@ -84,7 +83,7 @@ class Driver:
         await self.host.follow(ClusterMap(RUN, self.epoch, servers, workers, entries))
 
     async def create(self, entry: ParametersEntry, values: Floats) -> ParametersEntry:
-        """Parameters with these initial values, ready."""
+        """Create parameters with these initial values, ready to train."""
         await self.follow(entry)
         store = self.host.admission.store(entry.spec.name)
         for index in range(entry.slicing.count):
@@ -103,7 +102,7 @@ class Driver:
         mark: int = 0,
         slices: Iterable[int] | None = None,
     ) -> Call:
-        """A worker's push of some slices (all), not waited for."""
+        """Start a worker's push of some slices (default: all)."""
         member = entry.members[worker]
         identity = Identity(RUN, member.worker_id, member.incarnation, self.epoch, entry.spec.name)
         call = Call(identity, is_push=True, wants_weights=False, step=step, mark=mark)
@@ -114,7 +113,7 @@ class Driver:
         return call
 
     async def train(self, entry: ParametersEntry, step: int, gradient: Floats) -> None:
-        """One push of each worker, answered."""
+        """Complete one push of each worker."""
         for call in [self.push(entry, worker, step, gradient) for worker in range(len(entry.members))]:
             await answered(call)
 
@@ -127,7 +126,10 @@ class Driver:
         self.host.snapshot_writer.command(pb.SnapshotCommand(attempt=attempt, prepare=prepare))
 
     def cut(self, attempt: int, following: dict[str, dict[str, int]] | None = None) -> None:
-        """See SnapshotCommand. following: by parameters and worker, its first push that is not in the snapshot."""
+        """See SnapshotCommand.
+
+        following: by parameters and worker, its first push after the snapshot.
+        """
         parameters = [
             pb.SnapshotCommand.Cut.Parameters(
                 parameters=name,
@@ -150,12 +152,12 @@ class Driver:
         self.host.snapshot_writer.command(pb.SnapshotCommand(attempt=attempt, end=end))
 
     async def report(self) -> pb.SnapshotReport:
-        """The next word of the server."""
+        """Return the server's next report."""
         async with asyncio.timeout(60):
             return await self.reports.get()
 
     async def written(self, shards: int) -> list[pb.SnapshotReport.Written]:
-        """The next words, all of which tell of files."""
+        """Return the next reports, all about files."""
         reports = [await self.report() for _ in range(shards)]
         assert all(report.HasField("written") for report in reports), reports
         return [report.written for report in reports]
@@ -163,7 +165,7 @@ class Driver:
     async def commit(
         self, entries: Iterable[ParametersEntry], files: Iterable[pb.SnapshotReport.Written], directory: str = "one"
     ) -> tuple[Manifest, Restore]:
-        """Writes the manifest."""
+        """Write the manifest."""
         files = list(files)
         states = []
         for entry in entries:
@@ -189,17 +191,17 @@ class Driver:
     # --- looking ------------------------------------------------------------------------------------------------------
 
     def arrays(self, name: str = "p") -> dict[int, list[bytes]]:
-        """The bytes of each slice here, weights and state."""
+        """Return the bytes of each slice on this server, weights and state."""
         dense = self.host.admission.store(name).dense
         return {index: [array.tobytes() for array in dense.export(index)] for index in dense.indices}
 
     async def close(self) -> None:
-        """Ends it."""
+        """Close the host."""
         await self.host.close()
 
 
 async def answered(call: Call) -> int:
-    """How many slices of a call were answered, at its end."""
+    """Return how many slices of a call were answered when it ended."""
     count = 0
     async with asyncio.timeout(60):
         while await call.next_answer() is not None:
@@ -208,9 +210,9 @@ async def answered(call: Call) -> int:
 
 
 def memory() -> Storage:
-    """A storage that nobody else has."""
+    """Return a storage that is not shared."""
     return open_storage(f"memory://{np.random.default_rng().integers(1 << 62)}")
 
 
 def anything(*_: Any) -> None:
-    """Does nothing."""
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""Ports that answer nobody: no connection, as behind a firewall that drops packets, or nothing on it."""
+"""Ports without an answer: no connection, as behind a firewall that drops packets, or a connection without data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def silent_port() -> Iterator[int]:
-    """The kernel leaves further connections unanswered while one waits to be accepted."""
+    """Return a port whose backlog is full, so that the kernel leaves further connections unanswered."""
     with socket.socket() as listener, socket.socket() as waiting:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -19,6 +19,9 @@ def silent_port() -> Iterator[int]:
 
 @contextmanager
 def ports_by_stage() -> Iterator[dict[str, int]]:
-    """By the stage that a connection ends in: "connect" is never answered; after "accept" nobody says anything."""
+    """Return ports by the stage at which a connection hangs.
+
+    "connect" is never answered; after "accept" no data arrives.
+    """
     with silent_port() as silent, socket.create_server(("127.0.0.1", 0)) as listener:
         yield {"connect": silent, "accept": listener.getsockname()[1]}

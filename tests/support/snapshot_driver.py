@@ -1,4 +1,4 @@
-"""A driver for the scheduler's machine with a storage: servers, workers and the storage answer as they are told to."""
+"""Driver for the scheduler's machine with a storage: servers, workers and the storage answer on command."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ DIGEST = "0" * 32
 
 
 class SnapshotDriver(Driver):
-    """Servers accept what no slice has passed, as ``versions`` has it, and write what is reached at once; the storage
-    takes everything. Each of that can be turned off."""
+    """Cluster with well-behaved servers and storage.
+
+    Servers accept a cut that no slice has passed, according to ``versions``, and write immediately what is reached;
+    the storage accepts everything. Each can be turned off.
+    """
 
     def __init__(self, stored: StoredState | None = None, now: float = 100.0, **settings: Any) -> None:
         history = settings.pop("history", sn.History())
@@ -32,12 +35,12 @@ class SnapshotDriver(Driver):
         self.loading = True
         #: Workers finish the iteration that they are in.
         self.iterating = True
-        #: By session, commands that were not answered.
+        #: Unanswered commands by session.
         self.commands: list[tuple[int, Any]] = []
         self.works: list[ev.Effect] = []
         self.rolled_back: list[sn.RolledBack] = []
         self.cuts: dict[int, sn.Prepare] = {}
-        #: What each server was told of steps that nobody makes any more.
+        #: Steps that each server was told to abandon.
         self.finals: list[dict[str, int]] = []
         #: By attempt, session and parameter set.
         self._written: set[tuple[int, int, str]] = set()
@@ -46,7 +49,7 @@ class SnapshotDriver(Driver):
     # --- a run --------------------------------------------------------------------------------------------------------
 
     def begin(self, servers: int = 2, workers: int = 1, **settings: Any) -> list[Member]:
-        """Members, and parameters, "mlp" if not named; ready unless they are to be loaded or copied."""
+        """Start members, and parameters ("mlp" by default); ready unless they are to be loaded or copied."""
         for _ in range(servers):
             self.join("server")
         members = [self.join()[0] for _ in range(workers)]
@@ -57,18 +60,18 @@ class SnapshotDriver(Driver):
         return members
 
     def train(self, version: int, name: str = "mlp") -> None:
-        """All slices reach a version, and the servers say so."""
+        """Move all slices to a version, and let the servers report it."""
         self.versions[name] = version
         self.beat_versions()
         self.go_on()
 
     def beat_versions(self) -> None:
-        """Heartbeats of all servers."""
+        """Send heartbeats of all servers."""
         for session in self.server_sessions():
             self.on(ev.Heartbeat(session, self.map.epoch, tuple(self.versions.items())))
 
     def save(self, worker: Member | None = None, **next_pushes: int) -> int:
-        """Calls SaveSnapshot."""
+        """Call SaveSnapshot."""
         call = self.number()
         who = (worker.member_id, worker.incarnation) if worker else ("", 0)
         self.on(sn.Save(call, "", "on demand", *who, tuple(next_pushes.items())))
@@ -76,18 +79,18 @@ class SnapshotDriver(Driver):
         return call
 
     def saved(self, call: int) -> CommitRecord:
-        """The snapshot that a call was answered with."""
+        """Return the snapshot in the answer to a call."""
         answer = self.state(call)
         assert isinstance(answer, sn.Saved), answer
         return answer.commit
 
     @property
     def steps(self) -> list[dict[str, int]]:
-        """What is committed, the oldest first."""
+        """Steps of the committed snapshots, the oldest first."""
         return [dict(commit.steps) for commit in reversed(self.cluster.snapshots.catalog.commits)]
 
     def entry(self, name: str = "mlp") -> ParametersEntry:
-        """Parameters as the map shows them."""
+        """Return parameters as the map shows them."""
         entry = self.map.entry(name)
         assert entry is not None
         return entry
@@ -95,7 +98,7 @@ class SnapshotDriver(Driver):
     # --- the others ---------------------------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Servers, workers and the storage do what they are to do, until nothing is left."""
+        """Let servers, workers and the storage do their work until nothing is left."""
         again = True
         while again:
             again = False
@@ -109,22 +112,22 @@ class SnapshotDriver(Driver):
             again = self._load() or again
 
     def take_commands(self) -> list[tuple[int, Any]]:
-        """The commands that were not answered, by session: whoever takes them answers them."""
+        """Take the unanswered commands, by session. The caller answers them."""
         taken, self.commands = self.commands, []
         return taken
 
     def take_works(self) -> list[ev.Effect]:
-        """What the storage is to do and has not done: whoever takes it answers for the storage."""
+        """Take the pending work of the storage. The caller answers for the storage."""
         taken, self.works = self.works, []
         return taken
 
     def server_sessions(self) -> list[int]:
-        """The sessions of the servers that have one."""
+        """Sessions of servers."""
         members = self.cluster.members
         return [session for server in members.servers if (session := members.sessions.of(server.member_id))]
 
     def obey(self, session: int, command: Any) -> bool:
-        """A member answers a command; whether it did."""
+        """Let a member answer a command. Return True if it did."""
         match command:
             case sn.Prepare(attempt, _, steps):
                 stepped = {n: self.versions.get(n, 0) for n, _ in steps if self._is_stepped(n)}
@@ -144,14 +147,14 @@ class SnapshotDriver(Driver):
         return True
 
     def _standing(self, session: int, command: AlignCommand) -> AlignReported:
-        """A held worker's word: an iteration starts where all slices are."""
+        """Return a held worker's report: an iteration begins where all slices are."""
         names = self.cluster.machines.creation.joins.alignment.names
         steps = {name: max(self.versions.get(name, 0), self._first_step(name)) for name in names}
         low, high = min(steps.values()), max(steps.values())
         if high - low > 1:  # Not in step: iterations are declared.
             position = sum(steps.values())
             return AlignReported(session, command.number, position, position, 0, True, tuple(steps.items()))
-        if command.until is not None and self.iterating:  # It runs up to there.
+        if command.until is not None and self.iterating:  # The worker runs up to there.
             steps = dict.fromkeys(names, command.until // len(names))
         position = sum(steps.values())
         start = position - position % len(names)
@@ -164,7 +167,7 @@ class SnapshotDriver(Driver):
         return isinstance(self.entry(name).spec.consistency, BSP)
 
     def _write(self, attempt: int, session: int) -> bool:
-        """A server writes its shards of each parameter set that is at the cut."""
+        """Let a server write its shards of each parameter set that is at the cut."""
         cut = self.cuts.get(attempt)
         if cut is None or cut.directory != "cut":
             return False
@@ -195,7 +198,7 @@ class SnapshotDriver(Driver):
         return True
 
     def _load(self) -> bool:
-        """Servers load what they are to."""
+        """Let servers load their slices."""
         done = False
         for entry in self.map.parameters if self.loading else ():
             if entry.ready or entry.restore is None:
@@ -223,7 +226,7 @@ class SnapshotDriver(Driver):
 
 
 def written(session: int, attempt: int, entry: ParametersEntry, number: int, version: int) -> sn.Written:
-    """A server's word on a shard whose slices are all at ``version``."""
+    """Return a server's report on a shard whose slices are all at ``version``."""
     slices = len(range(number, entry.slicing.count, len(entry.shards)))
     name = f"{entry.spec.name}-{number}.safetensors"
     file = ShardFile(name, 100, DIGEST, (version,) * slices, (DIGEST,) * slices)
@@ -232,7 +235,7 @@ def written(session: int, attempt: int, entry: ParametersEntry, number: int, ver
 
 
 def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> CommitRecord:
-    """The record of a manifest."""
+    """Return the record of a manifest."""
     data = manifest.to_bytes()
     return CommitRecord(
         sequence=sequence,
@@ -250,25 +253,25 @@ def commit_of(manifest: Manifest, sequence: int, epoch: int | None = None) -> Co
 
 
 def history_of(driver: SnapshotDriver, **base: Any) -> sn.History:
-    """What a storage would hold of a run."""
+    """Return the history that a storage would hold of a run."""
     catalog = driver.cluster.snapshots.catalog
     return sn.History(catalog.commits, max((c.sequence for c in catalog.commits), default=0), catalog.newest, **base)
 
 
 class Ready(SnapshotDriver):
-    """With members."""
+    """Driver with members."""
 
     members: list[Member]
 
     @property
     def attempt(self) -> Attempt:
-        """The attempt under way."""
+        """The attempt in progress."""
         assert self.cluster.snapshots.runner.attempt is not None
         return self.cluster.snapshots.runner.attempt
 
 
 def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:
-    """Ready parameters, and a storage."""
+    """Return a driver with ready parameters, and a storage."""
     d = Ready(workers_min=workers, **settings)
     d.members = d.begin(servers, workers, consistency=consistency)
     d.go_on()

@@ -1,4 +1,4 @@
-"""Writes small snapshots into a storage, for tests of what reads them."""
+"""Small snapshots written into a storage, for tests of readers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ def parameters(
     shards: int,
     size: int,
 ) -> tuple[ParametersState, dict[str, bytes]]:
-    """Parameters with these weights in slices of ``size`` elements, and the content of their files. The optimizer's
-    arrays hold the weights' negatives and absolutes."""
+    """Return parameters with these weights in slices of ``size`` elements, and the content of their files.
+
+    The optimizer's arrays hold the negated and the absolute weights.
+    """
     slices: list[list[NDArray[np.float32]]] = [
         [values[i : i + size], -values[i : i + size], np.abs(values[i : i + size])] for i in range(0, len(values), size)
     ]
@@ -55,8 +57,10 @@ def write(
     size: int = 5,
     kept: Mapping[tuple[str, int], bytes] = {},
 ) -> CommitRecord:
-    """Commits a snapshot of parameters by name, each of tensors by name: (declared dtype, values). kept: the files of
-    the states that workers keep themselves, by parameters and rank."""
+    """Commit a snapshot of parameters by name, each with tensors by name: (declared dtype, values).
+
+    kept: files of worker states, by parameters and rank.
+    """
     states: list[ParametersState] = []
     contents: dict[str, bytes] = {}
     for number, (name, own) in enumerate(tensors.items()):

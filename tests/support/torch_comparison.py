@@ -1,7 +1,7 @@
-"""A script for ``psdist run``: trains small models through psdist, and the same by torch alone.
+"""Script for ``psdist run``: trains small models through psdist, and again with torch alone.
 
-Arguments: the folder of the tests' package, how many steps, which models; ``beside`` compares with one process that
-trains on the whole batch, and with torch's DDP over gloo. Rank 0 prints one line for each model.
+Arguments: the folder of the tests' package, number of steps, models; ``beside`` compares with one process that trains
+on the whole batch, and with torch's DDP over gloo. Rank 0 prints one line per model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.support.torch_models import MODELS, loss_of, part  # as above
 
 
 def main() -> None:
-    """Compares the models that the command line names."""
+    """Compare the models named on the command line."""
     steps, names, beside = int(sys.argv[2]), sys.argv[3].split(","), "beside" in sys.argv[4:]
     torch.set_num_threads(1)
     for name in names:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def alone(name: str, at_first: nn.Module, steps: int) -> nn.Module:
-    """The model after training in one process on all workers' batches."""
+    """Return the model after training in one process on all workers' batches."""
     model = copy.deepcopy(at_first)
     _, batch_of, optimizer_of = MODELS[name]
     optimizer = optimizer_of(model)
@@ -67,7 +67,7 @@ def alone(name: str, at_first: nn.Module, steps: int) -> nn.Module:
 def by_ddp(
     name: str, at_first: nn.Module, steps: int, rank: int, world: int, wrap: Any = nn.parallel.DistributedDataParallel
 ) -> nn.Module:
-    """The model after training with torch's DDP, or what has its shape."""
+    """Return the model after training with torch's DDP, or with another wrapper used like it."""
     if not distributed.is_initialized():
         rendezvous = Path(tempfile.gettempdir()) / "gloo"
         distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
@@ -83,7 +83,7 @@ def by_ddp(
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
-    """The largest relative difference of a parameter, by L2 norms."""
+    """Return the largest relative difference of a parameter, by L2 norms."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(((a - b).double().norm() / b.double().norm()).item() for a, b in pairs)
 

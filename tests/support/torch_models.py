@@ -10,7 +10,7 @@ from torch.nn import functional
 
 
 class Attention(nn.Module):
-    """A transformer block over characters, whose output weights are its embedding's."""
+    """Transformer block over characters, whose output weights are its embedding's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,18 +20,18 @@ class Attention(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, text: Tensor) -> Tensor:
-        """int[batch, length] to float[batch, 32, length]."""
+        """Map int[batch, length] to float[batch, 32, length]."""
         logits: Tensor = self.head(self.block(self.embed(text)))
         return logits.transpose(1, 2)
 
 
 def mlp() -> nn.Module:
-    """Inputs float[batch, 12], 4 classes."""
+    """Return a model for inputs float[batch, 12] and 4 classes."""
     return nn.Sequential(nn.Linear(12, 40), nn.GELU(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 4))
 
 
 def cnn() -> nn.Module:
-    """Inputs float[batch, 1, 8, 8], 4 classes."""
+    """Return a model for inputs float[batch, 1, 8, 8] and 4 classes."""
     return nn.Sequential(
         nn.Conv2d(1, 6, 3),
         nn.GroupNorm(2, 6),
@@ -60,7 +60,7 @@ def _text(step: int) -> Batch:
     return text, (text * 3 + 1) % 32
 
 
-#: Model, batches of all workers together by step, and optimizer of torch.
+#: Model, batches of all workers together by step, and torch optimizer.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[[nn.Module], torch.optim.Optimizer]]]
 MODELS = {
     "mlp": (mlp, _classes((12,)), lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)),
@@ -70,7 +70,7 @@ MODELS = {
 
 
 def decayed(model: nn.Module) -> list[dict[str, object]]:
-    """Parameter groups: weights that decay, and vectors that do not."""
+    """Return parameter groups: weights with weight decay, and vectors without."""
     parameters = list(model.parameters())
     return [
         {"params": [one for one in parameters if one.dim() > 1], "weight_decay": 0.1},
@@ -79,10 +79,10 @@ def decayed(model: nn.Module) -> list[dict[str, object]]:
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    """Mean cross entropy."""
+    """Return the mean cross entropy."""
     return functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def part(batch: Batch, rank: int, world: int) -> Batch:
-    """A worker's part of a batch."""
+    """Return a worker's part of a batch."""
     return batch[0][rank::world], batch[1][rank::world]

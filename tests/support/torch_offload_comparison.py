@@ -1,6 +1,6 @@
-"""A script for ``psdist run``: trains small models by ``psdist.torch.offload``, and the same by DistributedOptimizer.
+"""Script for ``psdist run``: trains small models by ``psdist.torch.offload``, and again by DistributedOptimizer.
 
-Arguments: the folder of the tests' package, how many steps, which models. Rank 0 prints whether the bytes are equal.
+Arguments: the folder of the tests' package, number of steps, models. Rank 0 prints whether the bytes are equal.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.support.torch_models import loss_of, part  # as above
 
 
 def stack() -> nn.Module:
-    """Layers of one size, and others. Inputs float[batch, 12], 4 classes."""
+    """Return layers of one size, and others. Inputs float[batch, 12], 4 classes."""
     return nn.Sequential(*(nn.Sequential(nn.Linear(12, 12), nn.Tanh()) for _ in range(7)), nn.Linear(12, 4))
 
 
@@ -32,7 +32,7 @@ MODELS = torch_models.MODELS | {"stack": (stack, _BATCH, _OPTIMIZER)}
 
 
 def main() -> None:
-    """Compares the models that the command line names."""
+    """Compare the models named on the command line."""
     steps, names = int(sys.argv[2]), sys.argv[3].split(",")
     torch.set_num_threads(1)
     for name in names:
@@ -57,12 +57,12 @@ def main() -> None:
 
 
 def arrays(model: torch.nn.Module) -> Iterable[Any]:
-    """Values of the parameters."""
+    """Return the values of the parameters."""
     return (one.detach().numpy() for one in model.parameters())
 
 
 def digest(values: Iterable[Any]) -> str:
-    """Of all bytes, in order."""
+    """Return a digest of all bytes, in order."""
     return hashlib.sha256(b"".join(one.tobytes() for one in values)).hexdigest()[:16]
 
 

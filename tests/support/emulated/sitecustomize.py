@@ -1,8 +1,8 @@
-"""Gives servers that are started with ``--device cuda`` a device on the processor. Found where a test puts this folder
-into PYTHONPATH; programs have no flag for it.
+"""Give servers that are started with ``--device cuda`` a device emulated on the CPU.
 
-Where the file that HOST_DEVICE_LOST names exists, the device of the server that HOST_DEVICE_OF names fails at its next
-kernel, once: the file is gone then, so that the server that is started again has one that works.
+Python finds this module if a test puts its folder into PYTHONPATH; programs have no flag for it. If the file named by
+HOST_DEVICE_LOST exists, the device of the server named by HOST_DEVICE_OF fails at its next kernel, once: it removes
+the file, so that the restarted server has a working device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _install() -> None:
     from tests.support.host_device import HostDevice
 
     class ServerDevice(HostDevice):
-        """A device that may fail."""
+        """Device that may fail."""
 
         def launch(self, *arguments: Any) -> None:
             lost = Path(os.environ.get("HOST_DEVICE_LOST", "none"))
