@@ -24,7 +24,7 @@ FILE_LINES_MAX = 600
 PURE_FOLDERS = (
     *("psdist.client.core", "psdist_server.core", "psdist_scheduler.events", "psdist_scheduler.members"),
     *("psdist_scheduler.placement", "psdist_scheduler.datasets", "psdist_scheduler.snapshots"),
-    *("psdist_scheduler.coordination", "psdist.metrics"),
+    "psdist_scheduler.coordination",
 )
 #: Pure modules elsewhere.
 PURE_MODULES = (
@@ -35,6 +35,8 @@ PURE_MODULES = (
     *("psdist.wire.limits", "psdist.wire.backoff", "psdist.launch.supervisor", "psdist_scheduler.cluster"),
     *("psdist.launch.events", "psdist.launch.shutdown", "psdist.settings", "psdist.settings.exit_codes"),
     *("psdist.snapshots.format", "psdist.snapshots.policy", "psdist.snapshots.settings"),
+    *("psdist.metrics", "psdist.metrics.interval", "psdist.metrics.interval_lines", "psdist.metrics.phases"),
+    *("psdist.metrics.progress_line", "psdist.metrics.report"),
 )
 IMPURE_IMPORTS = frozenset(
     {

@@ -21,9 +21,9 @@ from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
 from psdist.default_log import print_line
 from psdist.errors import ConfigurationError
+from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
+from psdist.metrics.trackers.tracker import Tracker
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
-from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
-from psdist.trackers.tracker import Tracker
 
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 

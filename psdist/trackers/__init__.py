@@ -1,12 +1,9 @@
-"""Destinations of metrics. A script registers a ``Tracker`` by ``context.add_tracker``; the launcher creates its own.
-
-``TensorBoardTracker`` writes event files (extra ``tensorboard``), ``JsonLinesTracker`` lines of JSON.
-"""
+"""Public names of ``psdist.metrics.trackers``: the tracker interface, and the trackers that write files."""
 
 from __future__ import annotations
 
-from psdist.trackers.json_lines import JsonLinesTracker
-from psdist.trackers.tensorboard import TensorBoardTracker
-from psdist.trackers.tracker import Tracker
+from psdist.metrics.trackers.json_lines import JsonLinesTracker
+from psdist.metrics.trackers.tensorboard import TensorBoardTracker
+from psdist.metrics.trackers.tracker import Tracker
 
 __all__ = ["JsonLinesTracker", "TensorBoardTracker", "Tracker"]

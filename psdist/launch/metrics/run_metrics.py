@@ -16,11 +16,11 @@ from typing import Final, Protocol
 from psdist.errors import MalformedPayloadError
 from psdist.launch.metrics.receiver import MetricsReceiver
 from psdist.metrics.interval import WorkerInterval, last_step, summarize
+from psdist.metrics.trackers.json_lines import JsonLinesTracker
+from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
+from psdist.metrics.trackers.tensorboard import TensorBoardTracker
+from psdist.metrics.trackers.tracker import Tracker, Trackers
 from psdist.settings.config import METRICS_INTERVAL_SECONDS, ProgressName
-from psdist.trackers.json_lines import JsonLinesTracker
-from psdist.trackers.progress import PLAIN_SECONDS, ProgressTracker
-from psdist.trackers.tensorboard import TensorBoardTracker
-from psdist.trackers.tracker import Tracker, Trackers
 
 #: A line on a terminal is replaced no more often.
 _REFRESH_SECONDS: Final = 0.1

@@ -14,9 +14,9 @@ import pytest
 from event_files import EventFile
 
 from psdist.errors import ConfigurationError
+from psdist.metrics.trackers.progress import ProgressTracker
+from psdist.metrics.trackers.tracker import Trackers
 from psdist.trackers import JsonLinesTracker, TensorBoardTracker
-from psdist.trackers.progress import ProgressTracker
-from psdist.trackers.tracker import Trackers
 
 
 def test_lines_are_appended_and_are_json(tmp_path: Path) -> None:
