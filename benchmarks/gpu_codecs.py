@@ -57,7 +57,7 @@ class Encoding:
 
     def kernels(self) -> None:
         """Encodes on the device alone."""
-        self._encoder.encode_there(self._push, self._slices)
+        self._encoder.encode_on_device(self._push, self._slices)
 
 
 def encoding_speed(device: Device, options: argparse.Namespace) -> Iterator[dict[str, Any]]:

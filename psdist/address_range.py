@@ -56,7 +56,7 @@ class AddressRange:
         self._protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self.address = _checked(_libc.mmap(None, max(1, size), self._protection, _ANONYMOUS, -1, 0))
         memory = _Memory(self.address, size, writable)
-        weakref.finalize(memory, _unmapper.end, self.address, max(1, size)).atexit = False
+        weakref.finalize(memory, _unmapper.unmap, self.address, max(1, size)).atexit = False
         if size > LARGE_BYTES:
             _unmapper.start()
         #: All bytes of the range. The range lives as long as this array, or a view of it.
@@ -96,7 +96,7 @@ class AddressRange:
             address = self.address + at + start
             _checked(_libc.mmap(address, length, self._protection, _ANONYMOUS | _MAP_FIXED, -1, 0))
 
-    def keep(self, at: int, size: int) -> None:
+    def make_private(self, at: int, size: int) -> None:
         """Replace ``size`` bytes by private memory with the same content. Raises OSError."""
         writable = mmap.PROT_READ | mmap.PROT_WRITE
         for start, length in _chunks(size):
@@ -151,7 +151,7 @@ class _Unmapper:
             self._pid = os.getpid()
             threading.Thread(target=self._serve, name="unmapper", daemon=True).start()
 
-    def end(self, address: int, size: int) -> None:
+    def unmap(self, address: int, size: int) -> None:
         """Unmap a range that nothing refers to any more."""
         if size > LARGE_BYTES and self._pid == os.getpid():
             self._ended.put((address, size))

@@ -65,7 +65,7 @@ class BackgroundCompiler:
         self._lock = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
         self._closed = False
-        self._begun = False
+        self._started = False
         self._seconds = 0.0
         #: All kernels added so far. A kernel that is being compiled, or is loaded, is not compiled again for another
         #: caller.
@@ -100,13 +100,13 @@ class BackgroundCompiler:
             kernel.interpret(self._spend)
         with self._lock:
             self._added.append((new, purpose))
-        if self._begun:
-            self.begin()
+        if self._started:
+            self.start_compiling()
 
-    def begin(self) -> None:
+    def start_compiling(self) -> None:
         """Start to compile, or to load, all added kernels, now and from now on."""
         with self._lock:
-            self._begun = True
+            self._started = True
             added, self._added = self._added, []
         for kernels, purpose in added:
             loading: Future[None] = Future()
@@ -116,8 +116,8 @@ class BackgroundCompiler:
     def _spend(self, seconds: float) -> None:
         """Add the processor time of an interpreted call."""
         self._seconds += seconds
-        if self._seconds >= _WORTH_SECONDS and not self._begun:
-            self.begin()
+        if self._seconds >= _WORTH_SECONDS and not self._started:
+            self.start_compiling()
 
     def close(self) -> None:
         """Kill the compiler processes."""
@@ -237,7 +237,7 @@ class BackgroundCompiler:
 
 
 @cache
-def of_workers() -> BackgroundCompiler:
+def shared_compiler() -> BackgroundCompiler:
     """Return the compiler that all workers of this process share."""
     return BackgroundCompiler(logging.getLogger("psdist"))
 

@@ -27,7 +27,7 @@ def widen(values: NDArray[Any], out: NDArray[np.float32]) -> None:
 def _casts() -> Any:
     """Import ``casts`` at first use: a client that casts nothing does not need it."""
     from psdist.compression import casts
-    from psdist.compression.background_compiler import of_workers
+    from psdist.compression.background_compiler import shared_compiler
 
-    of_workers().add(casts.KERNELS, "16-bit payloads")
+    shared_compiler().add(casts.KERNELS, "16-bit payloads")
     return casts

@@ -63,7 +63,7 @@ class WorkerInterval:
     staleness_sum: float = 0.0
     staleness_max: int = 0
 
-    def then(self, later: WorkerInterval) -> WorkerInterval:
+    def followed_by(self, later: WorkerInterval) -> WorkerInterval:
         """Return this interval and the next one combined."""
         return WorkerInterval(
             later.rank,

@@ -188,7 +188,7 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
-    def settle(result: Callable[[], None]) -> None:
+    def set_once(result: Callable[[], None]) -> None:
         if not future.done():
             result()
 
@@ -202,7 +202,7 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
     def deliver(result: Callable[[], None]) -> None:
         with suppress(RuntimeError):  # The loop is closed: no caller is left.
-            loop.call_soon_threadsafe(settle, result)
+            loop.call_soon_threadsafe(set_once, result)
 
     _threads.run(run, deliver)
     return future

@@ -132,11 +132,11 @@ async def export(
     total = sum(item.bytes for item in items)
     source = _Source(storage, manifest)
     written = overflowed = 0
-    with _together(out) as keep:
+    with _together(out) as open_draft:
         for path, part in zip(paths, parts, strict=True):
-            with keep(path) as raw, _FILES[options.format](raw, part) as begin:
+            with open_draft(path) as raw, _FILES[options.format](raw, part) as start_tensor:
                 for item in part:
-                    with begin(item) as write:
+                    with start_tensor(item) as write:
                         async for values in source.chunks(item):
                             chunk, lost = _cast(values, item.dtype)
                             overflowed += lost
@@ -144,7 +144,7 @@ async def export(
                             write(chunk.view(np.uint8).data)
                             progress(written, total)
         if index is not None:
-            with keep(index) as raw:
+            with open_draft(index) as raw:
                 raw.write(_index(paths, parts, total))
     return Exported((*paths, *([index] if index else [])), len(items), total, overflowed, found.left_out)
 
@@ -215,7 +215,7 @@ def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContext
     drafts: list[tuple[Path, Path]] = []
 
     @contextlib.contextmanager
-    def keep(path: Path) -> Iterator[IO[bytes]]:
+    def open_draft(path: Path) -> Iterator[IO[bytes]]:
         draft = path.with_name(f".{path.name}.{os.getpid()}.part")
         drafts.append((draft, path))
         with draft.open("wb") as file:
@@ -224,7 +224,7 @@ def _together(out: Path) -> Iterator[Callable[[Path], contextlib.AbstractContext
             os.fsync(file.fileno())
 
     try:
-        yield keep
+        yield open_draft
         for draft, path in drafts:
             draft.replace(path)
     except OSError as error:
@@ -286,11 +286,11 @@ def _cast(values: NDArray[Any], dtype: str) -> tuple[NDArray[Any], int]:
 # --- formats ----------------------------------------------------------------------------------------------------------
 
 #: Start a tensor of a file, and yield the function that appends to it.
-_Begin = Callable[[_Item], contextlib.AbstractContextManager[Callable[[Any], object]]]
+_StartTensor = Callable[[_Item], contextlib.AbstractContextManager[Callable[[Any], object]]]
 
 
 @contextlib.contextmanager
-def _safetensors(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+def _safetensors(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_StartTensor]:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for item in items:
@@ -308,9 +308,9 @@ def _safetensors(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
 
 
 @contextlib.contextmanager
-def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_StartTensor]:
     @contextlib.contextmanager
-    def begin(item: _Item) -> Iterator[Callable[[Any], object]]:
+    def start_tensor(item: _Item) -> Iterator[Callable[[Any], object]]:
         with archive.open(zipfile.ZipInfo(f"{item.name}.npy"), "w", force_zip64=True) as entry:
             descr = np.lib.format.dtype_to_descr(TENSOR_DTYPES[item.dtype])
             header = {"descr": descr, "fortran_order": False, "shape": item.shape}
@@ -318,11 +318,11 @@ def _npz(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
             yield entry.write
 
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_STORED) as archive:
-        yield begin
+        yield start_tensor
 
 
 @contextlib.contextmanager
-def _torch(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
+def _torch(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_StartTensor]:
     try:
         torch: Any = importlib.import_module("torch")
     except ImportError:
@@ -330,13 +330,13 @@ def _torch(raw: IO[bytes], items: Sequence[_Item]) -> Iterator[_Begin]:
     tensors = {}
 
     @contextlib.contextmanager
-    def begin(item: _Item) -> Iterator[Callable[[Any], object]]:
+    def start_tensor(item: _Item) -> Iterator[Callable[[Any], object]]:
         data, dtype = bytearray(), getattr(torch, item.dtype)
         yield data.extend
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         tensors[item.name] = flat.reshape(item.shape)
 
-    yield begin
+    yield start_tensor
     torch.save(tensors, raw)
 
 

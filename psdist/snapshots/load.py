@@ -104,7 +104,7 @@ def load_snapshot(
         raise InvalidArgumentError("dtype and into cannot be given together: each array of into has its own dtype")
     _check_targets(into or {})
     storage = open_storage(url)
-    found, states, stored, arrays = wait(load_usable(storage, step, parameters, _read))
+    found, states, stored, arrays = run_coroutine(load_usable(storage, step, parameters, _read))
     for sentence in found.skipped:
         warnings.warn(f"an older snapshot is used: {sentence}", RuntimeWarning, stacklevel=2)
     for sentence in stored.left_out:
@@ -127,7 +127,7 @@ def load_snapshot(
 Read = Callable[[Storage, CommittedSnapshot, Contents], Awaitable[T]]
 
 
-def wait(load: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(load: Coroutine[Any, Any, T]) -> T:
     """Run the coroutine, in a new thread if this thread already has a running loop, as in a notebook."""
     try:
         asyncio.get_running_loop()

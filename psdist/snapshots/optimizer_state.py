@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from psdist.optim import Optimizer
 from psdist.snapshots.format import ParametersState
-from psdist.snapshots.load import load_usable, wait
+from psdist.snapshots.load import load_usable, run_coroutine
 from psdist.snapshots.model_tensors import Contents
 from psdist.snapshots.opening import open_storage
 from psdist.snapshots.reader import CommittedSnapshot, SliceReader
@@ -55,7 +55,7 @@ def load_optimizer_state(url: str, step: int | None = None, parameters: str | No
     Arguments and errors are those of ``psdist.load_snapshot``.
     """
     storage = open_storage(url)
-    found, states, _, tensors = wait(load_usable(storage, step, parameters, _read))
+    found, states, _, tensors = run_coroutine(load_usable(storage, step, parameters, _read))
     return OptimizerState(max(state.step for state in states), found.manifest.directory, tensors)
 
 

@@ -276,7 +276,7 @@ class MappedVector:
         for run in runs:
             at, size = run.start * 4, run.size * 4
             if run.arena is None:
-                self._region.keep(at, size)
+                self._region.make_private(at, size)
             else:
                 # Pages come when they are read: nobody waits for all of them, and holes stay holes.
                 self._region.place(run.arena.fd, at=at, offset=run.arena.offset + at, size=size, prefault=False)

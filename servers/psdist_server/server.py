@@ -126,7 +126,7 @@ class ParameterServer:
             if store.dense.published is not None:
                 self._compiler.add(segments.KERNELS, "compressed weights")
             if entry.slicing.total >= LARGE_ELEMENTS:
-                self._compiler.begin()
+                self._compiler.start_compiling()
         return store
 
     def _prepare_sums(self) -> None:

@@ -81,7 +81,7 @@ def test_sums_do_not_depend_on_where_intervals_end(given_reports: list[tuple[Ste
     assert all(first.step < second.step for first, second in pairwise(intervals))
     total = intervals[0]
     for interval in intervals[1:]:
-        total = total.then(from_line(to_line(interval)))
+        total = total.followed_by(from_line(to_line(interval)))
     assert total == expected
 
 

@@ -24,7 +24,7 @@ class Unmapped:
     def start(self) -> None:
         self.is_started = True
 
-    def end(self, address: int, size: int) -> None:
+    def unmap(self, address: int, size: int) -> None:
         self.ranges.append((address, size))
 
 
@@ -70,7 +70,7 @@ def test_a_file_of_several_chunks_is_placed_whole_and_kept_as_it_is() -> None:
     theirs.view(np.dtype(np.uint32), PAGE, size // 4)[...] = numbers
     view = mine.view(np.dtype(np.uint32), 0, size // 4)
     assert (view == numbers).all()
-    mine.keep(PAGE, CHUNK_BYTES + PAGE)
+    mine.make_private(PAGE, CHUNK_BYTES + PAGE)
     theirs.bytes[...] = 0
     os.close(fd)
     kept = slice(PAGE // 4, (CHUNK_BYTES + 2 * PAGE) // 4)

@@ -21,14 +21,14 @@ def prepare(elements: int) -> BackgroundCompiler:
 
     compiler = _prepared()
     if elements >= LARGE_ELEMENTS:
-        compiler.begin()
+        compiler.start_compiling()
     return compiler
 
 
 @cache
 def _prepared() -> BackgroundCompiler:
-    from psdist.compression.background_compiler import of_workers
+    from psdist.compression.background_compiler import shared_compiler
     from psdist.compression.segments import KERNELS
 
-    of_workers().add(KERNELS, "compressed gradients")
-    return of_workers()
+    shared_compiler().add(KERNELS, "compressed gradients")
+    return shared_compiler()

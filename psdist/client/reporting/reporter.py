@@ -114,7 +114,7 @@ class Reporter:
         if self._pipe is None or not self._pipe.is_open:
             return
         if self._unsent is not None:
-            interval = self._unsent if interval is None else self._unsent.then(interval)
+            interval = self._unsent if interval is None else self._unsent.followed_by(interval)
         self._unsent = None
         if interval is not None and not self._pipe.send(to_line(interval)):
             self._unsent = interval

@@ -131,7 +131,7 @@ class DeviceEncoder:
                 push.forgotten[number] |= forgets
                 overflows.append(number)
 
-    def encode_there(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]]) -> None:
+    def encode_on_device(self, push: DevicePush, slices: Sequence[Sequence[SegmentRange]]) -> None:
         """Encode, but copy nothing except sizes to the host. For measurements."""
         self._launch(push, [segment for one in slices for segment in one])
         self._run.wait()

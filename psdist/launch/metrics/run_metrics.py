@@ -108,7 +108,7 @@ class RunMetrics:
 
     def _on_interval(self, interval: WorkerInterval) -> None:
         before = self._intervals.get(interval.rank)
-        self._intervals[interval.rank] = interval if before is None else before.then(interval)
+        self._intervals[interval.rank] = interval if before is None else before.followed_by(interval)
         if self._closed:
             return
         if self._expected <= self._intervals.keys():

@@ -44,7 +44,7 @@ compiler = BackgroundCompiler(logging.getLogger("psdist"))
 assert not widen_brain.is_cached
 compiler.add([widen_brain], "payloads")
 step()
-compiler.begin()
+compiler.start_compiling()
 print("is used", flush=True)
 sys.stdin.readline()
 if "exit" in sys.argv:
@@ -182,7 +182,7 @@ async def test_a_request_that_is_given_up_while_kernels_are_loaded_takes_no_othe
     """Otherwise the others would be cancelled silently, and their peers would wait forever."""
     kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
     compiler.add([cast(Kernel, kernel)], "a test")
-    compiler.begin()
+    compiler.start_compiling()
     given_up, others = asyncio.create_task(compiler.loaded()), [asyncio.create_task(compiler.loaded()) for _ in "ab"]
     await asyncio.sleep(0)
     given_up.cancel()
@@ -222,7 +222,7 @@ def test_kernels_are_loaded_once_they_took_long_and_those_that_come_later_at_onc
 
 def test_kernels_that_several_want_are_compiled_once() -> None:
     kernel, compiler = SlowKernel(), BackgroundCompiler(logging.getLogger("psdist"))
-    compiler.begin()
+    compiler.start_compiling()
     before = set(threading.enumerate())
     try:
         for purpose in ("one parameter set", "another one", "a third one"):
@@ -242,7 +242,7 @@ def test_where_numba_is_broken_numpy_goes_on(caplog: pytest.LogCaptureFixture) -
     compiler = BackgroundCompiler(logging.getLogger("psdist"))
     compiler.add([cast(Kernel, Broken())], "a test")
     with caplog.at_level(logging.WARNING, "psdist"):
-        compiler.begin()
+        compiler.start_compiling()
         for thread in threading.enumerate():
             if thread.name == "psdist-compile":
                 thread.join()
