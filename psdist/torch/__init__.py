@@ -1,8 +1,9 @@
-"""Training of PyTorch models through psdist: needs the extra ``torch``.
+"""PyTorch training through psdist. Needs the extra ``torch``.
 
-``DistributedOptimizer`` trains a model on parameter servers in any consistency mode, and replaces the script's
+``DistributedOptimizer`` trains a model on parameter servers in any consistency mode and replaces the script's
 optimizer. ``DistributedDataParallel`` averages gradients through the servers for a script that keeps its own optimizer.
-``LeasedDataLoader`` has batches for workers that come and go. ``import psdist`` alone never imports torch.
+``offload`` trains a model that does not fit into a worker's memory. ``LeasedDataLoader`` feeds workers that come and
+go. ``import psdist`` alone never imports torch.
 """
 
 from __future__ import annotations

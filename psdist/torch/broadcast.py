@@ -1,9 +1,9 @@
-"""Tensors that all workers take over from one of them.
+"""Broadcast of tensors from one worker to all others.
 
-A parameter set whose optimizer is a mean carries them: one worker's values count, and those of the others count for
-nothing. So what a snapshot has of such a set is never used again: each step brings all values anew.
+The tensors travel through a parameter set whose optimizer is a mean. Only the source's push has a weight, so the mean
+equals the source's values. Every step replaces all values, so a snapshot of such a set is never used.
 
-Not here: values that workers get which join later, or that a resumed run begins with (``values.share_fixed``).
+Not here: initial values of workers that join later or of a resumed run (``values.share_fixed``).
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from psdist.client.sync_client import Client
 from psdist.optim import Mean
 from psdist.torch.values import take_finite, to_finite
 
-#: A tensor that says of which step the values are. In a step that nobody gave values for it is of an earlier one.
+#: Tensor with the number of the step that its values belong to. A step without a source repeats an earlier number.
 _STEP: Final = "psdist/step"
-#: float32 has such numbers exactly.
+#: Step numbers wrap here. float32 represents all smaller integers exactly.
 _STEPS: Final = 1 << 20
-#: Ranks that are told apart.
+#: Number of ranks that can be told apart.
 _RANKS: Final = 4096
 
 
 class TensorBroadcast:
-    """Gives ``tensors`` the values that one worker has. All workers make the same calls.
+    """Copies ``tensors`` from one worker to all others. All workers make the same calls.
 
-    name: of the parameter set for that. The others contribute nothing to its steps, so the mean is what one pushed.
-    tensors: gives those of now, always of the same names and shapes; a module may replace a buffer by another tensor.
+    name: parameter set that carries the tensors.
+    tensors: returns the current tensors, always with the same names and shapes. A module may replace a buffer by
+        another tensor.
     """
 
     def __init__(self, client: Client, name: str, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
@@ -45,22 +46,25 @@ class TensorBroadcast:
         return {key: tensor for key, tensor in self._all().items() if tensor.numel()}
 
     def send(self, *, is_source: bool) -> bool:
-        """Makes one step: the source's values are in all workers' tensors. Returns False, in all workers, where none
-        was the source, because that one is gone; tensors are as they were then. Raises as ``Parameters.push_pull``."""
+        """Run one broadcast step: afterwards all workers hold the source's values.
+
+        Returns False, in all workers, if no worker was the source because it has left. Tensors are unchanged then.
+        Raises as ``Parameters.push_pull``.
+        """
         if self._handle is None:
             return True
         tensors, number = self._tensors(), 1 + self._handle.step % _STEPS
         values = self._handle.push_pull(_values(tensors, number), copy=False, weight=float(is_source))
         if values[_STEP][0] != number:
             dropped, self._dropped = self._dropped, self._handle.statistics().dropped
-            return self._dropped > dropped  # Then it is this worker that was away, and the others had their source.
+            return self._dropped > dropped  # A drop means that this worker missed the step; the others had a source.
         if not is_source:
             for key, tensor in tensors.items():
                 take_finite(tensor, values[key])
         return True
 
     def release_memory(self) -> None:
-        """Gives the memory of the values back, until the next step."""
+        """Free the buffers of the values until the next step."""
         if self._handle is not None:
             self._handle.release_memory()
 
@@ -70,9 +74,9 @@ def _values(tensors: Mapping[str, Tensor], number: int) -> dict[str, NDArray[np.
 
 
 class LowestRank:
-    """The lowest rank of the workers that make the same calls, on which they agree by a step of a parameter set.
+    """Lowest rank among the workers that make the same calls, agreed on by a step of a parameter set.
 
-    name: of that set. The lowest rank changes when its worker is gone.
+    name: parameter set for the agreement. The lowest rank changes when its worker leaves.
     """
 
     def __init__(self, context: Context, name: str) -> None:
@@ -86,6 +90,6 @@ class LowestRank:
         return int(np.flatnonzero(self._handle.push_pull({"ranks": self._flags}, copy=False)["ranks"])[0])
 
     def send(self, broadcast: TensorBroadcast) -> None:
-        """Gives all workers the values that the one of lowest rank has."""
+        """Broadcast the values of the worker with the lowest rank."""
         while not broadcast.send(is_source=self._mine == self._lowest):
             self._lowest = self._find()

@@ -1,9 +1,9 @@
-"""Which tensors travel together, and when all of them are there.
+"""Assignment of tensors to buckets, and detection of complete buckets.
 
-Invariants: a bucket is a range of neighbours in the layout, so that slices are shared between neighbouring buckets
-only. Every tensor is in one bucket. Each bucket is complete once in a step.
+Invariants: A bucket is a contiguous range of the layout, so only neighbouring buckets share slices. Every tensor is in
+    exactly one bucket. Each bucket completes once per step.
 
-Not here: values, and when they are sent (``gradients``).
+Values and sending are in ``gradients``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from psdist.errors import InvalidArgumentError
 
 
 class BucketPlan:
-    """Divides tensors into buckets, and counts those of a step that are ready.
+    """Divides tensors into buckets and counts the tensors of a step that are ready.
 
     sizes: bytes of each tensor, in the layout's order.
-    bucket_bytes: a bucket ends with the tensor with which it has so many. Backward passes reach the last layers first,
-        so buckets are filled from the last tensor on.
+    bucket_bytes: a bucket ends with the tensor that brings it to this size. Backward passes reach the last layers
+        first, so buckets are filled from the last tensor on.
     """
 
     def __init__(self, sizes: Sequence[int], bucket_bytes: int) -> None:
@@ -36,19 +36,19 @@ class BucketPlan:
                 members, held = [], 0
         self._missing = [len(bucket) for bucket in self.buckets]
 
-    def begin(self) -> None:
-        """A step begins: nothing is ready."""
+    def start_step(self) -> None:
+        """Start a step: no tensor is ready."""
         self._missing = [len(bucket) for bucket in self.buckets]
 
     def on_ready(self, number: int) -> tuple[int, ...]:
-        """Tensor ``number`` is ready. Returns the bucket that it completes, else nothing."""
+        """Mark tensor ``number`` as ready. Returns the bucket that it completes, or an empty tuple."""
         bucket = self._bucket_of[number]
         self._missing[bucket] -= 1
         return () if self._missing[bucket] else self.buckets[bucket]
 
 
 def bucket_bytes_of(bucket_cap_mb: float) -> int:
-    """Bytes of a bucket. Raises InvalidArgumentError."""
+    """Convert MiB to bytes. Raises InvalidArgumentError."""
     if (
         isinstance(bucket_cap_mb, bool)
         or not isinstance(bucket_cap_mb, int | float)

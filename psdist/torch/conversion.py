@@ -1,9 +1,9 @@
-"""From ``torch.optim`` to the specifications of ``psdist.optim``.
+"""Conversion of ``torch.optim`` optimizers and schedulers to specifications of ``psdist.optim``.
 
-Only what trains exactly as before is converted; everything else is refused, and the message names it. Classes are
-compared exactly, because a subclass may compute something else.
+Only settings that train exactly as before are converted. Everything else is refused by name. Classes are compared
+exactly, because a subclass may compute something else.
 
-Not here: which parameters a model has (``inspection``).
+The parameters of a model are found by ``inspection``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist import optim
 from psdist.errors import InvalidArgumentError, SettingsMismatchError
 from psdist.optim import Optimizer, Override, Schedule
 
-#: What torch's optimizers convert to.
+#: Counterparts of torch's optimizers.
 _SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
     torch.optim.SGD: optim.SGD,
     torch.optim.Adam: optim.Adam,
@@ -31,14 +31,14 @@ _SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
 }
 #: Settings that change only how fast torch computes.
 _SPEED: Final = ("foreach", "fused", "capturable")
-#: Settings that the servers do not have.
+#: Settings that the servers do not support.
 _REFUSED: Final = ("amsgrad", "maximize", "differentiable")
-#: What else a group has, which says nothing about the update: some by schedulers.
+#: Other keys of a parameter group, which do not affect the update. Schedulers add some of them.
 _OTHER: Final = (
     *("params", "param_names", "decoupled_weight_decay"),
     *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"),
 )
-#: As psdist.optim allows.
+#: Limit of psdist.optim.
 _PATTERNS: Final = 256
 
 
@@ -47,14 +47,14 @@ def convert_optimizer(
     names: Mapping[torch.nn.Parameter, str],
     scheduler: lr_scheduler.LRScheduler | None = None,
 ) -> Optimizer:
-    """The specification that updates as ``optimizer`` does. Its parameter groups become overrides.
+    """Return the specification that updates as ``optimizer`` does. Its parameter groups become overrides.
 
-    names: the name of each parameter that the optimizer has.
-    scheduler: of this optimizer; see ``convert_scheduler``.
+    names: name of each parameter of the optimizer.
+    scheduler: scheduler of this optimizer; see ``convert_scheduler``.
 
-    Raises InvalidArgumentError for an optimizer, a setting or a scheduler that the servers do not have, for an
-    optimizer that has already made steps, for a scheduler that is not given, and for groups that 256 patterns cannot
-    tell apart.
+    Raises InvalidArgumentError for an optimizer, a setting or a scheduler that the servers do not support, for an
+    optimizer that has already made steps, for a scheduler that exists but was not passed, and for groups that 256
+    patterns cannot tell apart.
     """
     schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
     if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
@@ -68,13 +68,13 @@ def convert_optimizer(
 def convert_settings(
     optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], schedule: Schedule
 ) -> Optimizer:
-    """``convert_optimizer`` with this schedule: rates are those before the first step of a scheduler."""
+    """Do the work of ``convert_optimizer`` with a given schedule. Rates are those before a scheduler's first step."""
     kind = _kind_of(optimizer)
     groups, title = optimizer.param_groups, _title(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has a state from the start
         raise InvalidArgumentError(
-            f"this {title} has already made steps: the servers begin with an empty state. Wrap a new one; a run goes "
-            "on from a snapshot by its --run-id"
+            f"this {title} has already made steps: the servers start with an empty state. Wrap a new one; a run "
+            "resumes from a snapshot by its --run-id"
         )
     hyperparameters = [_hyperparameters(title, kind, group) for group in groups]
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
@@ -84,7 +84,7 @@ def convert_settings(
 
 
 def check_same_state(optimizer: torch.optim.Optimizer, spec: Optimizer) -> None:
-    """Raises SettingsMismatchError unless ``optimizer`` keeps what the servers keep for ``spec``."""
+    """Raise SettingsMismatchError unless ``optimizer`` has the same state tensors as ``spec`` on the servers."""
     kind = _kind_of(optimizer)
     mine = kind(**_hyperparameters(_title(optimizer), kind, optimizer.param_groups[0]))
     if type(spec) is not kind or spec.state_names != mine.state_names:
@@ -114,7 +114,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[Optimizer]:
 
 
 def _hyperparameters(title: str, kind: type[Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of one parameter group, by their names in psdist.optim."""
+    """Return the settings of one parameter group, by their names in psdist.optim."""
     for name in _REFUSED:
         if group.get(name):
             raise InvalidArgumentError(f"{title}({name}=True) has no counterpart on the servers: use {name}=False")
@@ -141,7 +141,7 @@ def _names_of_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.n
 def _overrides(
     spec: Optimizer, base: int, hyperparameters: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
 ) -> tuple[Override, ...]:
-    """What makes of ``spec``, which has the hyperparameters of group ``base``, those of all groups."""
+    """Return the overrides that turn ``spec``, which has the settings of group ``base``, into those of all groups."""
     changes = [_changes(spec, values) for values in hyperparameters]
     changed = [number for number, values in enumerate(changes) if values and names[number]]
     kept = [name for number, group in enumerate(names) if number not in changed for name in group]
@@ -163,8 +163,10 @@ def _changes(spec: Optimizer, values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _patterns(names: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Patterns that match all of ``names`` and none of ``others``: their last words where that is possible
-    (``*.bias``), else their whole names."""
+    """Return patterns that match all of ``names`` and none of ``others``.
+
+    A pattern is the last word of a name if possible (``*.bias``), else the whole name.
+    """
     found: dict[str, None] = {}
     for name in names:
         ending = f"*.{_escaped(name.rpartition('.')[2])}"
@@ -181,16 +183,15 @@ def _escaped(name: str) -> str:
 
 
 class _NoScheduleError(Exception):
-    """The servers have no schedule with the same factors. The text says why."""
+    """The servers support no schedule with the same factors. The text says why."""
 
 
 def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
-    """The schedule with the same factor at each step, for a scheduler that is stepped after every step of the
-    optimizer.
+    """Return the schedule with the same factor at each step. The scheduler is stepped after every optimizer step.
 
-    Converted are LinearLR from 1, and as a warm-up to 1; CosineAnnealingLR, up to its ``T_max``; StepLR,
-    ExponentialLR and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these.
-    Raises InvalidArgumentError for all others, and for one that has already made steps.
+    Converted are LinearLR from 1, and as a warm-up to 1; CosineAnnealingLR, up to its ``T_max``; StepLR, ExponentialLR
+    and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these. Raises
+    InvalidArgumentError for all others, and for one that has already made steps.
     """
     try:
         return _schedule_of(scheduler)
@@ -203,7 +204,7 @@ def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
 
 
 def schedule_or_none(scheduler: lr_scheduler.LRScheduler) -> Schedule | None:
-    """``convert_scheduler``; None for a scheduler that cannot be converted."""
+    """Return the result of ``convert_scheduler``, or None for a scheduler that cannot be converted."""
     try:
         return _schedule_of(scheduler)
     except _NoScheduleError:
@@ -213,8 +214,8 @@ def schedule_or_none(scheduler: lr_scheduler.LRScheduler) -> Schedule | None:
 def _schedule_of(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     if getattr(scheduler, "last_epoch", 0) > 0:
         raise InvalidArgumentError(
-            f"this {type(scheduler).__name__} has already made {scheduler.last_epoch} steps: the servers count from "
-            "0. Pass a new one; in a run that goes on from a snapshot it is brought to the run's step"
+            f"this {type(scheduler).__name__} has already made {scheduler.last_epoch} steps: the servers count from 0. "
+            "Pass a new one; in a resumed run it is advanced to the run's step"
         )
     if type(scheduler) is lr_scheduler.SequentialLR:
         return _sequence(scheduler)
@@ -235,7 +236,7 @@ def _sequence(scheduler: lr_scheduler.SequentialLR) -> Schedule:
 
 def _is_warm_up(scheduler: lr_scheduler.LinearLR) -> bool:
     if scheduler.total_iters < 1:
-        raise _NoScheduleError(f"total_iters={scheduler.total_iters} leaves the rate at start_factor for ever")
+        raise _NoScheduleError(f"total_iters={scheduler.total_iters} leaves the rate at start_factor forever")
     return scheduler.end_factor == 1.0 and scheduler.start_factor < 1.0
 
 
@@ -264,12 +265,12 @@ def _cosine(scheduler: Any) -> Schedule:
         raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
     factors = {scheduler.eta_min / rate for rate in rates if rate} or {0.0}
     if len(factors) > 1:
-        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} is another part of the rate in each group")
+        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} is a different fraction of the rate in each group")
     return optim.Cosine(scheduler.T_max, factors.pop())
 
 
 def _one_factor(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
-    """The rates of the groups are no multiples of what they began as, so they cannot be sent, either."""
+    """Return the error for groups whose rates are no multiples of their initial rates. They cannot be sent either."""
     return InvalidArgumentError(
         f"{type(scheduler).__name__} cannot be used: {why}, but the servers multiply all rates by one factor. Use "
         "eta_min=0, or psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"

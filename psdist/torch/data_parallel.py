@@ -1,13 +1,13 @@
-"""``DistributedDataParallel``: gradients are averaged through the servers, and the script keeps its own optimizer.
+"""``DistributedDataParallel``: average gradients through the servers for a script that keeps its own optimizer.
 
-The shape and the arguments are those of torch.nn.parallel.DistributedDataParallel. A parameter set of the gradients has
-``psdist.optim.Mean`` as its optimizer, so what comes back for a push is the mean gradient of the step, in BSP.
+The arguments are those of torch.nn.parallel.DistributedDataParallel. The gradients are a parameter set with
+``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient.
 
-Invariants: after a backward pass outside ``no_sync`` every worker has the same bytes in its gradients. So models that
-begin alike and have the same optimizer stay alike.
+Invariant: After a backward pass outside ``no_sync``, every worker holds the same gradient bytes. Models that start
+    equal and use the same optimizer therefore stay equal.
 
-Not here: gradients on their way (``gradients``). Weights are not on the servers, so workers cannot join later, and
-snapshots do not have them: that is what ``DistributedOptimizer`` is for.
+Not here: pushing gradients (``gradients``). Weights are not on the servers, so workers cannot join later, and snapshots
+do not contain the weights. Use ``DistributedOptimizer`` for that.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from psdist.torch.values import write_into
 
 logger = logging.getLogger("psdist")
 
-#: A tensor that has 1 for each parameter that got a gradient.
+#: Tensor with 1 for each parameter that got a gradient.
 _USED: Final = "psdist/used"
-#: A tensor that has more than 0 where gradients of any worker are not finite.
+#: Tensor that is above 0 if gradients of any worker are not finite.
 _OVERFLOWS: Final = "psdist/overflows"
 _AFTER_FAILURE: Final = (
-    "After a pass that failed this worker cannot go on, as the others make a step that it did not: stop the run, and "
-    "start it again from a checkpoint"
+    "After a failed pass this worker cannot continue, because the others make a step that it did not: stop the run, "
+    "and start it again from a checkpoint"
 )
 #: Defaults of torch's arguments that have no meaning here. Other values are refused.
 _UNSUPPORTED: Final[dict[str, Any]] = {
@@ -62,24 +62,28 @@ _UNSUPPORTED: Final[dict[str, Any]] = {
 class DistributedDataParallel(nn.Module):
     """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients.
 
-    module: as for ``DistributedOptimizer``. All workers begin with the values of the lowest rank.
+    module: as for ``DistributedOptimizer``. All workers start with the values of the lowest rank.
     device_ids: None, or the one device that the module is on.
-    broadcast_buffers: before each forward pass in training that is to be followed by a push, buffers become those of
-        the lowest rank. That is one more step of a parameter set.
-    find_unused_parameters: a backward pass may reach some parameters only. Workers that do not reach one count with
-        zeros; one that nobody reaches keeps the gradient that it had. False raises InvalidArgumentError then.
+    broadcast_buffers: copy the lowest rank's buffers to all workers before each forward pass in training that a push
+        will follow. This costs one more step of a parameter set.
+    find_unused_parameters: a backward pass may reach only some parameters. Workers that do not reach a parameter count
+        with zeros; a parameter that no worker reaches keeps its previous gradient. False raises InvalidArgumentError in
+        this case.
     gradient_as_bucket_view: ``parameter.grad`` is a view of the gradient vector, which saves memory and a copy.
-    static_graph: as find_unused_parameters: the parameters that are reached need not be all.
+    static_graph: same effect as find_unused_parameters: a backward pass need not reach all parameters.
     bucket_cap_mb: MiB of gradients that are pushed together; None for 8.
-    compression: of gradients, as for ``Client.parameters``.
-    name: of the parameter set; each model of a script has its own. context: None takes that of ``psdist.init()``.
-    others: the other arguments of torch's class, which may only have their defaults.
+    compression: codec of gradients, as for ``Client.parameters``.
+    name: name of the parameter set. Each model of a script has its own.
+    context: None uses the context of ``psdist.init()``.
+    others: the other arguments of torch's class. Only their defaults are allowed.
 
-    Raises InvalidArgumentError for what is not supported, DTypeMismatchError, LateWorkerError where the others have
-    begun without this worker, and what ``psdist.init`` and
-    ``Client.parameters`` raise. Where gradients of any worker are not finite, those of all become NaN, so that a
-    GradScaler skips the step everywhere. Backward passes raise what pushes raise; FencedError where this worker was
-    expelled and the others have gone on: its model is not theirs any more.
+    If gradients of any worker are not finite, those of all workers become NaN, so that a GradScaler skips the step
+    everywhere.
+
+    Raises InvalidArgumentError for unsupported arguments, DTypeMismatchError, LateWorkerError if the others started
+    without this worker, and the errors of ``psdist.init`` and ``Client.parameters``. Backward passes raise the errors
+    of pushes. They raise FencedError if this worker was expelled and the others continued: its model differs from
+    theirs now.
     """
 
     def __init__(
@@ -116,17 +120,18 @@ class DistributedDataParallel(nn.Module):
         flags: dict[str, NDArray[np.float32]] = {_OVERFLOWS: np.zeros(1, np.float32)}
         if self._may_miss:
             flags[_USED] = np.zeros(len(shapes), np.float32)
-        #: The parameter set of the gradients, for its ``step`` and ``statistics()``.
+        #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
         if self.handle.restored:
             logger.warning(
-                "%r goes on from snapshot %s, in which a DistributedDataParallel keeps neither weights nor optimizer: "
-                "they begin as the script has them now. Load the script's own checkpoint before wrapping the model, or "
-                "use psdist.torch.DistributedOptimizer, whose runs go on from snapshots",
+                "%r resumes from snapshot %s, which contains neither weights nor optimizer of a "
+                "DistributedDataParallel: both start with the script's current values. Load the script's own "
+                "checkpoint before wrapping the model, or use psdist.torch.DistributedOptimizer, whose runs resume "
+                "from snapshots",
                 name, self.handle.restored,
             )  # fmt: skip
-        #: Whose values all workers begin with, and whose buffers all have: also where a run is resumed, as a snapshot
-        #: has the values of its beginning, and a script those of its checkpoint.
+        #: Source of the initial values and of the buffers. A resumed run needs it, too: a snapshot holds the values of
+        #: the run's start, and the script those of its checkpoint.
         self._lowest_rank = LowestRank(self.context, f"{name}/ranks")
         initial = TensorBroadcast(client, f"{name}/initial", lambda: {**tensors.trained, **tensors.fixed})
         self._lowest_rank.send(initial)
@@ -135,7 +140,7 @@ class DistributedDataParallel(nn.Module):
             client, f"{name}/buffers", lambda: dict(module.named_buffers()) if broadcast_buffers else {}
         )
         self._parameters_then = ModelParameters(module)
-        #: torch.compile leaves it out of its graphs, as it talks to servers.
+        #: Excluded from the graphs of torch.compile, because it talks to servers.
         self._begin_step = torch.compiler.disable(self._begin)  # type: ignore[no-untyped-call]
         self._join: UnevenInputs | None = None
         self._stream = GradientStream(
@@ -145,7 +150,7 @@ class DistributedDataParallel(nn.Module):
         self._stream.listen()
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
-        """What the module returns."""
+        """Run the module and return its result."""
         if self.training and torch.is_grad_enabled() and not self._stream.is_paused:
             self._begin_step()
         return self.module(*arguments, **keywords)
@@ -159,16 +164,21 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this context backward passes add up gradients in the worker. The first one after it averages the sums."""
+        """Return a context in which backward passes only accumulate gradients.
+
+        The next pass after it averages the sums.
+        """
         with self._stream.paused():
             yield
 
     def set_weight(self, weight: float) -> None:
-        """Says what this worker's gradient counts for in the mean of the next step, such as the number of samples or
-        tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
-        of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
+        """Set the weight of this worker's gradient in the mean of the next step.
 
-        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
+        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
+            then make the step of a single process with all batches. 0 contributes nothing.
+
+        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
+        after that pass, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()
@@ -181,17 +191,19 @@ class DistributedDataParallel(nn.Module):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """For training loops whose workers have different numbers of batches: a worker that leaves this context makes
-        the steps of the others until nobody has a batch. Then all models are those of the last ones, buffers included.
-        The optimizers' states are not: a worker's has its own steps only.
+        """Return a context for training loops whose workers have different numbers of batches.
 
-        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is of the
-            others.
-        enable: False has no effect, for loops that are known to be even.
-        throw_on_early_termination: raises UnevenInputsError in all workers when the first one has no batch left.
+        A worker that leaves the context makes the steps of the others until no worker has a batch. Afterwards all
+        models, buffers included, equal those of the last workers. Optimizer states do not: each worker's state covers
+        only its own steps.
 
-        All workers enter it, and none may join the run meanwhile. Each step in it costs a small one more.
-        Raises what pushes raise.
+        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is over
+            the others.
+        enable: False disables the context, for loops that are known to be even.
+        throw_on_early_termination: raise UnevenInputsError in all workers when the first one runs out of batches.
+
+        All workers enter the context, and no worker may join the run meanwhile. Each step in it costs one more small
+        step. Raises the errors of pushes.
         """
         if not enable:
             yield
@@ -213,13 +225,13 @@ class DistributedDataParallel(nn.Module):
             self._join = None
 
     def _make_empty_step(self, active: frozenset[int]) -> None:
-        """A step that others make: the same calls, without a gradient of this worker."""
+        """Make a step of the others: the same calls, without a gradient of this worker."""
         assert self._join is not None
         self._buffers_in_step.send(is_source=self.context.rank == min(active))
         self._stream.skip(float(self._join.counts_joined))
 
     def register_comm_hook(self, state: object, hook: object) -> None:
-        """Refused: gradients are averaged on the servers. ``compression=`` says how they are sent."""
+        """Refuse: the servers average the gradients. ``compression=`` selects how they are sent."""
         raise InvalidArgumentError("register_comm_hook is not supported: pass compression=, such as 'bfloat16'")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,12 +245,12 @@ class DistributedDataParallel(nn.Module):
     def _on_begin(self) -> None:
         if self._join is not None and not self._join.is_begun:
             raise InvalidArgumentError(
-                "a backward pass in join() comes after a forward pass that did not begin a step: call the wrapped "
+                "a backward pass in join() comes after a forward pass that did not start a step: call the wrapped "
                 "module itself, in training mode and outside no_sync()"
             )
         self._parameters_then.check()
         self._stream.buffers[_OVERFLOWS].zero_()
-        # As torch's own classes have autograd call them at the end of the backward pass that is running.
+        # Called at the end of the running backward pass. torch's own classes use the same queue.
         torch.autograd.Variable._execution_engine.queue_callback(self._reduce)
 
     def _reduce(self) -> None:
@@ -247,12 +259,12 @@ class DistributedDataParallel(nn.Module):
             raise InvalidArgumentError(
                 f"the backward pass reached no gradient of {', '.join(sorted(missing)[:8])}: pass "
                 "find_unused_parameters=True, or freeze them by requires_grad_(False) before wrapping. Activation "
-                "checkpointing needs use_reentrant=False: else it makes several passes of one"
+                "checkpointing needs use_reentrant=False, because otherwise it runs several backward passes"
             )
         if self._may_miss:
             used = torch.tensor([name not in missing for name in self._trained])
             self._stream.buffers[_USED].copy_(used)
-        # Their answers stay as they are until the next step begins.
+        # The answers' arrays stay valid until the next step starts.
         held: dict[str, NDArray[Any]] = {}
 
         def write(means: Mapping[str, NDArray[Any]]) -> None:
@@ -265,9 +277,9 @@ class DistributedDataParallel(nn.Module):
         self._stream.complete()
         if not self._stream.collect(write):
             raise FencedError(
-                "this worker was expelled, and the others went on with a step that it did not make: its model is not "
-                "theirs any more. Stop the run and start it again from a checkpoint, or use "
-                "psdist.torch.DistributedOptimizer, whose weights are on the servers"
+                "this worker was expelled, and the others made a step without it: its model differs from theirs now. "
+                "Stop the run and start it again from a checkpoint, or use psdist.torch.DistributedOptimizer, whose "
+                "weights are on the servers"
             )
         if self._join is not None:
             self._join.end_step()
@@ -288,18 +300,18 @@ def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:
 
 
 def check_in_time(client: Client, name: str) -> None:
-    """Raises LateWorkerError where others train with the parameter set already: only they have the weights."""
+    """Raise LateWorkerError if others already train with the parameter set: only they hold the weights."""
     if client.joins_late(name):
         raise LateWorkerError(
-            f"this worker came, or was started again, when {name!r} was in use: the weights of a "
-            "DistributedDataParallel are with its workers alone, so that none can join them, and the others go on "
-            "without this one. To train with all workers stop the run and start it again from a checkpoint of the "
-            "script; psdist.torch.DistributedOptimizer has its weights on the servers, and takes workers back"
+            f"this worker started, or restarted, when {name!r} was in use: only the workers of a "
+            "DistributedDataParallel hold its weights, so no worker can join them, and the others continue without "
+            "this one. To train with all workers stop the run and start it again from a checkpoint of the script; "
+            "psdist.torch.DistributedOptimizer keeps its weights on the servers, and takes workers back"
         )
 
 
 def check_unsupported(given: Mapping[str, Any]) -> None:
-    """Raises InvalidArgumentError for arguments of torch's class that would have no effect here, and unknown ones."""
+    """Raise InvalidArgumentError for unknown arguments, and for arguments of torch's class that have no effect here."""
     for name, value in given.items():
         if name not in _UNSUPPORTED:
             raise InvalidArgumentError(f"DistributedDataParallel has no argument {name!r}")

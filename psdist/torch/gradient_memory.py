@@ -1,7 +1,8 @@
-"""Where the gradients of a model lie until they are pushed: the arrays of a parameter set, and tensors in their memory.
+"""Memory of a model's gradients until they are pushed: the arrays of a parameter set, and tensors that share them.
 
-Gradients of a model on a CUDA device stay there where the codec encodes there, so that only payloads come to main
-memory. That takes CuPy, and room for a vector; else they are copied to main memory first, as those of all other codecs.
+Gradients of a model on a CUDA device stay on the device if the codec encodes there, so that only payloads are copied to
+main memory. This needs CuPy and device memory for one vector. Otherwise, and for all other codecs, gradients are copied
+to main memory first.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ logger = logging.getLogger("psdist")
 
 
 def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The gradient buffers of ``handle`` for a model on ``device``, and a tensor in the memory of each; float32 in the
-    shapes of the parameters.
+    """Return the gradient buffers of ``handle`` for a model on ``device``, and a tensor that shares the memory of each.
 
-    Raises DeviceLostError.
+    All are float32 in the shapes of the parameters. Raises DeviceLostError.
     """
     number, arrays = cuda_number(device), None
     if number is not None and handle.statistics().compression.encodes_on_device:
@@ -35,7 +35,7 @@ def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str,
 
 
 def cuda_number(device: torch.device) -> int | None:
-    """The number of a CUDA device; None for any other."""
+    """Return the number of a CUDA device, or None for any other device."""
     if device.type != "cuda":
         return None
     return torch.cuda.current_device() if device.index is None else device.index
@@ -53,5 +53,5 @@ def _on_device(handle: Parameters, number: int) -> dict[str, Any] | None:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """A tensor in the memory of an array, of numpy or on a device."""
+    """Return a tensor that shares the memory of an array of numpy or of a device."""
     return torch.from_numpy(array) if isinstance(array, np.ndarray) else from_dlpack(array)

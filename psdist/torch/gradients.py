@@ -1,16 +1,15 @@
-"""The gradients of a model on their way to the servers: taken over by hooks while the backward pass runs, and pushed
-bucket by bucket.
+"""Stream of a model's gradients to the servers: hooks collect them during the backward pass and push them in buckets.
 
 Autograd makes each gradient in memory of its own. A hook copies it into the flat gradient vector, which servers on the
 same host read in place, and makes ``parameter.grad`` a view of it. With ``zero_grad(set_to_none=True)``, torch's
-default, nothing has to be cleared or added up. The vector lies on the model's CUDA device where the codec encodes
-there, and in main memory else.
+default, nothing has to be cleared or added up. The vector is on the model's CUDA device if the codec encodes there, and
+in main memory otherwise.
 
-Invariants: each tensor is given once in a step. What was given is not written to before the step is answered; a script
-that does so gets an error.
+Invariants: Each tensor is pushed once in a step. A pushed gradient is not written to before the step is answered; a
+    script that does so gets an error.
 
-Not here: what becomes of the answer (``optimizer``, ``data_parallel``), which tensors make a bucket (``bucket_plan``),
-where the vector lies (``gradient_memory``).
+Not here: use of the answer (``optimizer``, ``data_parallel``), the tensors of a bucket (``bucket_plan``), the vector's
+memory (``gradient_memory``).
 """
 
 from __future__ import annotations
@@ -34,18 +33,20 @@ from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
-#: The stream of each parameter set, by the handle's identity: two would write to the same memory.
+#: Streams by the identity of their handle. Two streams of one set would write to the same memory.
 _streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
 
 
 @dataclass
 class _Step:
-    """A step that is made.
+    """State of the step that is being made.
 
-    taken: gradients that were taken over, and the version that they had then. reached: those that passes without a push
-    gave gradients to. given: tensors whose gradients were pushed, in buckets. is_broken: gradients were changed after
-    they were pushed, so that what was pushed is all that this worker can give. is_dropped: this worker had been
-    expelled.
+    taken: gradients that were copied into the vector, with their autograd version at that time.
+    reached: parameters that got gradients in passes without a push.
+    given: tensors whose gradients were pushed.
+    buckets: pushed buckets and their tensors.
+    is_broken: gradients were changed after they were pushed, so this worker can contribute nothing else.
+    is_dropped: this worker had been expelled.
     """
 
     weight: float = 1.0
@@ -58,7 +59,7 @@ class _Step:
 
 
 def check_free(parameters: Mapping[str, Tensor]) -> None:
-    """Raises InvalidArgumentError where some of these, by name, are trained through another parameter set."""
+    """Raise InvalidArgumentError if one of these parameters is already trained through another parameter set."""
     for stream in list(_streams.values()):
         taken = set(map(id, stream._parameters))
         if name := next((name for name, one in parameters.items() if id(one) in taken), None):
@@ -70,17 +71,17 @@ def check_free(parameters: Mapping[str, Tensor]) -> None:
 
 
 class GradientStream:
-    """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once for each step.
+    """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once per step.
 
     bucket_bytes: see ``BucketPlan``.
-    as_views: whether ``parameter.grad`` becomes a view of the vector, where a float32 on its device can be one.
-    others: tensors of ``handle`` that are no parameters. They are given at the end.
-    overflows: one of ``others`` that becomes 1 in a step in which gradients of this worker are not finite; they are
-        given as zeros. None: such gradients raise.
-    on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
-    after_failure: what to do after a backward pass that failed when it had pushed something, for a message.
+    as_views: make ``parameter.grad`` a view of the vector if the parameter is float32 and on the vector's device.
+    others: tensors of ``handle`` that are not parameters. They are pushed at the end.
+    overflows: name of one of ``others``. It becomes 1 in a step in which gradients of this worker are not finite; these
+        are pushed as zeros. None: such gradients raise.
+    on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
+    after_failure: remedy after a backward pass that failed when it had already pushed something, for a message.
 
-    Raises InvalidArgumentError where ``handle`` has a stream already.
+    Raises InvalidArgumentError if ``handle`` already has a stream.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class GradientStream:
         as_views: bool = True,
         others: Iterable[str] = (),
         overflows: str | None = None,
-        after_failure: str = "After a pass that failed, or gradients that were changed, call zero_grad() of the "
+        after_failure: str = "After a failed pass, or if gradients were changed, call zero_grad() of the "
         "DistributedOptimizer: it makes the step with what was pushed",
     ) -> None:
         if id(handle) in _streams:
@@ -104,7 +105,7 @@ class GradientStream:
         self._names = [*trained, *others]
         self._parameters = list(trained.values())
         self._arrays, self.buffers = gradient_memory(handle, self._parameters[0].device)
-        #: Tensors that gradients become. What is written to ``buffers`` is no change of them for autograd.
+        #: Tensors that ``parameter.grad`` becomes. Autograd does not see writes to ``buffers`` as changes of these.
         self._views = [self.buffers[name].data for name in trained]
         self._plan = BucketPlan([view.nbytes for view in self._views], bucket_bytes)
         self._on_begin = on_begin
@@ -113,7 +114,7 @@ class GradientStream:
         self._after_failure = after_failure
         self._step = _Step()
         self._is_paused = False
-        #: The backward pass, by autograd's number, that gave gradients and has not ended, or never will; -1 for none.
+        #: Autograd's number of the backward pass that produced gradients and has not ended (or failed); -1 for none.
         self._pass = -1
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         _streams[id(handle)] = self
@@ -121,7 +122,7 @@ class GradientStream:
     # --- while the backward pass runs ---
 
     def listen(self) -> None:
-        """From now on backward passes push."""
+        """Register hooks, so that backward passes push."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
                 partial(self._on_gradient, number)
@@ -130,8 +131,10 @@ class GradientStream:
         ]
 
     def set_weight(self, weight: float) -> None:
-        """What the gradients of this step count for in its mean. Raises InvalidArgumentError once some were pushed, and
-        as ``weight_of``."""
+        """Set the weight of this step's gradients in its mean.
+
+        Raises InvalidArgumentError once some gradients were pushed, and the errors of ``weight_of``.
+        """
         weight = weight_of(weight, self._handle.spec.consistency)
         if self._step.given and weight != self._step.weight:
             raise InvalidArgumentError(
@@ -141,7 +144,7 @@ class GradientStream:
         self._step.weight = weight
 
     def close(self) -> None:
-        """Takes the hooks away. Gradients stay where they are."""
+        """Remove the hooks. Gradients stay in place."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -149,7 +152,7 @@ class GradientStream:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes add up gradients and push nothing."""
+        """Return a context in which backward passes accumulate gradients and push nothing."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -164,13 +167,13 @@ class GradientStream:
             return
         if number in self._step.taken:
             if self._step.given:
-                self._step.is_broken = True  # Autograd has added to what was pushed.
+                self._step.is_broken = True  # Autograd has added to a pushed gradient.
                 raise InvalidArgumentError(
                     f"parameter {self._names[number]!r} got a second gradient before step(), and gradients of the "
-                    "first backward pass are under way already: put all passes of a step but the last into no_sync(), "
+                    "first backward pass are already under way: run all passes of a step but the last in no_sync(), "
                     f"and those of another model's loss. {self._after_failure}"
                 )
-            # A pass that failed, or one more of the same step: autograd adds up, and nothing was sent.
+            # A failed pass, or one more of the same step: autograd accumulates, and nothing was sent.
             self._step.taken.clear()
         if self._pass != (current := torch._C._current_graph_task_id()):
             self._pass = current
@@ -180,14 +183,14 @@ class GradientStream:
             self._give(ready)
 
     def _on_pass_end(self) -> None:
-        """A backward pass has ended without an error."""
+        """Handle a backward pass that ended without an error."""
         self._pass = -1
 
     def _take(self, number: int) -> None:
-        """Copies a gradient to its place in the vector; zeros where there is none."""
+        """Copy a gradient to its place in the vector, or zeros if there is none."""
         if not self._step.taken:
             self._on_begin()
-            self._plan.begin()
+            self._plan.start_step()
         parameter, view = self._parameters[number], self._views[number]
         gradient = parameter.grad
         if gradient is None:
@@ -203,11 +206,11 @@ class GradientStream:
         try:
             bucket = self._push_pull_async(numbers)
         except FencedError:
-            self._step.is_dropped = True  # The next call says whether this worker takes part again.
+            self._step.is_dropped = True  # The next call tells whether this worker rejoined.
             return
         except NonFiniteGradientError as error:
             if self._step.given:
-                text = f"{error.message}. Of other parameters some was. {self._after_failure}"
+                text = f"{error.message}. Parts of other parameters were sent. {self._after_failure}"
                 raise NonFiniteGradientError(text, **error.details) from None
             self._step.taken.clear()
             raise
@@ -230,26 +233,28 @@ class GradientStream:
 
     @property
     def name(self) -> str:
-        """The parameter set's name."""
+        """Name of the parameter set."""
         return self._handle.name
 
     @property
     def is_paused(self) -> bool:
-        """Whether backward passes push nothing."""
+        """True if backward passes push nothing."""
         return self._is_paused
 
     @property
     def untaken(self) -> list[str]:
-        """Parameters that got no gradient in this step so far. Those of a pass without a push do not count once the
-        script has cleared them."""
+        """Names of the parameters without a gradient in this step so far.
+
+        Gradients of a pass without a push do not count once the script has cleared them.
+        """
         reached = {number for number in self._step.reached if self._parameters[number].grad is not None}
         got = self._step.taken.keys() | reached
         return [name for number, name in enumerate(self._names[: len(self._views)]) if number not in got]
 
     def complete(self) -> None:
-        """Gives what is missing: parameters without a gradient count with zeros.
+        """Push the remaining tensors. Parameters without a gradient count with zeros.
 
-        Raises InvalidArgumentError where a gradient was changed after it was given.
+        Raises InvalidArgumentError if a gradient was changed after it was pushed.
         """
         self._check_unchanged()
         self._take_rest()
@@ -263,16 +268,15 @@ class GradientStream:
             if now is not gradient or (now is not None and now._version != version):
                 self._step.is_broken = True
                 raise InvalidArgumentError(
-                    f"the gradient of {self._names[number]!r} was changed or taken away after the backward pass, which "
-                    "had pushed it already. Clip by max_grad_norm=, scale the loss instead, or use overlap=False, "
+                    f"the gradient of {self._names[number]!r} was changed or removed after the backward pass, which "
+                    "had already pushed it. Clip by max_grad_norm=, scale the loss instead, or use overlap=False, "
                     f"which pushes in step(). {self._after_failure}"
                 )
 
     def collect(self, write: Write) -> bool:
-        """Waits for the step's answers, and hands them to ``write`` as they come. Returns False where the step was
-        dropped.
+        """Wait for the step's answers, and pass each to ``write`` as it arrives. Returns False if the step was dropped.
 
-        Raises what a bucket failed with; ``complete`` and ``collect`` then go on with the same step.
+        Raises the error of a failed bucket. ``complete`` and ``collect`` then retry the same step.
         """
         failures: list[PsdistError] = []
         for bucket, numbers in self._step.buckets:
@@ -294,25 +298,25 @@ class GradientStream:
         return not was_dropped
 
     def push_pull(self, write: Write) -> None:
-        """The whole step at once, for what cannot be pushed in buckets."""
+        """Push the whole step in one call, for steps that cannot be pushed in buckets."""
         self._take_rest()
         try:
             weights = self._handle.push_pull(self._arrays, copy=False, weight=self._step.weight)
         except NonFiniteGradientError:
-            self._step.taken.clear()  # They are taken anew.
+            self._step.taken.clear()  # The retry copies them again.
             raise
         write(weights)
         self._end()
 
     def forget(self) -> None:
-        """A step of which nothing was sent is not made."""
+        """Abandon a step that sent nothing."""
         self._end()
 
     def discard(self) -> bool:
-        """Forgets the gradients of a backward pass that failed, or were changed after it. Where some were pushed, which
-        cannot be taken back, it pushes zeros for the others, and returns True: the step is still to be collected.
+        """Discard the gradients of a backward pass that failed, or whose gradients were changed afterwards.
 
-        Raises InvalidArgumentError where gradients were pushed that ``complete`` would make a step of.
+        If some were pushed, which cannot be undone, push zeros for the others and return True: the step must still be
+        collected. Raises InvalidArgumentError if ``complete`` could still make a step of the pushed gradients.
         """
         if not self._step.given:
             self._step.taken.clear()
@@ -320,8 +324,8 @@ class GradientStream:
         if self._pass == -1 and not self._step.is_broken:
             raise InvalidArgumentError(
                 "zero_grad() comes after a backward pass and before step(), but the gradients of the pass are under "
-                "way, and the other workers wait for the rest of the step: call step(). Put passes that are not for "
-                "this optimizer into its no_sync(); to look at gradients before it is decided whether they count, use "
+                "way, and the other workers wait for the rest of the step: call step(). Run passes that are not for "
+                "this optimizer in its no_sync(); to inspect gradients before deciding whether they count, use "
                 "overlap=False, which pushes in step()"
             )
         rest = tuple(number for number in range(len(self._names)) if number not in self._step.given)
@@ -332,14 +336,14 @@ class GradientStream:
         return True
 
     def check_idle(self) -> None:
-        """Raises InvalidArgumentError where gradients of a step were taken."""
+        """Raise InvalidArgumentError if gradients of an unfinished step were taken."""
         if self._step.taken:
             raise InvalidArgumentError(
                 "gradients of a step are under way at the end of join(): call step() after each backward pass in it"
             )
 
     def skip(self, weight: float) -> None:
-        """Makes a step without a gradient: with zeros that count as ``weight``, 0 for nothing."""
+        """Make a step of zeros that count as ``weight``; 0 contributes nothing."""
         for buffer in self.buffers.values():
             buffer.zero_()
         self._handle.push(self._arrays, weight)

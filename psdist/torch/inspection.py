@@ -1,8 +1,7 @@
-"""Which tensors of a model psdist trains, which it only makes equal at the beginning, and whether the model was changed
-since.
+"""Inspection of a model: trained tensors, tensors that are only equalized at the start, and later changes of the model.
 
-Invariants: names are those of ``model.named_parameters()``, without what ``torch.compile`` puts before them. A tied
-weight appears once, under its first name.
+Invariants: Names are those of ``model.named_parameters()`` without the prefix of ``torch.compile``. A tied weight
+    appears once, under its first name.
 
 Not here: values (``values``), gradients (``gradients``).
 """
@@ -23,15 +22,16 @@ logger = logging.getLogger("psdist")
 
 #: Dtypes of trained parameters. The servers hold float32 and would round a float64.
 DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-#: What the module of ``torch.compile`` puts before the names.
+#: Prefix that the module of ``torch.compile`` puts before names.
 COMPILED: Final = "_orig_mod."
 
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """The tensors of a model, by name and in the model's order.
+    """Tensors of a model, by name and in the model's order.
 
-    trained: parameters that the servers train. fixed: all others, buffers among them, which each worker keeps.
+    trained: parameters that the servers train.
+    fixed: all other parameters, and the buffers. Each worker keeps its own.
     """
 
     trained: dict[str, nn.Parameter]
@@ -39,17 +39,19 @@ class ModelTensors:
 
     @property
     def device(self) -> torch.device:
-        """The device of all trained parameters."""
+        """Device of all trained parameters."""
         return next(iter(self.trained.values())).device
 
 
 def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, has_values: bool = True) -> ModelTensors:
-    """The tensors of ``model``. wanted: the parameters that its optimizer has; None for all with ``requires_grad``.
-    has_values: False takes parameters on the meta device, too, and on several devices.
+    """Return the tensors of ``model``.
+
+    wanted: parameters of the model's optimizer; None for all with ``requires_grad``.
+    has_values: False also accepts parameters on the meta device and on several devices.
 
     Raises InvalidArgumentError for something that is no module, for a model without trained parameters, for parameters
-    that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that
-    cannot be written to; DTypeMismatchError for a dtype that cannot be trained.
+    that are not the model's, on several devices, on the meta device or lazy, and for parameters and buffers that cannot
+    be written to; DTypeMismatchError for a dtype that cannot be trained.
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
@@ -106,7 +108,7 @@ def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> N
 
 
 def _check_written(name: str, tensor: Tensor, what: str) -> None:
-    """Raises InvalidArgumentError for a tensor to which the values of another worker cannot be written."""
+    """Raise InvalidArgumentError for a tensor to which another worker's values cannot be written."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
         kind = "is nested" if tensor.is_nested else f"has layout {tensor.layout} and dtype {tensor.dtype}"
         raise InvalidArgumentError(
@@ -119,7 +121,7 @@ def _check_written(name: str, tensor: Tensor, what: str) -> None:
         )
     if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise InvalidArgumentError(
-            f"{what} {name!r} is expanded, so that several of its elements are one in memory: make it by clone()"
+            f"{what} {name!r} is expanded, so several of its elements share memory: make it by clone()"
         )
 
 
@@ -134,7 +136,7 @@ def _check_devices(trained: Mapping[str, nn.Parameter]) -> None:
 
 
 def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The parameters of ``model`` whose names are not in ``trained``, and its buffers, by name."""
+    """Return the parameters of ``model`` whose names are not in ``trained``, and its buffers, by name."""
     named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     frozen: dict[str, Tensor] = {name: tensor for name, tensor in named.items() if name not in trained}
     buffers = {name.replace(COMPILED, ""): buffer for name, buffer in model.named_buffers()}
@@ -142,9 +144,10 @@ def fixed_tensors(model: nn.Module, trained: Mapping[str, nn.Parameter]) -> dict
 
 
 class ModelParameters:
-    """The parameters that a model had when it was wrapped, and which of them were frozen then.
+    """Parameters of a model at the time it was wrapped, and the frozen ones among them.
 
-    wanted: as for ``inspect``; others may be unfrozen, as nobody expects them to be trained.
+    wanted: as for ``inspect``. Other parameters may be unfrozen, because the script does not expect them to be trained.
+
     Logs a warning for a SyncBatchNorm that synchronizes nothing.
     """
 
@@ -160,22 +163,22 @@ class ModelParameters:
         }
 
     def check(self) -> None:
-        """Raises InvalidArgumentError where some were added, taken away, replaced or unfrozen since."""
+        """Raise InvalidArgumentError if parameters were added, removed, replaced or unfrozen since."""
         if set(map(id, self._model.parameters())) != set(map(id, self._all)):
             raise InvalidArgumentError(
-                "parameters of the model were added, replaced or taken away after it was wrapped: change the model "
-                "first, then wrap it"
+                "parameters of the model were added, replaced or removed after it was wrapped: change the model first, "
+                "then wrap it"
             )
         for name, parameter in self._frozen.items():
             if parameter.requires_grad:
                 raise InvalidArgumentError(
-                    f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients go nowhere: "
+                    f"parameter {name!r} was unfrozen after the model was wrapped, and its gradients are ignored: "
                     "change the model first, then wrap it, in a new run or under another name="
                 )
 
 
 def _warn_of_own_statistics(model: nn.Module) -> None:
-    """torch's SyncBatchNorm is a plain BatchNorm in a process without a process group, and does not say so."""
+    """Warn that torch's SyncBatchNorm silently acts as a plain BatchNorm in a process without a process group."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
     found = [name for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)]
@@ -189,10 +192,10 @@ def _warn_of_own_statistics(model: nn.Module) -> None:
 
 
 class ModelWatch:
-    """Notices that a model was changed after it was wrapped, where its weights would silently stay as the servers have
-    them, or be trained by nobody. wanted: as for ``inspect``.
+    """Detects changes of a wrapped model that would leave its weights stale or untrained without any error.
 
-    Writing in place is seen by the version that autograd counts; writing to ``parameter.data`` is not.
+    wanted: as for ``inspect``. Writes in place are seen by autograd's version counter; writes to ``parameter.data`` are
+        not.
     """
 
     def __init__(
@@ -207,12 +210,14 @@ class ModelWatch:
         self.accept()
 
     def accept(self) -> None:
-        """The weights are as they should be, since psdist wrote them."""
+        """Record the current weights as correct, because psdist wrote them."""
         self._known = [_state(parameter) for parameter in self._trained.values()]
 
     def check(self) -> None:
-        """Raises InvalidArgumentError for parameters that were added, taken away, replaced, frozen, unfrozen, moved, or
-        written to since ``accept``."""
+        """Raise InvalidArgumentError for parameters that changed since ``accept``.
+
+        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved or written to.
+        """
         self._parameters.check()
         for (name, parameter), known in zip(self._trained.items(), self._known, strict=True):
             if (state := _state(parameter)) != known:

@@ -1,10 +1,9 @@
-"""Buffers of a model, such as running statistics, in the snapshots of its run, and what these need to be read as its
-``state_dict``.
+"""A model's buffers, such as running statistics, in the snapshots of its run, and the metadata of its ``state_dict``.
 
-Each worker has its own, so each hands in its own, and gets them back by its rank when the run goes on. A snapshot may
-have them with the batch in them that the worker was computing when it was taken.
+Each worker saves its own buffers and gets them back by rank when the run resumes. A saved buffer may already include
+the batch that the worker was computing when the snapshot was taken.
 
-Not here: what all workers begin with (``values``), buffers that workers have in common (``data_parallel``).
+Not here: initial values of all workers (``values``), buffers shared by the workers (``data_parallel``).
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ logger = logging.getLogger("psdist")
 
 
 class _BufferBytes(DeferredArray):
-    """The bytes of a buffer, which are read when a snapshot wants them."""
+    """Bytes of a buffer, read when a snapshot needs them."""
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.uint8)
 
 
 class KeptBuffers:
-    """The buffers of ``model`` that its ``state_dict`` has. A module may replace one by another of its shape.
+    """Buffers in the ``state_dict`` of ``model``. A module may replace one by another of its shape.
 
-    trained: names of the parameter sets of the model. fixed: that of the tensors ``fixed_tensors``, by their names.
+    trained: names of the model's parameter sets.
+    fixed: name of the parameter set of ``fixed_tensors``.
+    fixed_tensors: frozen parameters and buffers by name.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class KeptBuffers:
             for key, buffer in module._buffers.items()
             if buffer is not None and key not in module._non_persistent_buffers_set
         }
-        #: Who has each buffer, and its name there.
+        #: Owning module of each buffer, and the buffer's name in it.
         self._places = {name: (module, key) for name, (module, key) in buffers.items() if module._buffers[key].numel()}
         frozen = {name: tensor for name, tensor in fixed_tensors.items() if isinstance(tensor, nn.Parameter)}
         plain = [name for name, tensor in frozen.items() if is_plain(tensor) and tensor.numel()]
@@ -64,16 +65,19 @@ class KeptBuffers:
         self._is_restored = False
 
     def keep(self, client: Client, handle: Parameters) -> None:
-        """Has them in snapshots from now on, with the pushes of ``handle``. Where the run goes on from a snapshot, they
-        become what it has of this rank. A worker for which there is nothing logs a warning."""
+        """Save the buffers in snapshots from now on, together with the pushes of ``handle``.
+
+        In a resumed run the buffers become those that the snapshot holds for this rank. Logs a warning if it holds
+        none.
+        """
         if not self._is_needed:
             return
         handle.keep_state(self._save, self._restore, prefix=BUFFERS)
         if self._places and not self._is_restored and (client.joins_late(handle.name) or handle.restored):
             logger.warning(
-                "buffers of %r (%s) begin with the values that they had when training began, and not where it goes on: "
-                "no snapshot has those of this worker, or others train already, which have their own. Save the model "
-                "of a worker that has trained from the beginning",
+                "buffers of %r (%s) start with their initial values instead of those at the run's current step: no "
+                "snapshot holds buffers of this worker, or other workers, which have their own, were already training. "
+                "Save the model of a worker that has trained from the beginning",
                 handle.name, ", ".join(list(self._places)[:4]),
             )  # fmt: skip
 
@@ -99,10 +103,13 @@ class KeptBuffers:
         return raw_bytes(self._buffer(name)).copy()
 
     def _restore(self, state: Mapping[str, NDArray[Any]]) -> None:
-        """Is called again, on another thread, when the run goes back to a snapshot."""
+        """Load buffers from a snapshot's state.
+
+        Called again, on another thread, when the run rolls back to a snapshot.
+        """
         for name in state.keys() & self._places.keys():
             buffer = self._buffer(name)
-            # By data, as a backward pass that is under way would refuse a change.
+            # By ``data``, because a backward pass under way would refuse a change.
             buffer.data.copy_(from_bytes(state[name], buffer).view_as(buffer))
             self._is_restored = True
 
@@ -112,7 +119,7 @@ def _form(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
 
 
 def _aliases(model: nn.Module, buffers: Container[str]) -> dict[str, str]:
-    """The other names that a ``state_dict`` has tensors under. buffers: names of those that are kept one by one."""
+    """Return the other names under which a ``state_dict`` lists tensors. buffers: names of those saved one by one."""
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -1,12 +1,12 @@
 """``LeasedDataLoader``: torch's loader over ranges that the scheduler leases to the workers of a run.
 
-A loader with processes of its own reads ahead: batches are asked for long before the loop trains on them. So this one
-holds several ranges, and reports each when the loop has used the last batch of it.
+A loader with worker processes reads ahead: it requests batches long before the loop trains on them. This loader
+therefore holds several ranges, and reports each one when the loop has used its last batch.
 
-Invariants: a range is reported as used when the loop asks for the batch after its last one, and given back if the loop
-ends before. Batches come in the order in which their indices were given.
+Invariants: A range is reported as used when the loop requests the batch after its last one, and returned if the loop
+    ends before that. Batches come in the order in which their indices were requested.
 
-Not here: which samples a range has (``psdist.data``), who gets which (the scheduler).
+Not here: the samples of a range (``psdist.data``), the assignment of ranges (the scheduler).
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from psdist.client.datasets import Range
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.wire.limits import LEASES_MAX
 
-#: Arguments of torch's loader that leases stand for.
+#: Arguments of torch's loader that leases replace.
 _REPLACED: Final = ("shuffle", "sampler", "batch_sampler", "drop_last")
-#: A batch of more would be of several ranges at once anyway.
+#: A larger batch would span several ranges anyway.
 _BATCH_SIZE_LAST: Final = 1 << 31
-#: Batches that each process of a loader reads ahead, unless it is told.
+#: Batches that each process of a loader reads ahead by default.
 _PREFETCH_FACTOR: Final = 2
 
 
 class LeasedDataLoader(DataLoader[Any]):
-    """Iterates over batches of the samples that this worker gets, until no range is left for anyone. It takes the
-    place of a ``DistributedSampler`` where workers come and go: no sample is lost with one.
+    """Iterates over batches of this worker's samples until no range is left. Replaces a ``DistributedSampler``.
+
+    It suits workers that come and go: no sample is lost with a worker.
 
         leases = client.dataset("train", size=len(images), range_size=256, data_epochs=3)
         for inputs, labels in psdist.torch.LeasedDataLoader(images, leases, batch_size=64, num_workers=2):
 
-    dataset: with a length, the ``size`` of ``leases``. leases: made by ``Client.dataset``, which shuffles.
-    batch_size: samples of a batch. It is smaller at the end of a range, unless it divides ``range_size``.
-    options: of torch.utils.data.DataLoader, such as num_workers and collate_fn, but for those that ``leases`` stands
-        for.
+    dataset: a data set whose length is the ``size`` of ``leases``.
+    leases: made by ``Client.dataset``, which shuffles.
+    batch_size: samples of a batch. The last batch of a range is smaller unless it divides ``range_size``.
+    options: options of torch.utils.data.DataLoader, such as num_workers and collate_fn, except those that ``leases``
+        replace.
 
-    Its length is not known. One loop runs at a time. What was read ahead when a loop ends early is given back.
-    Raises InvalidArgumentError for a data set of another size, options that are not supported, and a loader that would
-    hold more than 64 ranges at a time. Iterating raises what ``Client.dataset`` does.
+    Its length is unknown. One loop runs at a time. Batches read ahead are returned when a loop ends early. Raises
+    InvalidArgumentError for a data set of another size, unsupported options, and a loader that would hold more than 64
+    ranges at a time. Iterating raises the errors of ``Client.dataset``.
     """
 
     def __init__(self, dataset: Dataset[Any], leases: Leases, batch_size: int = 1, **options: Any) -> None:
         for name in _REPLACED:
             if options.pop(name, None):
                 raise InvalidArgumentError(
-                    f"{name}= is not for a LeasedDataLoader: which samples come in which order is in client.dataset("
-                    "shuffle=, seed=, range_size=)"
+                    f"{name}= does not apply to a LeasedDataLoader: samples and their order are set by "
+                    "client.dataset(shuffle=, seed=, range_size=)"
                 )
         if not options.get("in_order", True):
             raise InvalidArgumentError("in_order=False is not supported: a range is used when all its batches are")
@@ -67,10 +69,10 @@ class LeasedDataLoader(DataLoader[Any]):
         self._leased = _LeasedBatches(leases, batch_size)
         super().__init__(dataset, batch_sampler=self._leased, **options)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names a class of its own
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch returns its own class
         try:
-            # Where pushes were dropped, ranges come back after the loader came to the end of them.
-            while self._leased.begin():
+            # If pushes were dropped, their ranges return after the loader reached the end.
+            while self._leased.lease_first():
                 for batch in super().__iter__():
                     yield batch
                     self._leased.on_used()
@@ -79,18 +81,18 @@ class LeasedDataLoader(DataLoader[Any]):
 
 
 class _LeasedBatches:
-    """The indices of the next batches. It remembers which of them the loop has not used yet."""
+    """Indices of the next batches, and the batches that the loop has not used yet."""
 
     def __init__(self, leases: Leases, batch_size: int) -> None:
         self._leases = leases
         self._batch_size = batch_size
         self._first: Range | None = None
-        #: For each batch that was asked for and not used: its range, if it is the last of that.
+        #: One entry per requested but unused batch: its range if it is the last of that range, else None.
         self._ahead: deque[Range | None] = deque()
         self._held: dict[int, Range] = {}
 
-    def begin(self) -> bool:
-        """Leases a range. Returns False at the end of the data."""
+    def lease_first(self) -> bool:
+        """Lease a range. Returns False at the end of the data."""
         self._first = self._lease()
         return self._first is not None
 
@@ -105,13 +107,13 @@ class _LeasedBatches:
             held = self._lease()
 
     def on_used(self) -> None:
-        """The loop has used the first batch that it had not."""
+        """Record that the loop used its oldest unused batch."""
         if (ended := self._ahead.popleft()) is not None:
             del self._held[ended.lease_id]
             self._leases.finish(ended)
 
     def give_back(self) -> None:
-        """The loop has ended: what is left is for others."""
+        """Return the remaining ranges for other workers, because the loop has ended."""
         self._ahead.clear()
         while self._held:
             self._leases.give_back(self._held.popitem()[1])

@@ -1,9 +1,9 @@
-"""Gradients of a scaled loss: what torch's GradScaler leaves to an optimizer that says it can.
+"""Gradients of a scaled loss: the work that torch's GradScaler leaves to an optimizer that supports it.
 
-float16 gradients overflow now and then. The scaler then has its optimizer skip the step, and scales the loss by less.
-Here all workers of a BSP run skip a step together, or one would push what the others do not.
+float16 gradients overflow now and then. The scaler then makes its optimizer skip the step and lowers the scale. In BSP
+all workers must skip a step together, because one would otherwise push what the others do not.
 
-Invariant: no gradient is pushed before all workers have said that theirs are finite.
+Invariant: No gradient is pushed before all workers have reported finite gradients.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _TENSOR: Final = "overflows"
 
 
 class LossScale:
-    """Takes the scale out of gradients, and says whether all workers make the step.
+    """Unscales gradients and decides whether all workers make the step.
 
-    name: of the parameter set by which they tell each other. It is made with the first scaled step.
+    name: parameter set for the workers' agreement. It is created at the first scaled step.
     """
 
     def __init__(self, context: Context, name: str, consistency: Consistency) -> None:
         self._context = context
         self._name = name
-        #: In SSP and ASP a worker skips a push of its own.
+        #: In SSP and ASP a worker skips its own pushes alone.
         self._is_common = isinstance(consistency, BSP)
         self._handle: Parameters | None = None
 
     def unscale(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> bool:
-        """Divides gradients by the scale. Returns False where the step is to be skipped.
+        """Divide gradients by the scale. Returns False if the step is skipped.
 
-        optimizer: has ``found_inf`` and ``grad_scale`` of torch's scaler, if it is stepped by one; the scale is None
-            where the script has unscaled before.
+        optimizer: carries ``found_inf`` and ``grad_scale`` if torch's scaler steps it. The scale is None if the script
+            has already unscaled.
         """
         found = getattr(optimizer, "found_inf", None)
         if found is None:
@@ -57,7 +57,9 @@ class LossScale:
         return True
 
     def overflows_anywhere(self, mine: bool) -> bool:
-        """Whether the gradients of any worker overflow in this step, which then none makes. mine: of this one."""
+        """Return True if gradients of any worker overflow in this step; then no worker makes it. mine: this worker's
+        overflow.
+        """
         if not self._is_common:
             return mine
         flag = np.full(1, mine, np.float32)

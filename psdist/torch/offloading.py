@@ -1,14 +1,14 @@
-"""``offload``: trains a model of which a worker holds a few layers at a time. The others are on the servers alone.
+"""``offload``: train a model while each worker holds only a few of its layers. The servers store the others.
 
-Each layer is a parameter set of its own, so that a layer is created, pulled, pushed and given back by the calls that
-every parameter set has. One set for the whole model would need a pull of some of its tensors in the middle of a step,
-and initial values that are staged somewhere. What it would add, a norm of all gradients, cannot be had here anyway: the
-servers would need all of them before the first is let go of.
+Each layer is a parameter set of its own, so a layer is created, pulled, pushed and freed by the ordinary calls of a
+parameter set. A single set for the model would need pulls of some of its tensors in the middle of a step, and staging
+of initial values. Its one advantage, a norm over all gradients, is impossible here anyway: the servers would need all
+gradients before the first one is freed.
 
-Invariants: after ``step`` all layers are at the same step. The weights are, byte for byte, those that
-``DistributedOptimizer`` would have.
+Invariants: After ``step`` all layers are at the same step. The weights equal, byte for byte, those of
+    ``DistributedOptimizer``.
 
-Not here: what is a layer (``division``), when it is here (``passes``), its memory (``layer``).
+Not here: division into layers (``division``), presence of a layer (``passes``), its memory (``layer``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from psdist.torch.offloaded.materializer import Init, Materializer
 from psdist.torch.offloaded.passes import Passes
 from psdist.torch.offloaded.turns import take_turns
 from psdist.torch.optimizer import groups_of, parameters_of, refuse_steps, specification_of
-from psdist.torch.rates import Rates, check_scheduler
+from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.values import initial_values, share_fixed, weight_of
 from psdist.types import NonFinite
 from psdist.wire.malloc_options import give_back_buffers
@@ -62,24 +62,25 @@ def offload(
     reset_optimizer: bool = False,
     context: Context | None = None,
 ) -> OffloadedOptimizer:
-    """Trains ``model`` through psdist, with its weights on the servers. A worker has those of the layers that compute,
-    and of the one that comes next, and gradients of two layers. Frozen parameters and buffers stay with it.
+    """Train ``model`` through psdist with its weights on the servers.
 
-    model: its trained parameters as for ``DistributedOptimizer``. On the meta device it is never held whole: a layer is
-        given values when its turn comes. Ordinary modules must fit into memory once; their values go to the servers.
-    optimizer, scheduler, non_finite, name, on_drop, reset_optimizer, context: as for ``DistributedOptimizer``.
-        ``max_grad_norm`` is refused. The parameter sets are called ``name/layer``.
-    layers: modules that come and go as a whole, with all that is in them. None: those of the ``nn.ModuleList`` or
-        ``nn.Sequential`` with most parameters. Everything else: each module with parameters of its own, during its
+    A worker holds the weights of the layers that compute and of the next layer, and gradients of two layers. Frozen
+    parameters and buffers stay in the worker.
+
+    model: its trained parameters as for ``DistributedOptimizer``. On the meta device it is never held whole: a layer
+        gets values when its turn comes. Other modules must fit into memory once; their values are sent to the servers.
+    optimizer, scheduler, non_finite, name, on_drop, reset_optimizer, context: as for ``DistributedOptimizer``, without
+        ``max_grad_norm``. The parameter sets are called ``name/layer``.
+    layers: modules that are loaded and freed as a whole, with everything in them. None: those of the ``nn.ModuleList``
+        or ``nn.Sequential`` with most parameters. Any other module with parameters of its own is a layer during its
         forward pass.
-    init: called with each module that has tensors of its own on the meta device, to give them values, as the function
+    init: called with each module that has tensors of its own on the meta device, to initialize them, like the function
         that ``Module.apply`` takes. None calls its ``reset_parameters()``.
-    device: of tensors that are on the meta device.
-    consistency: BSP without backup workers, in which weights stand still between the two passes of a step.
-    compression: "bfloat16", "float16", or none. A codec that keeps what it left out would keep as much as the model.
+    device: device of tensors that are on the meta device.
+    consistency: BSP without backup workers, in which weights do not change between the two passes of a step.
+    compression: "bfloat16", "float16", or none. A codec with a residual would keep a residual as large as the model.
 
-    Returns what takes the optimizer's place in the loop. All workers must use the layers in the same order.
-    Raises InvalidArgumentError for what cannot be offloaded, and names it; and as ``DistributedOptimizer``.
+    All workers must use the layers in the same order. Raises InvalidArgumentError, and as ``DistributedOptimizer``.
     """
     consistency = BSP() if consistency is None else consistency
     check_scheduler(optimizer, scheduler, consistency)
@@ -112,20 +113,20 @@ def offload(
     take_turns(made)
     KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed).keep(context.client, made[0].handle)
     passes = Passes(made, uses)
-    rates = Rates(spec, wrapped, scheduler, made[0].handle)
+    rates = LearningRates(spec, wrapped, scheduler, made[0].handle)
     then = ModelParameters(model, parameters_of(wrapped))
     return OffloadedOptimizer(context, made, passes, rates, then, spec, wrapped)
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer of a model whose layers are on the servers. Made by ``offload``."""
+    """Optimizer of a model whose layers are on the servers. Made by ``offload``."""
 
     def __init__(
         self,
         context: Context,
         layers: Sequence[OffloadedLayer],
         passes: Passes,
-        rates: Rates,
+        rates: LearningRates,
         then: ModelParameters,
         spec: Optimizer,
         wrapped: torch.optim.Optimizer | None,
@@ -133,7 +134,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._is_made = False
         #: This script's place in its run.
         self.context = context
-        #: The parameter set of each layer, by the layer's name.
+        #: Parameter set of each layer, by the layer's name.
         self.handles: dict[str, Parameters] = {layer.title: layer.handle for layer in layers}
         self._layers = list(layers)
         self._passes = passes
@@ -142,27 +143,27 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._trained = {name: one for layer in layers for name, one in layer.parameters.items()}
         super().__init__(groups_of(spec, self._trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
-            self.param_groups = wrapped.param_groups  # the very groups that its scheduler writes to
+            self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
         self._align()
-        rates.begin(self.param_groups)
+        rates.attach(self.param_groups)
         passes.listen(self._check)
         self._refusal = refuse_steps(wrapped, "optimizer that offload() returned")
         self._is_made = True
 
     @property
     def handle(self) -> Parameters:
-        """The parameter set of the first layer. Its ``step`` is that of all layers."""
+        """Parameter set of the first layer. Its ``step`` is that of all layers."""
         return self._layers[0].handle
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Ends the step of the backward pass: returns when the servers have all new weights.
+        """Finish the step of the backward pass. Returns when the servers have applied it to all layers.
 
-        closure: computes the loss again and returns it, with its gradients; called once. Returns what it returns.
+        closure: recomputes the loss and its gradients and returns the loss; called once. ``step`` returns its result.
 
-        BSP: returns when all workers have made this step. Where this worker had been expelled, some layers may have its
-        gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the servers
-        do not have; PushDroppedError as ``on_drop`` says; and what ``Parameters.push`` raises: calling it again goes on
-        with the same step.
+        BSP: returns when all workers have made this step. If this worker had been expelled, some layers may include its
+            gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the
+            servers do not have; PushDroppedError as ``on_drop`` says; and the errors of ``Parameters.push``. Calling it
+            again then retries the same step.
         """
         result = None
         if closure is not None:
@@ -178,7 +179,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return result
 
     def _check(self) -> None:
-        """Is called before anything of a step is sent."""
+        """Check model and rates before anything of a step is sent."""
         factor = self._rates.check(self.param_groups)
         for layer in self._layers if factor is not None else ():
             layer.handle.lr_factor = factor
@@ -190,8 +191,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 )
 
     def _align(self) -> None:
-        """Brings all layers to one step, after some of them had been left out of steps that others made: makes their
-        steps without a gradient. A worker that was expelled, or came later, needs it."""
+        """Bring all layers to the same step by making the missing steps without a gradient.
+
+        Needed after this worker was expelled or joined later: the others made steps of some layers without it.
+        """
         while len(steps := {layer.handle.step for layer in self._layers}) > 1:
             for layer in self._layers:
                 if layer.handle.step < max(steps):
@@ -199,7 +202,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     layer.handle.release_memory(shared=layer.place.holder is None)
 
     def set_weight(self, weight: float) -> None:
-        """As ``DistributedOptimizer.set_weight``. Raises InvalidArgumentError after gradients were pushed."""
+        """Set the gradient's weight as ``DistributedOptimizer.set_weight`` does.
+
+        Raises InvalidArgumentError after gradients were pushed.
+        """
         weight = weight_of(weight, self.handle.spec.consistency)
         if self._passes.has_gradients and weight != self._passes.weight:
             raise InvalidArgumentError(
@@ -208,15 +214,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._passes.weight = weight
 
     def weights(self) -> Iterator[tuple[str, NDArray[Any]]]:
-        """Names and values of all trained parameters, a layer at a time: for saving a model that does not fit into
-        memory. Call it between steps. Each worker may call it alone."""
+        """Yield names and values of all trained parameters, one layer at a time.
+
+        Use it to save a model that does not fit into memory. Call it between steps. Each worker may call it alone.
+        """
         for layer in self._layers:
             arrays = layer.handle.pull()
             layer.handle.release_memory(shared=layer.place.holder is None)
             yield from arrays.items()
 
     def close(self) -> None:
-        """Takes the hooks off the model, whose weights stay on the servers. The context stays open."""
+        """Remove the hooks from the model, whose weights stay on the servers. The context stays open."""
         self._passes.close()
         if self._refusal is not None:
             self._refusal.remove()
@@ -224,10 +232,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # --- what torch's optimizers have ---
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing, except after a backward pass that failed: no gradient stays here after it was computed.
+        """Do nothing, except after a failed backward pass: no gradient stays here after it was computed.
 
-        After a pass that failed, training goes on with the next batch. What the pass had sent cannot be taken back:
-        then the step is made here, with zeros for all other parameters. Raises as ``step`` in that case.
+        After a failed pass, training continues with the next batch. Gradients that the pass had sent cannot be taken
+        back: the step is then made here, with zeros for all other parameters. Raises as ``step`` in that case.
         """
         if self._passes.discard():
             self._passes.complete()
@@ -236,33 +244,34 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._passes.begin_step()
 
     def no_sync(self) -> NoReturn:
-        """Refused: gradients of several backward passes would have to be kept, which takes as much memory as the model.
-        Make batches smaller, use torch.utils.checkpoint, or call ``step`` after each."""
+        """Refuse: gradients of several backward passes would have to be kept, which takes as much memory as the model.
+
+        Use smaller batches or torch.utils.checkpoint, or call ``step`` after each pass.
+        """
         raise InvalidArgumentError(
-            "no_sync() would add up gradients of all layers in this worker, which offload() is there to avoid: use "
+            "no_sync() would accumulate gradients of all layers in this worker, which offload() avoids: use "
             "torch.utils.checkpoint for larger batches, or more workers"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the optimizer is made: the servers have the parameters that the model had then."""
+        """Refuse once the optimizer is made: the servers store the parameters that the model had then."""
         if self._is_made:
             raise InvalidArgumentError(
-                "parameters cannot be added to an offloaded model: the servers hold those that it had. Change the "
-                "model first, then offload it"
+                "parameters cannot be added to an offloaded model, because the servers store its original ones. Change "
+                "the model first, then offload it"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and the step. The optimizer's state is on the servers, and in the snapshots that the run
-        takes."""
+        """Return settings and step. The optimizer's state is on the servers and in the run's snapshots."""
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": self.handle.step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> NoReturn:
-        """Refused: a run goes on from its own snapshots, with the same ``--run-id``."""
+        """Refuse: a run resumes from its own snapshots, with the same ``--run-id``."""
         raise InvalidArgumentError(
             "the state of an offloaded model is on the servers, and comes from the run's snapshots: start the run with "
-            "the --run-id that it had"
+            "its earlier --run-id"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -270,8 +279,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _part_of(spec: Optimizer, names: Iterable[str]) -> Optimizer:
-    """The specification for a layer. Overrides that match none of its tensors would be refused; which of the others is
-    the first to match a tensor stays the same."""
+    """Return the specification for one layer.
+
+    It omits overrides that match none of the layer's tensors, because these would be refused. The first override that
+    matches a tensor stays the same.
+    """
     overrides = tuple(one for one in spec.overrides if any(group_of(name, [one]) for name in names))
     return replace(spec, overrides=overrides)
 
@@ -283,13 +295,12 @@ def _zeros(like: Tensor) -> NDArray[np.float32]:
 def _check_settings(consistency: Consistency, compression: Codec | str | None) -> None:
     if not isinstance(consistency, BSP) or consistency.backup_workers:
         raise InvalidArgumentError(
-            f"consistency={consistency!r:.80}: a layer is pulled for the forward pass and again for the backward pass, "
-            "and only in BSP without backup workers are these the same weights. Use psdist.BSP()"
+            f"consistency={consistency!r:.80}: a layer is pulled once for the forward and once for the backward pass, "
+            "and these weights are equal only in BSP without backup workers. Use psdist.BSP()"
         )
     if not isinstance(codec := resolve(compression), Cast):
         raise InvalidArgumentError(
-            f"compression={codec}: it keeps what it leaves out of gradients, which is as large as the model. Use "
-            "'bfloat16' or 'float16'"
+            f"compression={codec}: its residual is as large as the model. Use 'bfloat16' or 'float16'"
         )
 
 
@@ -297,7 +308,7 @@ def _checked_device(device: torch.device | str) -> torch.device:
     try:
         checked = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgumentError(f"device={device!r:.60} is none of torch: {error}") from None
+        raise InvalidArgumentError(f"device={device!r:.60} is not a torch device: {error}") from None
     if checked.type == "meta":
         raise InvalidArgumentError("device='meta' has no values: name the device that computes, such as 'cpu'")
     if checked.type == "cuda" and not torch.cuda.is_available():
@@ -311,13 +322,13 @@ def _checked_device(device: torch.device | str) -> torch.device:
 def _check_model(model: nn.Module, trained: Mapping[str, nn.Parameter], spec: Optimizer) -> None:
     if spec.max_grad_norm:
         raise InvalidArgumentError(
-            f"max_grad_norm={spec.max_grad_norm:g} needs the gradients of all layers before the first is used, and "
-            "offload() lets go of each when it was pushed: leave it out, or use DistributedOptimizer"
+            f"max_grad_norm={spec.max_grad_norm:g} needs the gradients of all layers at the same time, and offload() "
+            "frees each after its push: leave it out, or use DistributedOptimizer"
         )
     if hasattr(model, "_orig_mod"):
         raise InvalidArgumentError(
-            "the model is compiled, and its graph would read weights that are not here: give the model itself, without "
-            "torch.compile"
+            "the model is compiled, and its graph would read weights that are not in memory: give the model itself, "
+            "without torch.compile"
         )
     for one in spec.overrides:
         if not any(group_of(name, [one]) for name in trained):

@@ -1,10 +1,10 @@
-"""``DistributedOptimizer``: a model's weights and its optimizer live on the servers; the script keeps its loop.
+"""``DistributedOptimizer``: weights and optimizer live on the servers; the script keeps its loop.
 
-Invariants: when ``step`` returns, the model has the weights with this step in them, in every consistency mode as that
-mode defines it. In BSP they are those of a single process that trains on the workers' batches together, up to the
-rounding of float32 sums.
+Invariants: When ``step`` returns, the model holds the weights that include this step, as each consistency mode defines
+    it. In BSP they are those of a single process that trains on all workers' batches, up to the rounding of float32
+    sums.
 
-Not here: gradients on their way (``gradients``), what torch's settings mean for the servers (``conversion``).
+Not here: pushing gradients (``gradients``), the servers' form of torch's settings (``conversion``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
-from psdist.torch.rates import Rates, check_scheduler
+from psdist.torch.rates import LearningRates, check_scheduler
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
@@ -41,31 +41,30 @@ from psdist.types import DType, NonFinite
 class DistributedOptimizer(torch.optim.Optimizer):
     """Trains ``model`` through psdist, in place of ``optimizer``, with its loop unchanged.
 
-    model: its trained parameters, float32, bfloat16 or float16 on one device. All workers begin with the values of the
-        lowest rank, those of frozen parameters and buffers included. A parameter that gets no gradient counts with
-        zeros. Buffers, such as running statistics, then stay with each worker, and snapshots have them.
-    optimizer: of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a specification of
-        psdist.optim. It runs on the servers. Parameters that torch's optimizer does not have are not trained.
-    scheduler: the learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
-        step. One that ``convert_scheduler`` knows is followed by the servers themselves; the rates of others are sent
-        to them. In a run that goes on from a snapshot it is brought to the run's step. None: the rates in
-        ``param_groups`` are sent, whoever changes them, one factor for all groups; in BSP all workers must have the
-        same.
+    model: its trained parameters are float32, bfloat16 or float16 and on one device. All workers start with the values
+        of the lowest rank, including frozen parameters and buffers. A parameter without a gradient counts with zeros.
+        Buffers, such as running statistics, then belong to each worker, and snapshots contain them.
+    optimizer: an optimizer of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a
+        specification of psdist.optim. It runs on the servers. Parameters that torch's optimizer lacks are not trained.
+    scheduler: learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
+        step. The servers run a scheduler that ``convert_scheduler`` supports; the rates of others are sent to them. In
+        a resumed run the scheduler is advanced to the run's step. None: the rates in ``param_groups`` are sent, as one
+        factor for all groups; in BSP all workers must use the same rates.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     compression, pull_dtype, non_finite, on_drop, reset_optimizer: as for ``Client.parameters``.
-    max_grad_norm: clips the mean gradient to this global norm, as ``clip_grad_norm_`` in a single process; None leaves
-        it to the specification. ``clip_grad_norm_`` itself cannot be used with ``overlap``.
-    name: of the parameter set. Each model of a script has its own.
-    overlap: pushes gradients while the backward pass still computes others. False pushes all of them in ``step``; so do
-        SSP and ASP with ``max_grad_norm``.
+    max_grad_norm: clips the mean gradient to this global norm, like ``clip_grad_norm_`` in a single process. None uses
+        the specification's value. ``clip_grad_norm_`` itself cannot be used with ``overlap``.
+    name: name of the parameter set. Each model of a script has its own.
+    overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
+        do SSP and ASP with ``max_grad_norm``.
     bucket_cap_mb: MiB of gradients that are pushed together.
-    context: None takes that of ``psdist.init()``: a script without a launcher trains alone.
+    context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 
-    Raises InvalidArgumentError for what cannot be converted or trained, and names it; DTypeMismatchError; and what
-    ``psdist.init`` and ``Client.parameters`` raise.
+    Raises InvalidArgumentError that names what cannot be converted or trained; DTypeMismatchError; and the errors of
+    ``psdist.init`` and ``Client.parameters``.
     """
 
-    #: torch's GradScaler leaves unscaling, and skipping a step, to an optimizer that has this.
+    #: torch's GradScaler lets an optimizer with this attribute unscale gradients and skip steps by itself.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -99,7 +98,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         #: This script's place in its run.
         self.context = init() if context is None else context
         client = self.context.client
-        #: The parameter set: its ``step``, ``version`` and ``statistics()``.
+        #: Parameter set of the model, for its ``step``, ``version`` and ``statistics()``.
         self.handle: Parameters = client.parameters(
             name,
             initial_values(tensors.trained),
@@ -124,34 +123,34 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
-        self._rates = Rates(spec, wrapped, scheduler, self.handle)
+        self._rates = LearningRates(spec, wrapped, scheduler, self.handle)
         super().__init__(groups_of(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
-            self.param_groups = wrapped.param_groups  # the very groups that its scheduler writes to
-        self._rates.begin(self.param_groups)
+            self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
+        self._rates.attach(self.param_groups)
         self._refusal = refuse_steps(wrapped, "DistributedOptimizer")
         self._is_made = True
 
     # --- the step ---
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Makes one step with the gradients of the backward pass, and gives the model its new weights.
+        """Make one step with the gradients of the backward pass, and load the new weights into the model.
 
-        closure: computes the loss again and returns it, with its gradients; called once. Returns what it returns.
+        closure: recomputes the loss and its gradients and returns the loss; called once. ``step`` returns its result.
 
-        BSP: returns when all workers have made this step. Where the step was dropped, because this worker had been
-        expelled or the run went back to a snapshot, a warning was logged, and the weights are those to go on with.
-        Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for learning rates that
-        the servers do not have; PushDroppedError as ``on_drop`` says; and what ``Parameters.push_pull`` raises. After
-        errors other than these, calling it again goes on with the same step.
+        BSP: returns when all workers have made this step. If the step was dropped, because this worker had been
+            expelled or the run rolled back to a snapshot, a warning was logged, and the weights are those to continue
+            with. Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for learning
+            rates that the servers do not have; PushDroppedError as ``on_drop`` says; and the errors of
+            ``Parameters.push_pull``. After errors other than these, calling it again retries the same step.
 
-        torch's GradScaler steps it with ``overlap=False``. In BSP a step in which any worker's gradients overflow is
-        skipped by all.
+        torch's GradScaler needs ``overlap=False``. In BSP all workers skip a step in which any worker's gradients
+        overflow.
         """
         if hasattr(self, "found_inf") and self._overlaps:
             raise InvalidArgumentError(
-                "a GradScaler skips steps, but with overlap=True gradients are pushed before it is known whether they "
-                "are finite: use overlap=False, or bfloat16, which needs no scaler"
+                "a GradScaler skips steps, but with overlap=True gradients are pushed before they are known to be "
+                "finite: use overlap=False, or bfloat16, which needs no scaler"
             )
         result = None
         if closure is not None:
@@ -176,7 +175,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._pull()
 
     def _unscale(self) -> bool:
-        """Takes the scale of a GradScaler out of the gradients. Returns False where all workers skip the step."""
+        """Remove a GradScaler's scale from the gradients. Returns False if all workers skip the step."""
         if not hasattr(self, "found_inf"):
             return True
         if self._join is not None:
@@ -190,12 +189,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients, as torch's optimizers do.
+        """Clear the gradients, as torch's optimizers do.
 
-        After a backward pass that failed, training goes on with the next batch. What the pass had pushed cannot be
-        taken back: then the step is made here, with zeros for all other parameters. So it is where ``step`` refused
-        gradients that were changed after they were pushed. Raises as ``step`` in that case; InvalidArgumentError, and
-        clears nothing, between a backward pass that pushed and ``step``.
+        After a failed backward pass, training continues with the next batch. Gradients that the pass had pushed cannot
+        be taken back: the step is then made here, with zeros for all other parameters. The same happens if ``step``
+        refused gradients that were changed after they were pushed. Raises as ``step`` in that case. Between a backward
+        pass that pushed and ``step``, raises InvalidArgumentError and clears nothing.
         """
         if self._stream.discard():
             self._collect()
@@ -206,7 +205,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def _check(self) -> None:
-        """Is called before anything of a step is sent."""
+        """Check model and rates before anything of a step is sent."""
         self._watch.check()
         factor = self._rates.check(self.param_groups)
         if factor is not None:
@@ -219,16 +218,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._watch.accept()
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """In this context backward passes add up gradients in the worker. The first one after it pushes the sum: for
-        steps of several micro-batches. Divide the loss by their number, as without psdist."""
+        """Return a context in which backward passes only accumulate gradients. The next pass after it pushes the sum.
+
+        Use it for steps of several micro-batches. Divide the loss by their number, as without psdist.
+        """
         return self._stream.paused()
 
     def set_weight(self, weight: float) -> None:
-        """Says what this worker's gradient counts for in the mean of the next step, such as the number of samples or
-        tokens that its loss is the mean of: workers with uneven batches then make the step of a single process with all
-        of them. 0 contributes nothing. It is 1 again after the step. Call it before the backward pass that pushes.
+        """Set the weight of this worker's gradient in the mean of the next step.
 
-        Raises InvalidArgumentError after that, for a weight that is out of range, and outside BSP.
+        weight: for example the number of samples or tokens that the loss is the mean of. Workers with uneven batches
+            then make the step of a single process with all batches. 0 contributes nothing.
+
+        Call it before the backward pass that pushes. The weight is 1 again after the step. Raises InvalidArgumentError
+        after that pass, for a weight that is out of range, and outside BSP.
         """
         if self._join is not None:
             self._join.check_weight()
@@ -241,18 +244,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Iterator[None]:
-        """For training loops whose workers have different numbers of batches: a worker that leaves this context makes
-        the steps of the others until nobody has a batch. Then all models have the same weights.
+        """Return a context for training loops whose workers have different numbers of batches.
 
-        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is of the
-            others.
-        enable: False has no effect, for loops that are known to be even.
-        throw_on_early_termination: raises UnevenInputsError in all workers when the first one has no batch left.
+        A worker that leaves the context makes the steps of the others until no worker has a batch. Afterwards all
+        models have the same weights.
 
-        All workers enter it, and none may join the run meanwhile. Each step in it costs a small one more.
-        The scheduler follows all steps.
+        divide_by_initial_world_size: a worker without a batch counts in the mean with zeros. False: the mean is over
+            the others.
+        enable: False disables the context, for loops that are known to be even.
+        throw_on_early_termination: raise UnevenInputsError in all workers when the first one runs out of batches.
 
-        Raises InvalidArgumentError outside BSP, where workers do not make steps together; and what ``step`` raises.
+        All workers enter the context, and no worker may join the run meanwhile. Each step in it costs one more small
+        step. The scheduler advances with all steps.
+
+        Raises InvalidArgumentError outside BSP, where workers do not make steps together; and the errors of ``step``.
         """
         if not enable:
             yield
@@ -280,12 +285,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _make_empty_step(self, join: UnevenInputs) -> None:
         if join.is_scaled and self._loss_scale.overflows_anywhere(mine=False):
             return
-        self.handle.lr_factor = None  # Those that have a batch say it.
+        self.handle.lr_factor = None  # Workers with a batch set it.
         self._stream.skip(float(join.counts_joined))
         self._rates.on_empty_step(self.param_groups)
 
     def close(self) -> None:
-        """Takes the hooks off the model, which keeps its weights. The context stays open."""
+        """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
         if self._refusal is not None:
             self._refusal.remove()
@@ -293,42 +298,45 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # --- what torch's optimizers have ---
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after the optimizer is made: the servers have the parameters that the model had then."""
+        """Refuse once the optimizer is made: the servers store the parameters that the model had then."""
         if self._is_made:
             raise InvalidArgumentError(
-                "parameters cannot be added to a DistributedOptimizer: the servers hold those that the model had when "
-                "it was wrapped. Change the model first, then wrap it"
+                "parameters cannot be added to a DistributedOptimizer, because the servers store those that the model "
+                "had when it was wrapped. Change the model first, then wrap it"
             )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """The settings and the step. The optimizer's state is on the servers, and in the snapshots that the run takes,
-        from which a run goes on; ``psdist snapshot export`` writes the model's ``state_dict`` to files."""
+        """Return settings and step.
+
+        The optimizer's state is on the servers and in the run's snapshots, from which a run resumes. ``psdist snapshot
+        export`` writes the model's ``state_dict`` to files.
+        """
         step = self.handle.step
         groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
         return {"state": {}, "param_groups": groups, "psdist": {"name": self.handle.name, "step": step}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Checks that this run goes on where ``state_dict`` was made. A run goes on from its own snapshots, with the
-        same ``--run-id``; a state cannot be given to it.
+        """Check that this run is at the step at which ``state_dict`` was made. Loads nothing.
 
-        Raises InvalidArgumentError for the state of another optimizer or model, and for another step.
+        A run resumes from its own snapshots, with the same ``--run-id``. Raises InvalidArgumentError for the state of
+        another optimizer or model, and for another step.
         """
         saved = state_dict.get("psdist")
         if saved is None:
             raise InvalidArgumentError(
-                "this state is not of a DistributedOptimizer: the servers cannot take the state of a torch optimizer. "
-                "Load the model's weights before wrapping it, and begin with a new optimizer state"
+                "this state is not of a DistributedOptimizer: the servers cannot load the state of a torch optimizer. "
+                "Load the model's weights before wrapping it, and start with a new optimizer state"
             )
         if saved["name"] != self.handle.name:
             raise InvalidArgumentError(
-                f"this state is of the parameter set {saved['name']!r}, but this optimizer has {self.handle.name!r}: "
-                "load it into the one that it was saved from"
+                f"this state is of the parameter set {saved['name']!r}, but this optimizer's set is "
+                f"{self.handle.name!r}: load it into the optimizer that it was saved from"
             )
         if saved["step"] != self.handle.step:
             raise InvalidArgumentError(
                 f"this state is of step {saved['step']}, but the run is at step {self.handle.step}: the optimizer's "
-                "state comes from the run's snapshots. Start the run with the --run-id that it had"
+                "state comes from the run's snapshots. Start the run with its earlier --run-id"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -336,20 +344,23 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:
-    """The parameters of a torch optimizer; None where there is none."""
+    """Return the parameters of a torch optimizer, or None if there is no optimizer."""
     return None if optimizer is None else [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def refuse_steps(wrapped: torch.optim.Optimizer | None, taker: str) -> RemovableHandle | None:
-    """Has ``step()`` of a torch optimizer raise InvalidArgumentError, until the handle is removed: it would change
-    weights that the servers hold, and leave them waiting for the step. taker: the class that has its place."""
+    """Make ``step()`` of a torch optimizer raise InvalidArgumentError until the returned handle is removed.
+
+    A step would change weights that the servers store, and leave the servers waiting for theirs. taker: name of the
+    optimizer that replaces it.
+    """
     if wrapped is None:
         return None
 
     def refuse(optimizer: torch.optim.Optimizer, *_: Any) -> NoReturn:
         raise InvalidArgumentError(
-            f"step() of a torch.optim.{type(optimizer).__name__} that was given to psdist: the servers make its steps. "
-            f"Call step() and zero_grad() of the {taker} instead; close() of that gives the model back to this one"
+            f"psdist owns this torch.optim.{type(optimizer).__name__}, and the servers run its steps. Call step() and "
+            f"zero_grad() of the {taker} instead, or close() it first"
         )
 
     return wrapped.register_step_pre_hook(refuse)
@@ -360,8 +371,10 @@ def specification_of(
     trained: Mapping[str, nn.Parameter],
     scheduler: lr_scheduler.LRScheduler | None,
 ) -> Optimizer:
-    """What the servers are to run, without a schedule where they cannot follow the scheduler. Raises
-    InvalidArgumentError, see ``convert_optimizer``."""
+    """Return the specification for the servers, without a schedule if they cannot follow the scheduler.
+
+    Raises InvalidArgumentError, see ``convert_optimizer``.
+    """
     if isinstance(optimizer, Optimizer):
         return optimizer
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -375,7 +388,7 @@ def specification_of(
 
 
 def groups_of(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """Parameter groups as torch has them, for a specification: one for each override that applies."""
+    """Return torch's parameter groups for a specification: one for each override that applies."""
     groups: dict[int, dict[str, Any]] = {}
     for name, parameter in trained.items():
         number = group_of(name, spec.overrides)

@@ -1,4 +1,4 @@
-"""A snapshot's optimizer state in an optimizer of torch: for training that goes on without psdist."""
+"""Loading of a snapshot's optimizer state into an optimizer of torch, to continue training without psdist."""
 
 from __future__ import annotations
 
@@ -22,29 +22,31 @@ def load_optimizer_state(
     step: int | None = None,
     parameters: str | None = None,
 ) -> int:
-    """Gives ``optimizer`` the state that the servers had in a snapshot of a run of ``DistributedOptimizer`` or
-    ``offload``, so that a script without psdist goes on where that was. Returns the step that comes next.
+    """Load the servers' optimizer state from a snapshot into ``optimizer``. Returns the step that comes next.
+
+    The snapshot is of a run of ``DistributedOptimizer`` or ``offload``. A script without psdist can continue from it:
 
         model.load_state_dict(torch.load("model.pt"))  # by psdist snapshot export
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         step = psdist.torch.load_optimizer_state(optimizer, model, "psdist-runs/digits")
 
-    optimizer: of torch.optim, of the kind that was given to psdist, with parameters of ``model``. Its settings, such as
-        the learning rate, stay as they are; what it kept before is replaced.
+    optimizer: an optimizer of torch.optim, of the kind that was given to psdist, with parameters of ``model``. Its
+        settings, such as the learning rate, do not change; its previous state is replaced.
     url, step, parameters: as for ``psdist.load_snapshot``.
 
-    State is float32 on the servers; here it has the dtype of its parameter. After SSP and ASP Adam counts the updates
-    of the slice that had the fewest. Weights are not loaded.
-    Raises SettingsMismatchError where the optimizer keeps something else, MissingTensorError and ShapeMismatchError
-    where the snapshot is of another model, InvalidArgumentError as ``DistributedOptimizer`` for what it cannot train,
-    and as ``psdist.load_snapshot``. A call that raises changes nothing.
+    State is float32 on the servers and takes the dtype of its parameter here. After SSP and ASP, Adam's step count is
+    that of the slice with the fewest updates. Weights are not loaded.
+
+    Raises SettingsMismatchError if the optimizer has other state tensors, MissingTensorError and ShapeMismatchError if
+    the snapshot is of another model, InvalidArgumentError as ``DistributedOptimizer`` for a model that it cannot train,
+    and the errors of ``psdist.load_snapshot``. A call that raises changes nothing.
     """
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {parameter: name for name, parameter in inspect(model, ordered, has_values=False).trained.items()}
     found = snapshots.load_optimizer_state(url, step, parameters)
     states: dict[int, dict[str, Tensor]] = {}
     for number, parameter in enumerate(ordered):
-        if (name := names.get(parameter)) is None:  # It is frozen.
+        if (name := names.get(parameter)) is None:  # A frozen parameter.
             continue
         if name not in found.tensors:
             raise MissingTensorError(
@@ -59,7 +61,7 @@ def load_optimizer_state(
 
 
 def _entry(name: str, parameter: Tensor, state: TensorState) -> dict[str, Any]:
-    """What torch keeps of a parameter. Nothing before its first update, but for Adagrad."""
+    """Return torch's state entry of a parameter. It is empty before the first update, except for Adagrad."""
     entry: dict[str, Any] = {}
     for key, array in state.arrays.items():
         if array.shape != tuple(parameter.shape):

@@ -1,13 +1,13 @@
-"""Learning rates: what torch's side shows of them, and a torch scheduler, beside the schedule that the servers follow.
+"""Learning rates: those that torch shows, a torch scheduler, and the servers' schedule.
 
-Where the servers have a schedule, torch's side must show the same rates. Where they have none, pushes carry the factor
-that the script's rates have over those at the beginning.
+If the servers run a schedule, torch must show the same rates. Otherwise pushes carry the current rates as a factor on
+the initial ones.
 
-The servers count their steps by themselves. A scheduler counts the calls of the script's loop. Both agree as long as
-the loop makes each step. After a step that was dropped, skipped or made elsewhere, the scheduler is brought to where
-the servers are.
+The servers count their steps by themselves; a scheduler counts calls of the script's loop. Both agree as long as the
+loop makes each step. After a step that was dropped, skipped or made elsewhere, the scheduler is moved to the servers'
+step.
 
-Not here: what a scheduler means for the servers (``conversion``).
+Conversion of schedulers is in ``conversion``.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from psdist.optim import Constant, Cosine, Optimizer
 
 logger = logging.getLogger("psdist")
 
-#: What schedulers and the servers' schedules may differ by: torch multiplies factors step by step, in float64, or where
-#: the rate is a tensor, in float32.
+#: Tolerated difference between schedulers and the servers' schedules. torch multiplies factors step by step, in
+#: float64, or in float32 if the rate is a tensor.
 _RATE_TOLERANCE: Final = 1e-6
 _TENSOR_TOLERANCE: Final = 1e-3
 #: Settings that some schedulers change together with the rate.
 _CYCLED: Final = ("momentum", "betas")
 
 
-class Rates:
-    """The learning rates and other settings that torch's side shows, beside those that the servers have."""
+class LearningRates:
+    """Learning rates and other settings as torch shows them, compared with the servers' settings."""
 
     def __init__(
         self,
@@ -49,36 +49,36 @@ class Rates:
         self._wrapped = wrapped
         self._scheduler = scheduler
         self._handle = handle
-        #: The servers have no schedule: pushes carry a factor.
+        #: True if the servers have no schedule, so that pushes carry a factor.
         self._sends = spec.schedule == Constant()
-        #: The factor that the step under way has, once its first push has begun.
+        #: Factor of the step under way, once its first push has started.
         self._sent: float | None = None
-        #: The step that this worker began at with rates of its own, until it was seen that these change.
+        #: First step of this worker if the script sets the rates; 0 after these were seen to change.
         self._began_at = handle.step if self._sends and scheduler is None else 0
         self._base: list[float] = []
         self._seen: list[dict[str, Any]] = []
-        #: The scheduler's state before its first step, and the rates of the groups then.
+        #: Initial state of the scheduler, and initial rates of the groups.
         self._fresh: tuple[dict[str, Any], list[float]] = {}, []
-        #: Where the servers are, if they made the steps of this loop and no others.
+        #: The servers' step, if they made exactly the steps of this loop.
         self._expected_step = 0
         self._is_irregular = False
 
-    def begin(self, groups: list[dict[str, Any]]) -> None:
-        """The optimizer is made. A scheduler is brought to the step that the run goes on from."""
+    def attach(self, groups: list[dict[str, Any]]) -> None:
+        """Start after the optimizer is made. A scheduler is advanced to the step from which the run resumes."""
         self._base = [float(group.get("initial_lr", group["lr"])) for group in groups]
         if self._scheduler is not None:
             self._fresh = deepcopy(self._scheduler.state_dict()), [float(group["lr"]) for group in groups]
-        self._follow(groups)
+        self._move_scheduler(groups)
         self._show(groups)
 
-    def _follow(self, groups: list[dict[str, Any]]) -> None:
-        """Brings the scheduler to the step that the servers are at."""
+    def _move_scheduler(self, groups: list[dict[str, Any]]) -> None:
+        """Bring the scheduler to the servers' step."""
         self._expected_step, self._is_irregular = self._handle.step, False
         if self._scheduler is None:
             return
-        with warnings.catch_warnings():  # of a scheduler that is stepped before its optimizer
+        with warnings.catch_warnings():  # A scheduler warns if it is stepped before its optimizer.
             warnings.simplefilter("ignore")
-            if self._scheduler.last_epoch > self._handle.step:  # The run went back to a snapshot.
+            if self._scheduler.last_epoch > self._handle.step:  # The run rolled back to a snapshot.
                 state, rates = self._fresh
                 self._scheduler.load_state_dict(deepcopy(state))
                 for group, rate in zip(groups, rates, strict=True):
@@ -87,11 +87,13 @@ class Rates:
                 self._scheduler.step()
 
     def check(self, groups: list[dict[str, Any]]) -> float | None:
-        """What the push that begins multiplies the servers' rate by; None where they follow a schedule. A scheduler
-        follows them where they made other steps than the script's loop. Raises InvalidArgumentError where a setting is
-        not the servers'."""
+        """Return the factor of the next push on the servers' rates, or None if the servers run a schedule.
+
+        Moves the scheduler to the servers' step if they made other steps than the script's loop. Raises
+        InvalidArgumentError if a setting differs from the servers'.
+        """
         if self._is_irregular or self._handle.step != self._expected_step:
-            self._follow(groups)
+            self._move_scheduler(groups)
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             for key, value in seen.items():
                 if key != "lr" and _plain(group[key]) != value:
@@ -106,31 +108,34 @@ class Rates:
         if self._scheduler is not None and self._scheduler.last_epoch != self._handle.step:
             raise InvalidArgumentError(
                 f"the scheduler has made {self._scheduler.last_epoch} steps at step {self._handle.step}: call "
-                "scheduler.step() after each step of the optimizer. One that is stepped once for each data epoch is "
-                "not given as scheduler=; its rates are used as they are"
+                "scheduler.step() after each step of the optimizer. Do not pass a scheduler that is stepped once per "
+                "data epoch as scheduler=; its rates are used as they are"
             )
         self._sent = self._factor(groups)
         if self._began_at and (self._sent != 1.0 or any("initial_lr" in group for group in groups)):
             logger.warning(
-                "this worker began at step %d, and its script sets the rates (lr=%g at step %d): if it begins anew, "
-                "pass its scheduler as scheduler=, which brings it there, or load the scheduler's state",
+                "this worker started at step %d, and its script sets the rates (lr=%g at step %d): if the script "
+                "restarted, pass its scheduler as scheduler=, which advances it to that step, or load the scheduler's "
+                "state",
                 self._began_at, float(groups[0]["lr"]), self._handle.step,
             )  # fmt: skip
             self._began_at = 0
         return self._sent
 
     def check_unchanged(self, groups: list[dict[str, Any]]) -> None:
-        """Raises InvalidArgumentError where rates were changed after the first push of the step."""
+        """Raise InvalidArgumentError if rates were changed after the first push of the step."""
         if self._sent is not None and (factor := self._factor(groups)) != self._sent:
             raise InvalidArgumentError(
-                f"lr was changed after the backward pass had pushed gradients: it is {factor:g} times that at the "
-                f"beginning, and the pushes say {self._sent:g}. Set it before backward(), or, with "
-                "DistributedOptimizer, use overlap=False, which pushes in step()"
+                f"lr was changed after the backward pass had pushed gradients: its factor is {factor:g} now, and "
+                f"{self._sent:g} in the pushes. Set it before backward(), or, with DistributedOptimizer, use "
+                "overlap=False, which pushes in step()"
             )
 
     def _factor(self, groups: list[dict[str, Any]]) -> float:
-        """What the rates of all groups are multiples of, over those that the servers have. Raises InvalidArgumentError
-        where that differs between groups."""
+        """Return the common factor of all groups' rates on those of the servers.
+
+        Raises InvalidArgumentError if it differs between groups.
+        """
         rates = [(float(group["lr"]), base) for group, base in zip(groups, self._base, strict=True)]
         first = next((number for number, (_, base) in enumerate(rates) if base), 0)
         rate, base = rates[first]
@@ -139,7 +144,7 @@ class Rates:
             if not began and mine:
                 raise InvalidArgumentError(
                     f"lr of parameter group {number} is {mine:g}, but was 0 when the optimizer was wrapped, and the "
-                    "servers multiply what it was: make the optimizer with a rate, and set 0 after that"
+                    "servers multiply the original rate: make the optimizer with a rate, and set 0 afterwards"
                 )
             if abs(mine - began * factor) > _tolerance(groups) * began * abs(factor):
                 raise InvalidArgumentError(
@@ -153,8 +158,7 @@ class Rates:
         return max(factor, 0.0)
 
     def _check_shown(self, groups: list[dict[str, Any]]) -> None:
-        """Raises InvalidArgumentError where torch's side shows other rates than those that the servers' schedule
-        gives."""
+        """Raise InvalidArgumentError if torch shows other rates than the servers' schedule gives."""
         factor = self._spec.schedule.factor(self._handle.step)
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             shown = _plain(group["lr"])
@@ -171,8 +175,8 @@ class Rates:
             schedule, step = self._spec.schedule, self._handle.step
             if isinstance(schedule, Cosine) and step - schedule.warmup_steps > schedule.total_steps:
                 raise InvalidArgumentError(
-                    f"step {step} is past T_max={schedule.total_steps} of the cosine scheduler, where torch's rate "
-                    "rises again, and the servers' stays at its end: give T_max all steps, or end there"
+                    f"step {step} is past T_max={schedule.total_steps} of the cosine scheduler. torch's rate rises "
+                    "again there, and the servers' stays at its end: set T_max to the number of steps, or stop there"
                 )
             raise InvalidArgumentError(
                 f"the scheduler gives parameter group {number} lr={shown:g} at step {self._handle.step}, but the "
@@ -181,21 +185,21 @@ class Rates:
             )
 
     def on_step(self, groups: list[dict[str, Any]]) -> None:
-        """A step was made."""
+        """Record that a step was made."""
         self._expected_step += 1
         self._sent = None
         if self._wrapped is not None:
-            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # what schedulers look for
+            self._wrapped._opt_called = True  # type: ignore[attr-defined]  # read by schedulers
         self._show_next(groups)
 
     def on_empty_step(self, groups: list[dict[str, Any]]) -> None:
-        """A step was made that the loop of the script did not make."""
+        """Record a step that the script's loop did not make."""
         self.on_step(groups)
         if self._scheduler is not None:
             self._scheduler.step()
 
     def on_irregular_step(self, groups: list[dict[str, Any]]) -> None:
-        """A step was made that the loop of the script does not count, or one that it counts was not made."""
+        """Record a step that the loop does not count, or one that it counts and that was not made."""
         self._is_irregular = True
         self._sent = None
         self._show_next(groups)
@@ -205,7 +209,7 @@ class Rates:
             self._show(groups)
 
     def _show(self, groups: list[dict[str, Any]]) -> None:
-        """Writes the current rates where scripts read them, unless the script sets them."""
+        """Write the current rates to ``param_groups`` for scripts to read, unless the script sets them."""
         if self._scheduler is None and not self._sends:
             factor = self._spec.schedule.factor(self._handle.step)
             for base, group in zip(self._base, groups, strict=True):
@@ -214,7 +218,7 @@ class Rates:
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:
-    """Also into a tensor that the script has."""
+    """Set the rate of a group, in place if the script made it a tensor."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:
@@ -222,13 +226,13 @@ def _set_rate(group: dict[str, Any], rate: float) -> None:
 
 
 def _tolerance(groups: list[dict[str, Any]]) -> float:
-    """Relative, of their rates."""
+    """Return the relative tolerance of these groups' rates."""
     are_tensors = any(isinstance(group["lr"], torch.Tensor) for group in groups)
     return _TENSOR_TOLERANCE if are_tensors else _RATE_TOLERANCE
 
 
 def _plain(value: Any) -> Any:
-    """A setting as a number, which nobody changes in place."""
+    """Return a setting as plain numbers that nothing changes in place."""
     if isinstance(value, tuple | list):
         return tuple(_plain(one) for one in value)
     return value.item() if isinstance(value, torch.Tensor) else value
@@ -239,8 +243,7 @@ def _settings(spec: Optimizer) -> list[str]:
 
 
 def check_scheduler(optimizer: object, scheduler: object, consistency: Consistency) -> None:
-    """Raises InvalidArgumentError for a scheduler that is not of this torch optimizer, or that cannot be brought to
-    the step of a run."""
+    """Raise InvalidArgumentError for a scheduler of another optimizer, or one that cannot be moved to a run's step."""
     if scheduler is None:
         return
     if not isinstance(optimizer, torch.optim.Optimizer) or getattr(scheduler, "optimizer", None) is not optimizer:
@@ -251,17 +254,17 @@ def check_scheduler(optimizer: object, scheduler: object, consistency: Consisten
     kind = type(scheduler).__name__
     if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) or not hasattr(scheduler, "last_epoch"):
         raise InvalidArgumentError(
-            f"scheduler={kind} cannot be brought to the step of a run: leave it out of scheduler=, and step it in the "
-            "loop, alike on all workers. A script that goes on, or is started again, loads its state"
+            f"scheduler={kind} cannot be moved to the step of a run: leave it out of scheduler=, and step it in the "
+            "loop, equally on all workers. A script that resumes or restarts loads its state"
         )
     if getattr(scheduler, "cycle_momentum", False):
         raise InvalidArgumentError(
-            f"this {kind} changes the momentum, which the servers have for the whole run: make it with "
+            f"this {kind} changes the momentum, which is fixed on the servers for the whole run: make it with "
             "cycle_momentum=False"
         )
     if not isinstance(consistency, BSP):
         raise InvalidArgumentError(
             f"scheduler={kind} counts this worker's steps, but in {type(consistency).__name__} the servers count the "
             "pushes of all workers: give a schedule in a specification of psdist.optim, or leave it out of scheduler=, "
-            "and each push has the rate that its worker shows then"
+            "so that each push uses the rate that its worker shows at that time"
         )

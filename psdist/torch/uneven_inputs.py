@@ -1,12 +1,12 @@
-"""Workers with uneven numbers of batches: those that have none left make the steps of the others without one.
+"""Uneven inputs: workers that ran out of batches make the remaining steps of the others without a batch.
 
-Each step in such a context begins with a small one, in a parameter set of its own, in which every worker says whether
-it has a batch. All learn the same from it, so that all end with the same step.
+Each step in such a context starts with a small one, in a parameter set of its own, in which every worker reports
+whether it has a batch. All workers get the same answer, so all stop after the same step.
 
-Invariants: all workers make the same number of small steps, and of steps of the model. A worker that died is not waited
-for, as everywhere in BSP.
+Invariants: All workers make the same number of small steps and of the model's steps. As always in BSP, no one waits for
+    a worker that died.
 
-Not here: what a step is (``optimizer``, ``data_parallel``).
+The steps themselves are in ``optimizer`` and ``data_parallel``.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from psdist.errors import InvalidArgumentError, UnevenInputsError
 from psdist.optim import Mean
 
 _TENSOR: Final = "has_batch"
-#: Whether a worker has scaled its loss: then the step begins with another small one, see ``loss_scale``.
+#: Tensor that reports a scaled loss: the step then starts with another small one, see ``loss_scale``.
 _SCALED: Final = "is_scaled"
-#: Of float32 sums over workers.
+#: Tolerance of float32 sums over workers.
 _ROUNDING: Final = 1e-4
 
 
 class UnevenInputs:
     """One ``with`` block of uneven inputs.
 
-    name: of the parameter set of the small steps. slots: workers of different ranks below it are told apart.
+    name: parameter set of the small steps.
+    slots: workers whose ranks differ modulo this number can be told apart.
     counts_joined: a worker without a batch counts in the mean of a step, with zeros.
-    raises_early: raises UnevenInputsError in all workers when the first one has no batch left.
+    raises_early: raise UnevenInputsError in all workers when the first one runs out of batches.
     """
 
     def __init__(self, context: Context, name: str, slots: int, *, counts_joined: bool, raises_early: bool) -> None:
@@ -43,19 +44,22 @@ class UnevenInputs:
         self._scaled = np.zeros(1, np.float32)
         self._handle = context.client.parameters(name, {_TENSOR: self._flags, _SCALED: self._scaled}, Mean())
         self._is_begun = False
-        #: Whether workers scale the loss of this step of the model.
+        #: True if workers scale the loss of this step.
         self.is_scaled = False
         #: Ranks that had a batch in the last step of the model.
         self.active: frozenset[int] = frozenset()
 
     @property
     def is_begun(self) -> bool:
-        """Whether this worker is in a step that it has a batch for."""
+        """True if this worker has started a step that it has a batch for."""
         return self._is_begun
 
     def begin_step(self, *, is_scaled: bool = False) -> frozenset[int]:
-        """This worker has a batch. Returns the ranks that have one, of which it is the lowest that gives its buffers.
-        Called again in the same step, it returns the same. Raises UnevenInputsError."""
+        """Report that this worker has a batch. Returns the ranks that have one; the lowest of them provides its
+        buffers.
+
+        Later calls in the same step return the same ranks. Raises UnevenInputsError.
+        """
         if not self._is_begun:
             self._is_begun = True
             self._scaled[0] = is_scaled
@@ -65,13 +69,15 @@ class UnevenInputs:
         return self.active
 
     def end_step(self) -> None:
-        """The step of the model is made."""
+        """Record that the step of the model is made."""
         self._is_begun = False
 
     def finish(self, make_step: Callable[[frozenset[int]], None]) -> None:
-        """This worker has no batch left: makes the steps of those that have, until nobody has one.
+        """Make the steps of the others after this worker's last batch, until no worker has one.
 
-        make_step: makes one; it is given their ranks. Raises UnevenInputsError.
+        make_step: makes one step; called with the ranks that have a batch.
+
+        Raises UnevenInputsError.
         """
         self._scaled[0] = False
         while active := self._tell(has_batch=False)[0]:
@@ -81,7 +87,7 @@ class UnevenInputs:
             make_step(active)
 
     def _tell(self, *, has_batch: bool) -> tuple[frozenset[int], bool]:
-        """The ranks that have a batch, and whether these are all workers."""
+        """Return the ranks that have a batch, and whether they are all workers."""
         self._flags[self._rank % len(self._flags)] = has_batch
         answer = self._handle.push_pull({_TENSOR: self._flags, _SCALED: self._scaled}, copy=False)
         means, self.is_scaled = answer[_TENSOR], bool(answer[_SCALED][0] > 0)
@@ -89,16 +95,16 @@ class UnevenInputs:
         return frozenset(np.flatnonzero(means).tolist()), float(means.sum()) > 1.0 - _ROUNDING
 
     def check_weight(self) -> None:
-        """Raises InvalidArgumentError where a weight would not be beside that of workers without a batch."""
+        """Raise InvalidArgumentError if weights are impossible, because workers without a batch count as 1."""
         if self.counts_joined:
             raise InvalidArgumentError(
                 "set_weight() in join() that counts workers without a batch, each as 1: use "
-                "join(divide_by_initial_world_size=False), in which they count for nothing"
+                "join(divide_by_initial_world_size=False), in which they do not count"
             )
 
     def _raise(self) -> None:
         ranks = f" (of ranks {', '.join(map(str, sorted(self.active)))})" if len(self._flags) > 1 else ""
         raise UnevenInputsError(
             f"a worker has no batch left, while others have some{ranks}, and throw_on_early_termination is set: give "
-            "all workers as many batches, or leave it out"
+            "all workers the same number of batches, or leave it out"
         )

@@ -1,7 +1,7 @@
-"""Values of torch's tensors as psdist's arrays, and back.
+"""Conversion between torch's tensors and psdist's arrays.
 
-Invariants: tensors keep their memory. What is written into a tensor counts as a change for autograd, so that a backward
-pass over a graph from before it is refused as after a step of torch's own optimizers.
+Invariants: Tensors keep their memory. Autograd sees writes into a tensor as changes, so a backward pass over an older
+    graph is refused, as after a step of torch's own optimizers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from psdist import optim
 from psdist.client.sync_client import Client
 from psdist.consistency import Consistency, check_weight
 
-#: Says that a parameter set is never pushed to.
+#: Optimizer of a parameter set that is never pushed to.
 _NO_TRAINING: Final = optim.SGD(lr=0.0)
 
 
 def write_into(tensor: Tensor, array: NDArray[Any]) -> None:
-    """Copies the array, which need not stay, into a tensor of any dtype and device."""
+    """Copy the array into a tensor of any dtype and device. The array may change afterwards."""
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
         np.copyto(tensor.detach().numpy(), array)
     else:
@@ -32,11 +32,14 @@ def write_into(tensor: Tensor, array: NDArray[Any]) -> None:
 
 
 class TensorWriter:
-    """Writes arrays into tensors of the same names, shapes and dtypes. tensors: on any one device."""
+    """Writes arrays into tensors of the same names, shapes and dtypes.
+
+    tensors: on any one device.
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        #: The memory of those that numpy can write to.
+        #: Memory of the tensors that numpy can write to.
         self._memory: dict[str, NDArray[Any]] = {
             name: tensor.detach().numpy()
             for name, tensor in self._tensors.items()
@@ -44,7 +47,7 @@ class TensorWriter:
         }
 
     def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Copies the arrays, which need not stay."""
+        """Copy the arrays into the tensors. The arrays may change afterwards."""
         for name, array in arrays.items():
             memory = self._memory.get(name)
             if memory is None:
@@ -55,34 +58,38 @@ class TensorWriter:
 
 
 def from_array(array: NDArray[Any]) -> Tensor:
-    """A tensor with a copy of the array, bfloat16 of ml_dtypes included."""
+    """Return a tensor with a copy of the array. Supports the bfloat16 of ml_dtypes."""
     if array.dtype.name == "bfloat16":
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
     return torch.from_numpy(array.copy())
 
 
 def initial_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What ``Client.parameters`` takes as ``init``."""
+    """Return the ``init`` argument of ``Client.parameters``."""
     return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
 
 
 def weight_of(value: Any, consistency: Consistency) -> float:
-    """What a gradient is to count for: a number of Python or numpy, or a tensor or an array of one element. Raises
-    InvalidArgumentError for what ``Parameters.push`` does not take."""
+    """Convert the weight of a gradient: a number of Python or numpy, or a tensor or an array of one element.
+
+    Raises InvalidArgumentError for a weight that ``Parameters.push`` does not accept.
+    """
     try:
         number = value.item() if isinstance(value, Tensor | np.generic | np.ndarray) else value
-    except (RuntimeError, ValueError):  # of more elements
+    except (RuntimeError, ValueError):  # More than one element.
         number = value
-    if type(number) in (int, float) and number in (0, 1):  # These count in every mode.
+    if type(number) in (int, float) and number in (0, 1):  # Valid in every mode.
         return float(number)
     return check_weight(number, consistency)
 
 
 def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
-    """Gives the tensors that are not trained the values that the lowest rank has. name: of the parameter set for that.
+    """Copy the lowest rank's values of the tensors that are not trained to all workers.
 
-    A parameter set holds finite floats, so buffers (masks with -inf, counters) cross it as numbers of 0 to 255, one for
-    each byte. Only frozen float32 parameters, which may be large, cross it as they are.
+    name: parameter set that carries them.
+
+    A parameter set holds finite floats, so buffers (masks with -inf, counters) travel as one number of 0 to 255 per
+    byte. Only frozen float32 parameters, which may be large, travel as they are.
     """
     init = {key: to_finite(tensor) for key, tensor in fixed.items() if tensor.numel()}
     if init:
@@ -91,12 +98,12 @@ def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
 
 
 def to_finite(tensor: Tensor) -> NDArray[np.float32]:
-    """A tensor as finite float32 that a parameter set can hold: a float32 parameter as it is, all else as bytes."""
+    """Return a tensor as finite float32: a float32 parameter as it is, anything else as bytes."""
     return _plain(tensor) if is_plain(tensor) else as_bytes(tensor)
 
 
 def take_finite(tensor: Tensor, array: NDArray[np.float32]) -> None:
-    """Gives ``tensor`` the values of which ``array`` is ``to_finite``."""
+    """Write the values encoded by ``to_finite`` into ``tensor``."""
     if is_plain(tensor):
         write_into(tensor, array)
     else:
@@ -105,7 +112,7 @@ def take_finite(tensor: Tensor, array: NDArray[np.float32]) -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor that is not trained crosses a parameter set as it is."""
+    """True if a tensor that is not trained travels as it is."""
     return isinstance(tensor, nn.Parameter) and tensor.dtype == torch.float32
 
 
@@ -115,16 +122,16 @@ def _plain(tensor: Tensor) -> NDArray[np.float32]:
 
 
 def as_bytes(tensor: Tensor) -> NDArray[np.float32]:
-    """The bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
+    """Return the bytes of a tensor of any dtype, as numbers of 0 to 255; float32[bytes]."""
     return raw_bytes(tensor).astype(np.float32)
 
 
 def raw_bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """The bytes of a tensor of any dtype; they may lie where the tensor does."""
+    """Return the bytes of a tensor of any dtype. They may share its memory."""
     array: NDArray[np.uint8] = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return array
 
 
 def from_bytes(array: NDArray[Any], like: Tensor) -> Tensor:
-    """The tensor of which ``array`` has the bytes: of one dimension, with the dtype of ``like``."""
+    """Return the tensor encoded in ``array``: one-dimensional, with the dtype of ``like``."""
     return torch.from_numpy(array.astype(np.uint8)).view(like.dtype)

@@ -360,7 +360,7 @@ def test_a_layer_that_is_added_or_replaced_later_is_told(
         model = nn.Sequential(nn.Linear(12, 4), nn.Linear(4, 4))
         wrapped = DistributedDataParallel(model, name="".join(filter(str.isalnum, name)), context=context)
         change(model)
-        with pytest.raises(InvalidArgumentError, match="added, replaced or taken away after it was wrapped"):
+        with pytest.raises(InvalidArgumentError, match="added, replaced or removed after it was wrapped"):
             loss_of(wrapped, BATCHES(0)).backward()
 
     both(worker)

@@ -290,7 +290,7 @@ def test_what_join_refuses(everywhere: Callable[[Work], list[Any]], name: str) -
         optimizer.step()
         network = DistributedDataParallel(mlp(), name=f"{name}-parallel", context=context)
         network.eval()
-        with network.join(), pytest.raises(InvalidArgumentError, match="did not begin a step"):
+        with network.join(), pytest.raises(InvalidArgumentError, match="did not start a step"):
             loss_of(network, BATCHES(0)).backward()
 
     everywhere(worker)

@@ -259,8 +259,8 @@ class NoReset(nn.Module):
     ("module", "init", "message"),
     [
         (NoReset, None, "NoReset .* has no reset_parameters"),
-        (NoReset, lambda module: None, "init= left it without values"),
-        (lambda: nn.Linear(2, 2), lambda module: module.weight.zero_(), "bias of a Linear .* left it without values"),
+        (NoReset, lambda module: None, "init= left it uninitialized"),
+        (lambda: nn.Linear(2, 2), lambda module: module.weight.zero_(), "bias of a Linear .* left it uninitialized"),
     ],
 )
 def test_values_that_are_missing(name: str, module: Any, init: Any, message: str) -> None:
@@ -343,11 +343,11 @@ def pair() -> nn.Module:
         ({"compression": "int8"}, "as large as the model"),
         ({"compression": "auto"}, "as large as the model"),
         ({"layers": []}, "layers= is empty"),
-        ({"layers": [nn.Linear(1, 1)]}, "no module of the model"),
-        ({"layers": ["0"]}, "no module of the model"),
+        ({"layers": [nn.Linear(1, 1)]}, "not a module of the model"),
+        ({"layers": ["0"]}, "not a module of the model"),
         ({"optimizer": optim.SGD(lr=0.1, max_grad_norm=1.0)}, "max_grad_norm=1 needs"),
         ({"optimizer": "sgd"}, "optimizer is of type str"),
-        ({"device": "nowhere"}, "none of torch"),
+        ({"device": "nowhere"}, "not a torch device"),
         ({"device": "meta"}, "has no values"),
         ({"model": nn.Linear(2, 2)}, "the model has one layer"),
         ({"model": pair().requires_grad_(False)}, "no parameter to train"),

@@ -173,8 +173,8 @@ def replace(model: nn.Sequential) -> None:
     ("change", "said"),
     [
         (unfreeze, r"'0\.0\.weight' was unfrozen"),
-        (replace, "added, replaced or taken away"),
-        (lambda model: model.append(nn.Linear(4, 4)), "added, replaced or taken away"),
+        (replace, "added, replaced or removed"),
+        (lambda model: model.append(nn.Linear(4, 4)), "added, replaced or removed"),
     ],
 )
 def test_a_model_that_is_changed_later_is_told(name: str, change: Callable[[nn.Sequential], object], said: str) -> None:

@@ -75,7 +75,7 @@ def test_a_gradient_of_gradients_is_refused_and_training_goes_on(name: str) -> N
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     optimizer = offload(model, optim.SGD(lr=0.1), name=name)
     x = X.clone().requires_grad_()
-    with pytest.raises(InvalidArgumentError, match="create_graph=True came to the layer '2'"):
+    with pytest.raises(InvalidArgumentError, match="create_graph=True reached the layer '2'"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (gradient,) = torch.autograd.grad(model(x).sum(), x)
     assert gradient.abs().sum() > 0
@@ -121,7 +121,7 @@ class Given(nn.Module):
 def test_a_weight_among_the_results_of_a_layer_is_refused(name: str) -> None:
     model = nn.ModuleList([Given(), Given()])
     offload(model, optim.SGD(lr=0.1), name=name)
-    with pytest.raises(InvalidArgumentError, match=r"the layer '0' gave a weight of '0'.*as by clone\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"the layer '0' returned a weight of '0'.*by clone\(\)"):
         model[0](X)
 
 

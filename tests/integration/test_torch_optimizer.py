@@ -249,7 +249,7 @@ def test_gradients_that_were_pushed_may_not_change(
     model, optimizer = wrapped
     loss_of(model, BATCHES(0)).backward()
     change(model, optimizer)
-    with pytest.raises(InvalidArgumentError, match=r"was changed or taken away.*zero_grad\(\).* makes the step"):
+    with pytest.raises(InvalidArgumentError, match=r"was changed or removed.*zero_grad\(\).* makes the step"):
         optimizer.step()
     optimizer.zero_grad()
     assert optimizer.handle.step == 1 and all(parameter.grad is None for parameter in model.parameters())
@@ -296,7 +296,7 @@ def test_zero_grad_after_the_second_of_two_passes_failed_makes_the_step(alone: C
     optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, bucket_cap_mb=1e-6)
     for _ in range(2):
         model["a"](torch.ones(1, 3)).sum().backward()
-        message = r"nothing of it was sent.* Of other parameters some was\. .*zero_grad\(\)"
+        message = r"nothing of it was sent.* Parts of other parameters were sent\. .*zero_grad\(\)"
         with pytest.raises(NonFiniteGradientError, match=message):
             (model["b"](torch.ones(1, 3)).sum() * torch.nan).backward()
         optimizer.zero_grad()
@@ -388,7 +388,7 @@ def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_i
     optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name, bucket_cap_mb=1e-4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fail(model, BATCHES(0))
-    with pytest.raises(InvalidArgumentError, match=r"After a pass that failed.* call zero_grad\(\)"):
+    with pytest.raises(InvalidArgumentError, match=r"After a failed pass.* call zero_grad\(\)"):
         loss_of(model, BATCHES(1)).backward()
     optimizer.zero_grad()
     assert optimizer.handle.step == 1
@@ -439,7 +439,7 @@ def test_a_parameter_that_is_unfrozen_later_is_told(alone: Context, name: str) -
 
 def test_a_state_is_of_one_parameter_set(alone: Context, name: str) -> None:
     one, other = (DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=f"{name}-{end}") for end in "ab")
-    with pytest.raises(InvalidArgumentError, match=f"of the parameter set '{name}-a', but this optimizer has"):
+    with pytest.raises(InvalidArgumentError, match=f"of the parameter set '{name}-a', but this optimizer's set is"):
         other.load_state_dict(one.state_dict())
 
 

@@ -1,1 +1,1 @@
-"""The parts of ``psdist.torch.offload``: layers whose weights come and go."""
+"""Parts of ``psdist.torch.offload``: layers whose weights are in memory only while they are used."""

@@ -1,7 +1,7 @@
-"""How a model is divided into layers: which parameters come and go together, and which modules use them.
+"""Division of a model into layers: parameters that are loaded and freed together, and the modules that use them.
 
-Invariants: each trained parameter is in one layer, the first that has it. A module that has a tied weight of another
-layer uses both layers.
+Invariants: Each trained parameter belongs to one layer, the first that contains it. A module that shares a tied weight
+    with another layer uses both layers.
 
 Not here: hooks (``passes``), initial values (``materializer``).
 """
@@ -22,9 +22,11 @@ _WHOLE: Final = (nn.MultiheadAttention,)
 
 @dataclass(frozen=True)
 class Part:
-    """A layer before it has memory. title: where it is in the model; empty for parameters of the model's own.
+    """Layer before it has memory.
 
-    modules: those that the layer has. parameters: by name, those that no part before has.
+    title: name of the layer in the model; empty for parameters of the model itself.
+    modules: modules of the layer.
+    parameters: by name, without those of earlier parts.
     """
 
     title: str
@@ -34,7 +36,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Use:
-    """A module, and the numbers of the layers whose weights its forward pass needs."""
+    """Module, and the numbers of the layers whose weights its forward pass needs."""
 
     module: nn.Module
     layers: tuple[int, ...]
@@ -43,13 +45,14 @@ class Use:
 def divide(
     model: nn.Module, trained: Mapping[str, nn.Parameter], layers: Sequence[nn.Module] | None
 ) -> tuple[list[Part], list[Use]]:
-    """The parts of ``model`` in its order, and who uses them. trained: parameters by name.
+    """Return the parts of ``model`` in its order, and the modules that use them.
 
-    layers: modules that come and go as a whole; None for those of the ``ModuleList`` or ``Sequential`` that has most of
-    the parameters. Of all else each module with parameters of its own is a part.
+    trained: parameters by name.
+    layers: modules that are loaded and freed as a whole. None: those of the ``ModuleList`` or ``Sequential`` with most
+        of the parameters. Any other module with parameters of its own is a part.
 
-    Raises InvalidArgumentError for ``layers`` that are not apart from each other in the model, and for a model of one
-    part alone.
+    Raises InvalidArgumentError if ``layers`` contain each other or modules outside the model, and for a model of a
+    single part.
     """
     chosen = _default_layers(model) if layers is None else _checked(model, layers)
     names = {parameter: name for name, parameter in trained.items()}
@@ -67,14 +70,14 @@ def divide(
             uses.append(Use(module, tuple(sorted({owner[one] for one in mine}))))
     if len(parts) == 1:
         raise InvalidArgumentError(
-            f"the model has one layer, {parts[0].title or type(model).__name__!r}: offload() brings layers one after "
-            "another. Use psdist.torch.DistributedOptimizer, or give layers=, modules that are smaller"
+            f"the model has one layer, {parts[0].title or type(model).__name__!r}, but offload() loads layers one "
+            "after another. Use psdist.torch.DistributedOptimizer, or give smaller modules as layers="
         )
     return parts, uses
 
 
 def _modules(model: nn.Module, chosen: set[int]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """The modules to be divided into, in the model's order: name, module, and whether it is taken with its children."""
+    """Yield the modules to divide into, in the model's order: name, module, and True if its children belong to it."""
     seen: set[int] = set()
 
     def walk(module: nn.Module, title: str) -> Iterator[tuple[str, nn.Module, bool]]:
@@ -96,14 +99,14 @@ def _checked(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
     for layer in chosen:
         if not isinstance(layer, nn.Module) or layer not in names:
             raise InvalidArgumentError(
-                f"layers= has {type(layer).__qualname__}, which is no module of the model: give some of its modules, "
-                "such as list(model.blocks)"
+                f"layers= contains {type(layer).__qualname__}, which is not a module of the model: give some of its "
+                "modules, such as list(model.blocks)"
             )
     for layer in chosen:
         inner = {one for one in layer.modules() if one is not layer}
         if inside := next((one for one in chosen if one in inner), None):
             raise InvalidArgumentError(
-                f"layers= has {names[layer]!r} and {names[inside]!r}, which is a part of it: leave one of them out"
+                f"layers= contains {names[layer]!r} and {names[inside]!r}, which is a part of it: leave one of them out"
             )
     if not chosen:
         raise InvalidArgumentError("layers= is empty: give modules of the model, or leave it out")
@@ -111,8 +114,10 @@ def _checked(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _default_layers(model: nn.Module) -> list[nn.Module]:
-    """The modules of the deepest list or sequence that has more than half of the parameters of the one around it; none
-    where the model has no list."""
+    """Return the modules of the deepest list or sequence with more than half of the parameters of its parent.
+
+    Empty if the model contains no list.
+    """
     lists = [one for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential) and _size(one)]
     if not lists:
         return []

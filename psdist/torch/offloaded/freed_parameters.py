@@ -1,10 +1,10 @@
-"""Parameters whose values are not here: what a script may do with one, and the error for all else.
+"""Parameters without values: the operations that a script may do with one, and the error for all others.
 
 An offloaded parameter stays the same Python object, because modules, optimizers and autograd refer to it. While its
-layer is not in use its memory is gone, and torch's own kernels would read whatever address they find. So its class is
-another one then, by which torch asks this module before it does anything.
+layer is not in use its memory is gone, and torch's kernels would read an arbitrary address. Its class is therefore
+replaced during that time, so that torch asks this module before each operation.
 
-Not here: when memory comes and goes (``layer``).
+Memory is managed by ``layer``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from psdist.errors import InvalidArgumentError
 
-#: What needs no values.
+#: Operations that need no values.
 _ALLOWED: Final = frozenset(
     [
         *(
@@ -41,7 +41,7 @@ _ALLOWED: Final = frozenset(
         Tensor.register_post_accumulate_grad_hook,
     ]
 )
-#: What may be done before the gradient was taken over.
+#: Operations that are allowed until the gradient was taken.
 _GRADIENT: Final = frozenset(
     [
         Tensor.grad.__get__,  # type: ignore[union-attr]  # a descriptor, which torch's stubs show as a tensor
@@ -51,17 +51,19 @@ _GRADIENT: Final = frozenset(
 
 
 class FreedParameter(nn.Parameter):
-    """A parameter whose layer is not in use: it has a shape and no values. Whatever needs values raises
-    InvalidArgumentError, and so does its gradient once that was taken over."""
+    """Parameter whose layer is not in use: it has a shape and no values.
 
-    #: The parameter's name, for the message.
+    Every operation that needs values raises InvalidArgumentError, and so does its gradient once it was taken.
+    """
+
+    #: Name of the parameter, for messages.
     psdist_name: str
-    #: Names of the layer's parameters whose gradients of this step were taken over.
+    #: Names of the layer's parameters whose gradients of this step were taken.
     psdist_taken: AbstractSet[str]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Called by torch in place of ``func``."""
+        """Run ``func`` if it is allowed. torch calls this in place of ``func``."""
         if func in _ALLOWED:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -69,22 +71,22 @@ class FreedParameter(nn.Parameter):
             return args[0]._psdist_gradient(func, args)
         raise InvalidArgumentError(
             f"{getattr(func, '__name__', func)} was called with parameter {_name_in(args, kwargs)}, whose values are "
-            "on the servers: they are here during the forward and backward pass of its layer only. Where another "
-            "module uses it, give that module in layers= of offload(); weights() of the optimizer has all values"
+            "on the servers: they are in memory only during the forward and backward pass of its layer. If another "
+            "module uses it, give that module in layers= of offload(); weights() of the optimizer returns all values"
         )
 
     def _psdist_gradient(self, func: Any, args: Any) -> Any:
         if self.psdist_name in self.psdist_taken:
             raise InvalidArgumentError(
-                f"the gradient of parameter {self.psdist_name!r} went to the servers in the backward pass: it cannot "
-                "be read, clipped, unscaled or cleared before step(). Clipping and a GradScaler need the gradients of "
-                "all layers at once: use DistributedOptimizer, with max_grad_norm= to clip, or overlap=False for a "
-                "scaler. After a backward pass that failed call zero_grad() of the optimizer"
+                f"the gradient of parameter {self.psdist_name!r} was sent to the servers in the backward pass: it "
+                "cannot be read, clipped, unscaled or cleared before step(). Clipping and a GradScaler need the "
+                "gradients of all layers at the same time: use DistributedOptimizer, with max_grad_norm= to clip, or "
+                "overlap=False for a scaler. After a failed backward pass call zero_grad() of the optimizer"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # as nn.Parameter has it
+    def __repr__(self) -> str:  # type: ignore[override]  # same signature as nn.Parameter
         return f"<offloaded parameter {self.psdist_name!r} of shape {tuple(self.shape)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -105,18 +107,21 @@ def _name_in(args: Any, kwargs: Any) -> str:
 
 
 def mark_freed(parameter: nn.Parameter, name: str, taken: AbstractSet[str]) -> None:
-    """The parameter has no values from now on. taken: names of those whose gradients cannot be read; it may change."""
+    """Mark a parameter as one without values.
+
+    taken: names of the parameters whose gradients cannot be read; the set may change.
+    """
     parameter.psdist_name = name  # type: ignore[attr-defined]  # the class that it gets now has it
     parameter.psdist_taken = taken  # type: ignore[attr-defined]  # as above
     parameter.__class__ = FreedParameter
 
 
 def mark_present(parameter: nn.Parameter) -> None:
-    """The parameter has its values again."""
+    """Mark a parameter as one with values again."""
     parameter.__class__ = nn.Parameter
 
 
 def drop_gradient(parameter: nn.Parameter) -> None:
-    """Clears the gradient, whether or not it was taken over."""
+    """Clear the gradient, even if it was taken."""
     with torch._C.DisableTorchFunctionSubclass():
         parameter.grad = None

@@ -1,13 +1,13 @@
 """One layer of an offloaded model: memory for its weights while they are in use, and its parameter set.
 
-All weights of the layer lie in one storage, which has memory only while the layer is in use. Autograd keeps views of
-that storage for the backward pass. They show the weights again when the storage has its memory and its content back, as
-with FSDP of torch.
+All weights of the layer share one storage, which has memory only while the layer is in use. Autograd keeps views of
+that storage for the backward pass. They show the weights again once the storage has its memory and content back, as in
+torch's FSDP.
 
-Invariants: the memory is not taken away while a pull writes to it. What a backward pass reads has the values that the
-forward pass had, or the step is dropped.
+Invariants: Memory is not freed while a pull writes to it. A backward pass reads the values of its forward pass, or the
+    step is dropped.
 
-Not here: when a layer is in use (``passes``).
+Passes decide when a layer is in use (``passes``).
 """
 
 from __future__ import annotations
@@ -29,31 +29,32 @@ from psdist.torch.offloaded.freed_parameters import drop_gradient, mark_freed, m
 from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
 from psdist.torch.offloaded.turns import GradientPlace
 
-#: Places of tensors in a storage of several dtypes, or on a device, begin at multiples of so many bytes.
+#: Alignment in bytes of tensors in a storage of several dtypes, or on a device.
 _ALIGNMENT: Final = 64
 
 
 class Residence(Enum):
-    """Where the weights of a layer are."""
+    """Location of a layer's weights."""
 
-    #: On the servers alone.
+    #: Only on the servers.
     AWAY = auto()
-    #: On their way here.
+    #: Being pulled.
     COMING = auto()
     HERE = auto()
 
 
-#: The layer of each parameter set, by the handle's identity: two would write to the same memory.
+#: Layers by the identity of their handle. Two layers of one set would write to the same memory.
 _layers: WeakValueDictionary[int, OffloadedLayer] = WeakValueDictionary()
 
 
 class OffloadedLayer:
-    """The trained parameters of one layer, by name, whose values are in ``handle``. Those that they have are let go of.
+    """Trained parameters of one layer, by name, whose values are in ``handle``. Their local values are freed.
 
-    title: the name of the layer, for messages. incarnation: this worker's. pages: of the model's layers; None where
-    they cannot move.
+    title: name of the layer, for messages.
+    incarnation: returns this worker's incarnation.
+    pages: page pool of the model's layers; None if pages cannot move.
 
-    Raises InvalidArgumentError where ``handle`` has a layer already.
+    Raises InvalidArgumentError if ``handle`` already has a layer.
     """
 
     def __init__(
@@ -66,30 +67,30 @@ class OffloadedLayer:
     ) -> None:
         if id(handle) in _layers:
             raise InvalidArgumentError(
-                f"the parameter set {handle.name!r} already is a layer of a model: give this model another name="
+                f"the parameter set {handle.name!r} is already a layer of a model: give this model another name="
             )
         _layers[id(handle)] = self
         self.title = title
         self.handle = handle
         self.parameters = dict(parameters)
         self.state = Residence.AWAY
-        #: Forward passes that use it now.
+        #: Number of forward passes that use it now.
         self.users = 0
-        #: Where gradients are put together.
+        #: Memory for the layer's gradients.
         self.place = GradientPlace(is_shared=False)
-        #: Parameters whose gradient of this step was taken over.
+        #: Parameters whose gradient of this step was taken.
         self.taken: set[str] = set()
-        #: The push of this step, once it is under way.
+        #: Push of this step, once it was started.
         self.push: Bucket | None = None
-        #: Whether something of this step's push may have been sent.
+        #: True if parts of this step's push may have been sent.
         self.is_begun = False
         self.is_pushed = False
         self._pulling: StartedCall[dict[str, NDArray[Any]]] | None = None
-        #: Version of the weights that were here last, and this worker's incarnation then.
+        #: Version of the last weights in memory, and this worker's incarnation at that time.
         self._seen = (-1, -1)
         self._incarnation = incarnation
         first = next(iter(self.parameters.values()))
-        #: Whether a pull writes into the storage itself.
+        #: True if a pull writes directly into the storage.
         self._is_direct = first.device.type == "cpu" and all(
             one.dtype == torch.float32 for one in self.parameters.values()
         )
@@ -98,7 +99,7 @@ class OffloadedLayer:
         handle.release_memory()
 
     def _move_together(self, device: torch.device, pages: PagePool | None) -> LayerMemory:
-        """Lets all parameters lie in one storage. Their values are lost: the servers have them."""
+        """Move all parameters into one storage. Their values are lost: the servers have them."""
         starts, end = [], 0
         for parameter in self.parameters.values():
             if not self._is_direct:
@@ -117,11 +118,11 @@ class OffloadedLayer:
 
     @property
     def storage_id(self) -> int:
-        """What tells the storage of the weights from all others."""
+        """Identity of the weights' storage."""
         return int(self._memory.storage._cdata)
 
     def fetch(self) -> None:
-        """Begins to bring the weights here, unless they are, or are coming."""
+        """Start to pull the weights, unless they are in memory or being pulled."""
         if self.state is not Residence.AWAY:
             return
         self._memory.acquire()
@@ -131,7 +132,7 @@ class OffloadedLayer:
         self.state = Residence.COMING
 
     def _places(self) -> dict[str, NDArray[np.float32]]:
-        """Arrays that lie in the memory."""
+        """Return arrays of the parameters in the storage's memory."""
         memory = self._memory.array()
         assert memory is not None
         flat, places, start = memory.view(np.float32), {}, 0
@@ -140,11 +141,13 @@ class OffloadedLayer:
             start += parameter.numel()
         return places
 
-    def bring(self, *, again: bool) -> bool:
-        """Returns when the weights are here. again: for the second pass of a step. Returns whether they can be those of
-        the first one; not where this worker was expelled since.
+    def bring(self, *, is_second: bool) -> bool:
+        """Load the weights; return when they are in memory.
 
-        Raises as ``Parameters.pull``; calling it again tries again.
+        is_second: True for the second pass of a step.
+
+        Returns True if the weights can be those of the first pass; False if this worker was expelled in between. Raises
+        as ``Parameters.pull``; calling it again retries.
         """
         self.fetch()
         if self.state is Residence.COMING:
@@ -153,17 +156,17 @@ class OffloadedLayer:
                 for name, parameter in self.parameters.items():
                     mark_present(parameter)
                     if not self._is_direct:
-                        # By ``data``, which does not count as a change. float32 holds all that may come.
+                        # Writes to ``data`` do not count as a change. float32 represents all supported values exactly.
                         parameter.data.copy_(torch.from_numpy(np.array(arrays[name], np.float32)))
-                if not self.taken:  # A server that was connected to has a place for gradients, which has memory.
-                    self.handle.release_memory(shared=not again and self.place.holder is None)
+                if not self.taken:  # Connecting to a server allocates memory for gradients.
+                    self.handle.release_memory(shared=not is_second and self.place.holder is None)
             except BaseException:
                 self._drop_memory()
                 raise
             self.state = Residence.HERE
         before, self._seen = self._seen, (self.handle.version, self._incarnation())
-        is_dropped = again and before[1] != self._seen[1]
-        if before[0] != self._seen[0] and not is_dropped:  # A graph from before a step is refused by autograd.
+        is_dropped = is_second and before[1] != self._seen[1]
+        if before[0] != self._seen[0] and not is_dropped:  # Makes autograd refuse graphs from before the step.
             torch.autograd.graph.increment_version(list(self.parameters.values()))
         return not is_dropped
 
@@ -173,7 +176,7 @@ class OffloadedLayer:
         return pulling.result()
 
     def free(self) -> None:
-        """Takes the memory of the weights away. Weights that are coming are waited for first."""
+        """Free the weights' memory. Waits first if they are being pulled."""
         if self.state is Residence.COMING:
             try:
                 self._end_pull()
@@ -183,7 +186,7 @@ class OffloadedLayer:
             self._drop_memory()
 
     def close(self) -> None:
-        """Takes the memory of the weights away at the end of training."""
+        """Free the weights' memory at the end of training."""
         self.free()
         self._memory.close()
 
@@ -195,19 +198,14 @@ class OffloadedLayer:
 
     # --- gradients ---
 
-    def share_place(self, place: GradientPlace, first: OffloadedLayer) -> None:
-        """Takes turns with other layers from now on. The memory is that of ``first``."""
-        self.handle.share_gradient_memory(first.handle)
-        self.place = place
-
     def leave_place(self) -> None:
-        """Has its gradients in memory of its own from now on."""
+        """Use gradient memory of its own from now on."""
         self.handle.share_gradient_memory(None)
         self.place = GradientPlace(is_shared=False)
 
     def take(self, name: str) -> bool:
-        """Takes over the gradient of a parameter; zeros where it has none. Returns whether it was the last one."""
-        parameter, place = self.parameters[name], self.place.of(self, name)
+        """Take the gradient of a parameter, or zeros if it has none. Returns True if it was the layer's last one."""
+        parameter, place = self.parameters[name], self.place.buffer(self, name)
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             place.zero_()
@@ -218,14 +216,16 @@ class OffloadedLayer:
         return len(self.taken) == len(self.parameters)
 
     def complete(self) -> None:
-        """Parameters that got no gradient count with zeros."""
+        """Take zeros for the parameters without a gradient."""
         for name in self.parameters:
             if name not in self.taken:
                 self.take(name)
 
     def send(self, weight: float) -> bool:
-        """Begins to push the gradients, all of which were taken over. Returns False where the push was dropped, because
-        this worker had been expelled. Raises as ``Parameters.push``."""
+        """Start to push the gradients. All of them were taken.
+
+        Returns False if the push was dropped because this worker had been expelled. Raises as ``Parameters.push``.
+        """
         try:
             self.push = self.handle.push_async(list(self.parameters), weight)
         except FencedError:
@@ -236,14 +236,14 @@ class OffloadedLayer:
 
     @property
     def is_answered(self) -> bool:
-        """Whether ``finish_push`` would not wait."""
+        """True if ``finish_push`` would not wait."""
         return self.push is not None and self.push.done()
 
     def finish_push(self) -> bool:
-        """Waits until the push is answered, and gives the memory of the gradients back. Returns False where it was
-        dropped, because this worker had been expelled.
+        """Wait until the push is answered, and free the gradients' memory.
 
-        Raises what the push failed with; ``send`` goes on with it then.
+        Returns False if the push was dropped because this worker had been expelled. Raises the error of a failed push;
+        ``send`` then retries it.
         """
         assert self.push is not None
         try:
@@ -251,7 +251,7 @@ class OffloadedLayer:
         except FencedError:
             self._end_push()
             return False
-        except Exception:  # Not an interrupt: then it is under way still.
+        except Exception:  # After an interrupt the push is still under way.
             self.push = None
             raise
         self._end_push()
@@ -263,8 +263,10 @@ class OffloadedLayer:
         self.handle.release_memory(shared=False)
 
     def forget(self) -> None:
-        """The gradients of this step that are not on their way are lost. What brings weights gives their memory back,
-        or the next gradient takes it."""
+        """Discard the gradients of this step that are not being pushed.
+
+        Their memory is freed when weights are loaded, or reused by the next gradient.
+        """
         if self.push is None and not self.is_pushed:
             self.taken.clear()
             self.place.leave(self)
@@ -272,7 +274,7 @@ class OffloadedLayer:
                 drop_gradient(parameter)
 
     def begin_step(self) -> None:
-        """The step is over: gradients are of the next one, and the weights are let go of."""
+        """Start the next step: discard the state of the finished one and free the weights."""
         self.taken.clear()
         self.is_begun = self.is_pushed = False
         self.users = 0
@@ -283,7 +285,7 @@ class OffloadedLayer:
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie in order without gaps."""
+    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -292,9 +294,9 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def second_backward(layer: OffloadedLayer) -> InvalidArgumentError:
-    """The error for gradients that come after those of the step were pushed."""
+    """Return the error for gradients that arrive after those of the step were pushed."""
     return InvalidArgumentError(
-        f"the layer {layer.title!r} got gradients twice before step(), and the first are on the servers already: call "
-        "step() after each backward pass, and give checkpoints of a layer that is used twice use_reentrant=False. The "
-        "gradients of an offloaded model are not added up in the worker"
+        f"the layer {layer.title!r} got gradients twice before step(), and the first are already on the servers: call "
+        "step() after each backward pass, and give checkpoints of a layer that is used twice use_reentrant=False. "
+        "Gradients of an offloaded model are not accumulated in the worker"
     )

@@ -1,8 +1,8 @@
 """Initial values of modules on the meta device, made for one layer at a time.
 
-Each tensor begins as a value that no initialization gives, so that one that was left out is found.
+Each tensor starts with a value that no initialization produces, so that tensors left uninitialized are detected.
 
-Invariants: parameters that were tied are tied again.
+Invariant: Tied parameters stay tied.
 """
 
 from __future__ import annotations
@@ -19,19 +19,22 @@ Init = Callable[[nn.Module], Any]
 
 
 class Materializer:
-    """Makes tensors on ``device`` and gives them values by ``init``, which is called with each module that has tensors
-    of its own on the meta device; None calls its ``reset_parameters()``."""
+    """Creates tensors on ``device`` and initializes them.
+
+    init: called with each module that has tensors of its own on the meta device. None calls the module's
+        ``reset_parameters()``.
+    """
 
     def __init__(self, device: torch.device, init: Init | None) -> None:
         self._device = device
         self._init = init
-        #: Parameters that took the place of others.
+        #: New parameter of each replaced one.
         self.replaced: dict[Tensor, nn.Parameter] = {}
 
     def make(self, modules: Iterable[nn.Module]) -> None:
-        """Makes what these modules have on the meta device, without their children.
+        """Create the meta tensors of these modules, without those of their children.
 
-        Raises InvalidArgumentError for a module that does not say how it is initialized, or leaves something out.
+        Raises InvalidArgumentError for a module without an initialization, or one that leaves a tensor uninitialized.
         """
         for module in modules:
             if any(one.is_meta for one in (*module.parameters(False), *module.buffers(False))):
@@ -48,14 +51,14 @@ class Materializer:
         self._initialize(module)
         self._check(module)
         for key, old in before.items():
-            # Of tied ones the first counts, as if the others had been replaced by it when the model was made.
+            # The first of several tied parameters wins, as if it had replaced the others when the model was made.
             module._parameters[key] = self.replaced.setdefault(old, made[key])
 
     def _unset(self, like: Tensor) -> Tensor:
         if not (like.dtype.is_floating_point or like.dtype in (torch.int32, torch.int64)):
             raise InvalidArgumentError(
-                f"a tensor of dtype {like.dtype} is on the meta device, and whether it is initialized could not be "
-                "seen: build its module with values"
+                f"a tensor of dtype {like.dtype} is on the meta device, and psdist could not check its initialization: "
+                "build its module with values"
             )
         return torch.full(like.shape, _sentinel(like.dtype), dtype=like.dtype, device=self._device)
 
@@ -64,7 +67,7 @@ class Materializer:
         if self._init is None and reset is None:
             raise InvalidArgumentError(
                 f"a {type(module).__name__} of the model is on the meta device, and has no reset_parameters(): give "
-                "init=, which is called with it and gives its tensors their values"
+                "init=, a function that initializes the tensors of a module"
             )
         with torch.no_grad():
             if self._init is not None:
@@ -79,8 +82,8 @@ class Materializer:
             if tensor.is_meta or bool(unset.any()):
                 how = "init=" if self._init is not None else "reset_parameters()"
                 raise InvalidArgumentError(
-                    f"{key} of a {type(module).__name__} was on the meta device, and {how} left it without values: "
-                    "give an init= that sets all tensors of the module"
+                    f"{key} of a {type(module).__name__} was on the meta device, and {how} left it uninitialized: give "
+                    "an init= that sets all tensors of the module"
                 )
 
 

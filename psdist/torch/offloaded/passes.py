@@ -1,12 +1,13 @@
-"""When the layers of an offloaded model are in use: hooks that bring their weights before, and take them away after.
+"""Passes over an offloaded model: hooks load the weights of a layer before it is used and free them afterwards.
 
-A forward hook finds the tensors that a layer gives, and has the weights brought again before the backward pass goes
-through one of them. The order of layers is learned from pass to pass, and the next one's weights are on their way while
-a layer computes. A gradient is taken over as soon as autograd has it, and a layer's are pushed when they are complete.
+A forward hook finds the tensors that a layer returns, and reloads the weights before the backward pass reaches one of
+them. The order of layers is learned from the previous pass, and the next layer's weights are pulled while a layer
+computes. A gradient is taken as soon as autograd has computed it, and a layer is pushed when its gradients are
+complete.
 
-Invariants: at most two layers' weights are here that no pass uses now (the next one's, and none that is left over), and
-the gradients of at most two layers whose gradients are complete, or come one after the other. A layer is freed in a
-backward pass when all of its gradients are there, because autograd adds up those of all uses first.
+Invariants: At most two layers have weights in memory that no pass uses now: the next one, and none that is left over.
+    At most two layers have gradients in memory, if the gradients of a layer are complete or arrive one after the other.
+    A layer is freed in a backward pass when it has all gradients, because autograd sums those of all uses first.
 
 Not here: memory (``layer``), the step (``offloading``).
 """
@@ -30,37 +31,36 @@ from psdist.torch.offloaded.freed_parameters import drop_gradient
 from psdist.torch.offloaded.layer import OffloadedLayer, Residence, second_backward
 from psdist.torch.offloaded.saved_tensors import SavedTensors
 
-#: Pushes that may be under way while the gradients of the next layer are put together, unless these go to the same
-#: place.
+#: Pushes that may be under way while the next layer's gradients arrive, unless these use the same memory.
 _PUSHES: Final = 1
-_BEFORE_SENDING: Final = "Of other layers nothing was either: go on with zero_grad() or the next batch"
-_AFTER_FAILURE: Final = "Call zero_grad() of the optimizer: it makes the step with that, and with zeros for all else"
+_BEFORE_SENDING: Final = "Nothing of other layers was sent either: continue with zero_grad() or the next batch"
+_AFTER_FAILURE: Final = "Call zero_grad() of the optimizer: it makes the step with these, and with zeros for all others"
 
 
 class Order:
-    """Which layer follows which, as the last pass had it."""
+    """Successor of each layer in the previous pass."""
 
     def __init__(self) -> None:
         self._next: dict[OffloadedLayer, OffloadedLayer] = {}
-        #: The first layer of a pass, and the one that was used last.
+        #: First layer of a pass, and the layer used last.
         self._first: OffloadedLayer | None = None
         self._last: OffloadedLayer | None = None
 
-    def begin(self, layers: Sequence[OffloadedLayer]) -> None:
-        """Expects this order."""
+    def expect(self, layers: Sequence[OffloadedLayer]) -> None:
+        """Expect this order."""
         self._next, self._first = dict(pairwise(layers)), layers[0]
 
     def start(self) -> None:
-        """A pass begins."""
+        """Start a pass."""
         self._first = self._last = None
 
     @property
     def first(self) -> OffloadedLayer | None:
-        """The layer with which passes begin."""
+        """Layer with which passes start."""
         return self._first
 
     def on_use(self, layer: OffloadedLayer) -> OffloadedLayer | None:
-        """A pass uses ``layer``. Returns the layer that comes next, if that is known."""
+        """Record that a pass uses ``layer``. Returns the next layer, if it is known."""
         if self._first is None:
             self._first = layer
         elif layer is not self._first and self._last is not None and self._last is not layer:
@@ -70,33 +70,33 @@ class Order:
 
 
 class Passes:
-    """Forward and backward passes over layers that are used by modules as ``uses`` say."""
+    """Forward and backward passes over layers. uses: modules, with the layers that they use."""
 
     def __init__(self, layers: Sequence[OffloadedLayer], uses: Sequence[Use]) -> None:
         self._layers = list(layers)
         self._uses = list(uses)
         self._forward, self._backward = Order(), Order()
-        self._forward.begin(self._layers)
-        self._backward.begin(self._layers[::-1])
-        #: Weights that were fetched ahead of time, and not used yet.
+        self._forward.expect(self._layers)
+        self._backward.expect(self._layers[::-1])
+        #: Layer that was fetched ahead and not used yet.
         self._ahead: OffloadedLayer | None = None
-        #: Pushes under way, the oldest first.
+        #: Layers whose pushes are under way, the oldest first.
         self._pushes: deque[OffloadedLayer] = deque()
         self._is_in_backward = False
-        #: Whether a backward pass of this step was broken off, or a push of it refused.
+        #: True if a backward pass of this step failed, or a push of it was refused.
         self._is_broken = False
-        #: Whether gradients of this step were taken over.
+        #: True if gradients of this step were taken.
         self.has_gradients = False
         self.weight = 1.0
-        #: Whether gradients of this step were computed on weights of two steps, or a push of it was dropped.
+        #: True if gradients of this step were computed on weights of two steps, or a push of it was dropped.
         self.is_dropped = False
         self._hooks: list[RemovableHandle] = []
         self._saved = SavedTensors(self._layers, self._bring_saved)
 
     def listen(self, on_begin: Callable[[], None]) -> None:
-        """From now on passes bring weights and push gradients.
+        """Register hooks, so that passes load weights and push gradients.
 
-        on_begin: called before the first gradient of a step is taken; what it raises ends the backward pass.
+        on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
         """
         for use in self._uses:
             layers = [self._layers[number] for number in use.layers]
@@ -109,7 +109,7 @@ class Passes:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Takes the hooks away, and the weights that are here."""
+        """Remove the hooks, and free all weights."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -119,10 +119,10 @@ class Passes:
     # --- weights ---
 
     def _use(self, layer: OffloadedLayer, order: Order) -> None:
-        """Has the weights of a layer here, and the next one's on their way."""
+        """Load the weights of a layer, and start to pull the next one's."""
         if layer is self._ahead:
             self._ahead = None
-        if not layer.bring(again=order is self._backward):
+        if not layer.bring(is_second=order is self._backward):
             self.is_dropped = True
         following = order.on_use(layer)
         if following is not None and following.state is Residence.AWAY and not following.taken:
@@ -135,13 +135,13 @@ class Passes:
         layer.fetch()
 
     def _fetch_first(self) -> None:
-        """Fetches the weights with which the next forward pass begins."""
+        """Pull the weights with which the next forward pass starts."""
         first = self._forward.first
         if first is not None and first.state is Residence.AWAY:
             self._fetch_ahead(first)
 
     def _before_forward(self, layers: Sequence[OffloadedLayer], module: nn.Module, inputs: Any) -> None:
-        for layer in layers:  # First, because the hook after the pass is called whatever happens.
+        for layer in layers:  # First, because the hook after the pass always runs.
             layer.users += 1
         self._saved.enter()
         if not _in_backward():
@@ -167,7 +167,7 @@ class Passes:
             layer.users -= 1
         if torch.is_grad_enabled() and outputs is not None:
             self._watch(layers, outputs)
-        if not _in_backward():  # Else the gradients follow: a checkpoint has the forward pass made again.
+        if not _in_backward():  # In a backward pass a checkpoint repeats the forward pass, and the gradients follow.
             for layer in layers:
                 self._free(layer)
 
@@ -175,15 +175,16 @@ class Passes:
         tensors = [one for one in tree_leaves(outputs) if isinstance(one, Tensor) and one.requires_grad]
         if not tensors:
             raise InvalidArgumentError(
-                f"the layer {layers[0].title!r} gave no tensor with a gradient, in {type(outputs).__name__}: return "
-                "tensors in tuples, lists or dicts, so that its weights can be here for the backward pass; or use "
-                "torch.no_grad()"
+                f"the layer {layers[0].title!r} returned no tensor with a gradient, in {type(outputs).__name__}: "
+                "return tensors in tuples, lists or dicts, so that its weights can be loaded for the backward pass; or "
+                "use torch.no_grad()"
             )
         for tensor in tensors:
             if (owner := self._saved.owner(tensor)) is not None:
                 raise InvalidArgumentError(
-                    f"the layer {layers[0].title!r} gave a weight of {owner.title!r}, or a view of one, whose values "
-                    "go away now: give the module that uses it in layers=, or return a copy, as by clone()"
+                    f"the layer {layers[0].title!r} returned a weight of {owner.title!r}, or a view of one, whose "
+                    "values are freed now: give the module that uses it in layers=, or return a copy, for example by "
+                    "clone()"
                 )
             tensor.register_hook(partial(self._before_backward, layers))  # type: ignore[no-untyped-call]
 
@@ -205,38 +206,38 @@ class Passes:
     def _begin_backward(self, layer: OffloadedLayer) -> None:
         if torch.is_grad_enabled():
             raise InvalidArgumentError(
-                f"a backward pass with create_graph=True came to the layer {layer.title!r}: a second one through its "
-                "gradients would need weights that are not here. Use psdist.torch.DistributedOptimizer"
+                f"a backward pass with create_graph=True reached the layer {layer.title!r}: a second one through its "
+                "gradients would need weights that are not in memory. Use psdist.torch.DistributedOptimizer"
             )
         if not self._is_in_backward:
             self._is_in_backward = True
             self._backward.start()
-            # As torch's own classes have autograd call them at the end of the backward pass that is running.
+            # Called at the end of the running backward pass. torch's own classes use the same queue.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _bring_saved(self, layer: OffloadedLayer) -> None:
-        """Has a layer here, a weight of which autograd kept."""
+        """Load a layer whose weight autograd kept."""
         if layer.state is Residence.HERE:
             return
         if not _in_backward() or len(layer.taken) == len(layer.parameters):
             raise InvalidArgumentError(
                 f"a weight of the layer {layer.title!r}, which autograd kept in the forward pass, was read outside of "
-                "a backward pass, or in one after all gradients of the layer were there: it is on the servers. Have "
-                "the layer return what depends on its weights"
+                "a backward pass, or in one after all gradients of the layer were computed: it is on the servers. Let "
+                "the layer return everything that depends on its weights"
             )
         self._begin_backward(layer)
         self._use(layer, self._backward)
 
     def _on_gradient(self, on_begin: Callable[[], None], layer: OffloadedLayer, name: str, parameter: Tensor) -> None:
         if name in layer.taken:
-            drop_gradient(layer.parameters[name])  # Else the next step would add to it.
+            drop_gradient(layer.parameters[name])  # Otherwise the next step would add to it.
             raise second_backward(layer)
         if not self.has_gradients:
             on_begin()
             self.has_gradients = True
-            # Else this worker was expelled in the forward pass, and weights of two steps were used.
+            # Different steps: this worker was expelled in the forward pass, and weights of two steps were used.
             self.is_dropped = self.is_dropped or len({one.handle.step for one in self._layers}) > 1
-        # What has been answered meanwhile gives its memory back at once.
+        # Free the memory of answered pushes now.
         self._reap(len(self._pushes) if layer.taken else _PUSHES)
         self._give_place(layer)
         if layer.take(name):
@@ -244,10 +245,10 @@ class Passes:
             self._push(layer)
 
     def _give_place(self, layer: OffloadedLayer) -> None:
-        """Has a place free for the gradients of ``layer``."""
+        """Make the memory for gradients of ``layer`` available."""
         while layer.place.holder in self._pushes:
             self._reap(len(self._pushes) - 1)
-        if layer.place.holder not in (None, layer):  # Gradients of that layer are missing, and may come any time.
+        if layer.place.holder not in (None, layer):  # The holder still misses gradients, which may arrive at any time.
             layer.leave_place()
 
     def _push(self, layer: OffloadedLayer) -> None:
@@ -261,11 +262,11 @@ class Passes:
             self.is_dropped = True
 
     def _reap(self, left: int) -> None:
-        """Waits until no more than ``left`` pushes are under way, and frees the gradients of all that have ended."""
+        """Wait until at most ``left`` pushes are under way, and free the gradients of all finished ones."""
         while self._pushes and (len(self._pushes) > left or self._pushes[0].is_answered):
             try:
                 is_taken = self._pushes[0].finish_push()
-            except Exception as error:  # Not an interrupt: then it is under way still.
+            except Exception as error:  # After an interrupt the push is still under way.
                 self._pushes.popleft()
                 if isinstance(error, NonFiniteGradientError):
                     raise self._refused(error) from None
@@ -276,20 +277,23 @@ class Passes:
 
     def _refused(self, error: NonFiniteGradientError) -> NonFiniteGradientError:
         self._is_broken = True
-        remedy = f"Of other layers some was. {_AFTER_FAILURE}" if self._is_begun() else _BEFORE_SENDING
+        remedy = f"Gradients of other layers were sent. {_AFTER_FAILURE}" if self._is_begun() else _BEFORE_SENDING
         return NonFiniteGradientError(f"{error.message}. {remedy}", **error.details)
 
     def _is_begun(self) -> bool:
-        """Whether something of this step may have been sent."""
+        """True if parts of this step may have been sent."""
         return any(layer.is_begun for layer in self._layers)
 
     def _has_failed(self) -> bool:
-        """Whether the last backward pass of this step ended by an error."""
+        """True if the last backward pass of this step ended with an error."""
         return self._is_broken or (self._is_in_backward and not _in_backward())
 
     def discard(self) -> bool:
-        """Forgets the gradients of a backward pass that failed, if the last one did. Where some were sent, which cannot
-        be taken back, it forgets the others, and returns True: ``complete`` makes that step."""
+        """Discard the gradients of the last backward pass if it failed.
+
+        Gradients that were sent cannot be taken back. In that case discard the others and return True: ``complete``
+        makes the step.
+        """
         if not self._has_failed():
             return False
         if self._is_in_backward:
@@ -313,15 +317,15 @@ class Passes:
     # --- the step ---
 
     def complete(self) -> None:
-        """Pushes what is missing of this step, and waits until all of it is answered. Parameters without a gradient
-        count with zeros.
+        """Push the rest of this step, and wait until all of it is answered. Parameters without a gradient count with
+        zeros.
 
-        Raises what a push failed with; calling it again goes on with the same step.
+        Raises the error of a failed push. Calling it again retries the same step.
         """
         if self._is_in_backward:
             self._end_backward()
         self._reap(0)
-        for layer in reversed(self._layers):  # As other workers have them in their backward pass.
+        for layer in reversed(self._layers):  # The order of the backward pass in other workers.
             if not layer.is_pushed:
                 self._give_place(layer)
                 layer.complete()
@@ -330,7 +334,7 @@ class Passes:
         self._reap(0)
 
     def begin_step(self) -> None:
-        """The step is over."""
+        """Start the next step."""
         for layer in self._layers:
             layer.begin_step()
         self.has_gradients = self._is_broken = False

@@ -140,7 +140,7 @@ def write(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (replace_layer, "were added, replaced or taken away"),
+        (replace_layer, "were added, replaced or removed"),
         (freeze, "'2.weight' was frozen"),
         (write, "'2.weight' was written to"),
         (lambda model: model.load_state_dict(frozen().state_dict()), "'1.weight' was written to"),
@@ -204,6 +204,6 @@ def test_buckets_are_filled_from_the_last_tensor_on(
     plan = BucketPlan(sizes, limit)
     assert plan.buckets == buckets
     for _ in range(2):
-        plan.begin()
+        plan.start_step()
         ready = [plan.on_ready(number) for number in range(len(sizes))]
         assert sorted(bucket for bucket in ready if bucket) == sorted(buckets)

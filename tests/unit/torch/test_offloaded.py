@@ -69,7 +69,7 @@ def test_a_layer_within_a_layer_is_refused() -> None:
 def test_the_order_is_learned_from_pass_to_pass() -> None:
     first, second, third = cast("list[OffloadedLayer]", [object(), object(), object()])
     order = Order()
-    order.begin([first, second, third])
+    order.expect([first, second, third])
     assert order.first is first
     assert order.on_use(first) is second  # as the model has them
     assert order.on_use(third) is None
@@ -81,7 +81,7 @@ def test_the_order_is_learned_from_pass_to_pass() -> None:
 def test_a_layer_that_is_used_again_at_once_changes_nothing() -> None:
     first, second = cast("list[OffloadedLayer]", [object(), object()])
     order = Order()
-    order.begin([first, second])
+    order.expect([first, second])
     assert [order.on_use(layer) for layer in (first, first, second)] == [second, second, None]
 
 
@@ -91,7 +91,7 @@ def test_a_place_without_memory_is_asked_again() -> None:
     layer.handle.gradient_buffers.side_effect = [WaitTimeoutError("slow"), buffers]
     place = GradientPlace(is_shared=True)
     with pytest.raises(WaitTimeoutError):
-        place.of(layer, "w")
+        place.buffer(layer, "w")
     assert place.holder is None
-    place.of(layer, "w")[...] = 2.0
+    place.buffer(layer, "w")[...] = 2.0
     assert place.holder is layer and buffers["w"].tolist() == [2.0] * 3

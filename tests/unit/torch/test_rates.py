@@ -16,7 +16,7 @@ from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.torch.optimizer import specification_of
-from psdist.torch.rates import Rates, check_scheduler
+from psdist.torch.rates import LearningRates, check_scheduler
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=50),
@@ -59,8 +59,8 @@ class Loop:
         trained = {name: parameter for parameter, name in names.items()}
         self.spec = specification_of(self.optimizer, trained, self.scheduler)
         self.handle = SimpleNamespace(step=step)
-        self.rates = Rates(self.spec, self.optimizer, self.scheduler, cast(Parameters, self.handle))
-        self.rates.begin(self.groups)
+        self.rates = LearningRates(self.spec, self.optimizer, self.scheduler, cast(Parameters, self.handle))
+        self.rates.attach(self.groups)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
@@ -150,12 +150,12 @@ def test_a_rate_that_is_a_tensor_stays_the_script_s_tensor() -> None:
     assert loop.groups[0]["lr"] is rate
 
 
-def rates_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None, step: int = 0) -> Rates:
+def rates_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None, step: int = 0) -> LearningRates:
     """Of an optimizer whose scheduler, if it has one, is not given."""
     parameters = {str(number): one for number, one in enumerate(optimizer.param_groups[0]["params"])}
     spec = specification_of(optimizer, parameters, None) if spec is None else spec
-    rates = Rates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=step)))
-    rates.begin(optimizer.param_groups)
+    rates = LearningRates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=step)))
+    rates.attach(optimizer.param_groups)
     return rates
 
 
@@ -241,7 +241,7 @@ def test_a_rate_may_not_change_between_the_pushes_of_a_step() -> None:
     rates.check_unchanged(optimizer.param_groups)
     assert rates.check(optimizer.param_groups) == 1.0
     optimizer.param_groups[0]["lr"] = 0.25
-    with pytest.raises(InvalidArgumentError, match=r"is 0\.5 times .* the pushes say 1\. Set it before backward"):
+    with pytest.raises(InvalidArgumentError, match=r"is 0\.5 now, and 1 in the pushes\. Set it before backward"):
         rates.check_unchanged(optimizer.param_groups)
     rates.on_step(optimizer.param_groups)
     rates.check_unchanged(optimizer.param_groups)
@@ -282,7 +282,7 @@ def test_a_worker_that_begins_later_is_told_of_its_rates_once(
     for _ in range(2):
         rates.check(optimizer.param_groups)
     (said,) = caplog.messages
-    assert "began at step 12" in said and f"lr={0.5 if has_scheduler else 0.25}" in said and "scheduler=" in said
+    assert "started at step 12" in said and f"lr={0.5 if has_scheduler else 0.25}" in said and "scheduler=" in said
 
 
 @pytest.mark.parametrize(
@@ -307,5 +307,5 @@ def test_schedulers_that_cannot_be_given(make: Callable[[Any], Any], said: str) 
 def test_a_loop_past_the_end_of_a_cosine_is_told_what_ended(name: str, last: int) -> None:
     loop = Loop(SCHEDULERS[name])
     loop.steps(last + 1)
-    with pytest.raises(InvalidArgumentError, match=r"is past T_max=\d+ of the cosine scheduler.* give T_max all steps"):
+    with pytest.raises(InvalidArgumentError, match=r"is past T_max=\d+ of the cosine scheduler.* set T_max to"):
         loop.steps(1)
