@@ -335,6 +335,8 @@ def test_texts_let_good_text_through(text: str) -> None:
 # --- the project keeps them -------------------------------------------------------------------------------------------
 
 FILES = committed()
+#: Written by ``tests.sync_client``; as long as the asyncio API and its docstrings.
+SYNC_CLIENT = ROOT / "psdist/client/sync_client.py"
 MODULES = [path for path in FILES if path.suffix == ".py" and not is_generated(path)]
 
 
@@ -355,6 +357,7 @@ def test_modules_keep(rule: Rule) -> None:
     complaints = [
         f"{path.relative_to(ROOT)}: {complaint}"
         for path in MODULES
+        if not (rule is sizes and path == SYNC_CLIENT)
         for complaint in rule(module_name(path), parsed(path))
     ]
     assert not complaints, "\n" + "\n".join(complaints)

@@ -18,7 +18,7 @@ from typing import Self, get_args
 
 from numpy.typing import ArrayLike
 
-from psdist import __version__, default_log
+from psdist import default_log
 from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
 from psdist.client.exchange import Options
@@ -45,6 +45,7 @@ from psdist.settings.config import TransportName, start_timeout
 from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
+from psdist.version import __version__
 from psdist.wire import malloc_options
 
 

@@ -22,7 +22,7 @@ Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -30,13 +30,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.process import loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.data import RangeOrder
 from psdist.errors import PsdistError, SettingsMismatchError
-from psdist.metrics.phases import Phase
 from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
@@ -252,87 +250,6 @@ class AsyncDataset(ProcessBound):
 
     def _on_position(self, position: pb.DataPosition) -> None:
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges
-
-
-class Dataset(ProcessBound):
-    """A data set that workers share. Made by ``Client.dataset``; iterate over it. See ``AsyncDataset``."""
-
-    def __init__(self, data: AsyncDataset) -> None:
-        self._data = data
-
-    @property
-    def name(self) -> str:
-        """The data set's name."""
-        return self._data.name
-
-    @property
-    def spec(self) -> DatasetSpec:
-        """The settings that all workers agree on."""
-        return self._data.spec
-
-    @property
-    def repeated(self) -> int:
-        """Ranges handed out again because their worker was gone, as the scheduler said last."""
-        return self._data.repeated
-
-    @property
-    def failed(self) -> int:
-        """Ranges given up because their workers died too often, as the scheduler said last."""
-        return self._data.failed
-
-    @property
-    def data_epoch(self) -> int:
-        """The data epoch of the range that was given last."""
-        return self._data.data_epoch
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        held: Range | None = None
-        try:
-            while (held := self._next(held)) is not None:
-                yield held.indices
-        finally:
-            if held is not None:
-                # Where the client is closed, or this is the loop's own thread, closing has or will have said it.
-                self.give_back(held)
-
-    def _next(self, held: Range | None) -> Range | None:
-        with self._data.phases.call(Phase.WAIT):
-            return loop.shared().call(self._data.next(held))
-
-    def done(self) -> None:
-        """Reports the samples of the last range as used. See ``AsyncDataset.done``."""
-        loop.shared().call(_soon(self._data.done))
-
-    def lease(self) -> Range | None:
-        """Another range, or None at the end of the data: for loaders that read ahead and hold several, in place of
-        iterating. Each is ended by ``finish`` or ``give_back``. Raises LimitExceededError beyond 64."""
-        return loop.shared().call(self._data.next())
-
-    def finish(self, held: Range) -> None:
-        """The samples of ``held`` are in the weights. The scheduler hears of it with the next call."""
-        loop.shared().call(_soon(lambda: self._data.finish(held.lease_id)))
-
-    def give_back(self, held: Range) -> None:
-        """Returns ``held`` unused, for others. After the client is closed, it was."""
-        # Loops call this in their ``finally``, where an exception that this worker is to leave would be dropped.
-        with suppress(PsdistError):
-            loop.shared().call(self._data.leave(held), ending=True)
-
-    def position(self) -> DataPosition:
-        """The position of the data set. See ``AsyncDataset.position``."""
-        return loop.shared().call(self._data.position())
-
-    def set_position(self, position: DataPosition) -> None:
-        """Continues from ``position``. See ``AsyncDataset.set_position``."""
-        loop.shared().call(self._data.set_position(position))
-
-    def __repr__(self) -> str:
-        return repr(self._data).replace("AsyncDataset", "Dataset")
-
-
-async def _soon(call: Callable[[], None]) -> None:
-    """Has the loop make a call, in whose thread the data set is."""
-    call()
 
 
 def _remove(leases: dict[int, Any], reported: tuple[int, ...]) -> None:

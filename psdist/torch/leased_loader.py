@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, Dataset
 
-from psdist.client.datasets import Dataset as Leases
 from psdist.client.datasets import Range
+from psdist.client.sync_client import Dataset as Leases
 from psdist.errors import InvalidArgumentError, check_integer
 from psdist.wire.limits import LEASES_MAX
 

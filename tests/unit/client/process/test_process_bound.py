@@ -7,10 +7,10 @@ import copy
 import pytest
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.datasets import AsyncDataset, Dataset
+from psdist.client.datasets import AsyncDataset
 from psdist.client.parameters import AsyncParameters
 from psdist.client.process.process_bound import ProcessBound
-from psdist.client.sync_client import Bucket, Client, Parameters
+from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
 from psdist.errors import InvalidArgumentError
 
 
