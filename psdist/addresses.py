@@ -1,11 +1,11 @@
-"""Addresses: which one of this host others can use, and names that do not resolve yet.
+"""Network addresses: the address of this host that others can use, and names that do not resolve yet.
 
 A process that listens on every address (``0.0.0.0`` or ``::``) must tell others one of them: the address by which this
 host sends to a peer, or, if that is loopback or there is no peer, the one by which it sends anywhere else. ``choose``
-decides; the kernel answers which address that is, and nothing is sent.
+decides. The kernel reports the address; nothing is sent.
 
-Invariants: nothing looks up an address or ``localhost``, so that what runs on one machine needs no resolver. A lookup
-never blocks an event loop, nor the end of its process.
+Invariants: Addresses and ``localhost`` are never looked up, so processes on one machine need no resolver. A lookup
+    blocks neither an event loop nor the end of its process.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from psdist.errors import ConfigurationError, SchedulerUnreachableError
 
 _WILDCARDS: Final = ("0.0.0.0", "::")
 _LOOPBACK: Final = "127.0.0.1"
-#: Addresses of documentation (RFC 5737 and 3849). A route to one is the default route.
+#: Documentation addresses (RFC 5737 and 3849). A route to one is the default route.
 _ELSEWHERE: Final = ("192.0.2.1", "2001:db8::1")
 _RETRY_SECONDS: Final = 0.25
-#: The longest wait for the name of this very process: others can go by its address.
+#: Longest wait for this process's own name: others can use its address instead.
 _ADVERTISED_SECONDS: Final = 5.0
 _SIOCGIFADDR: Final = 0x8915
 
@@ -39,7 +39,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def parse_address(value: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[v6]:port``. Raises ConfigurationError."""
+    """Parse ``host:port`` or ``[v6]:port``. Raises ConfigurationError."""
     host, separator, port = value.strip().rpartition(":")
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if not separator or not bare or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
@@ -50,12 +50,12 @@ def parse_address(value: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """``host:port``, with brackets around an IPv6 address."""
+    """Return ``host:port``, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def literal(host: str) -> Address | None:
-    """The address that ``host`` stands for without a lookup; None for any other name."""
+    """Return the address that ``host`` means without a lookup, or None for any other name."""
     if host == "localhost":
         return ipaddress.ip_address(_LOOPBACK)
     with suppress(ValueError):
@@ -75,7 +75,7 @@ def is_wildcard(host: str) -> bool:
 
 
 def choose(candidates: Iterable[str]) -> str:
-    """The first of this host's addresses that others can use; empty if there is none."""
+    """Return the first address that others can use, or an empty string."""
     usable = (each for each in candidates if (address := literal(each)) is not None and _is_usable(address))
     return next(usable, "")
 
@@ -86,7 +86,7 @@ def _is_usable(address: Address) -> bool:
 
 
 def global_addresses(table: str) -> list[str]:
-    """The addresses of global scope in the text of ``/proc/net/if_inet6``."""
+    """Return the addresses of global scope in the text of ``/proc/net/if_inet6``."""
     rows = (line.split() for line in table.splitlines())
     return [str(ipaddress.IPv6Address(int(row[0], 16))) for row in rows if len(row) == 6 and row[3] == "00"]
 
@@ -95,8 +95,9 @@ def global_addresses(table: str) -> list[str]:
 
 
 def own_address(peers: Iterable[str] = ()) -> str:
-    """The address of this host that others can use: if possible the one by which it sends to one of ``peers``, and
-    loopback if nobody else can reach it.
+    """Return the address of this host that others can use.
+
+    This is the one by which it sends to one of ``peers`` if possible, and loopback if no other host can reach it.
 
     peers: addresses, not names.
     """
@@ -105,7 +106,7 @@ def own_address(peers: Iterable[str] = ()) -> str:
 
 
 def route_source(peer: str) -> str:
-    """The address by which this host sends to the address ``peer``; empty if it has no route."""
+    """Return the address by which this host sends to the address ``peer``, or an empty string without a route."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -116,16 +117,16 @@ def route_source(peer: str) -> str:
 
 
 def free_address(peers: Iterable[str], host: str = "") -> str:
-    """``host:port`` of this host that nobody listens at now, and that others can use.
+    """Return a ``host:port`` of this host that others can use and that is free now.
 
-    host: how others call this one.
+    host: name of this host for others.
     """
     own = own_address(peers)
     return format_address(host or own, free_port(own))
 
 
 def free_port(host: str) -> int:
-    """A TCP port of this host that nobody listens on now."""
+    """Return a free TCP port of this host."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind((host, 0))
         port: int = probe.getsockname()[1]
@@ -133,7 +134,7 @@ def free_port(host: str) -> int:
 
 
 def _interface_addresses() -> list[str]:
-    """The addresses of all interfaces: a private network may have no default route."""
+    """Return the addresses of all interfaces: a private network may have no default route."""
     found = []
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -146,7 +147,7 @@ def _interface_addresses() -> list[str]:
 
 
 def loopback() -> str:
-    """The loopback address of this host: a host may have ``::1`` alone."""
+    """Return the loopback address of this host, which may be ``::1`` alone."""
     for family, address in ((socket.AF_INET, _LOOPBACK), (socket.AF_INET6, "::1")):
         with suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.bind((address, 0))
@@ -158,13 +159,13 @@ def loopback() -> str:
 
 
 async def look_up(host: str) -> tuple[str, ...]:
-    """The addresses that ``host`` stands for. Raises OSError if it does not resolve, at least not now."""
+    """Return the addresses of ``host``. Raises OSError if it does not resolve, at least not now."""
     if (address := literal(host)) is not None:
         return (str(address),)
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[tuple[str, ...]] = loop.create_future()
 
-    def settle(addresses: tuple[str, ...], error: OSError | None) -> None:
+    def finish(addresses: tuple[str, ...], error: OSError | None) -> None:
         if answer.done():
             return
         if error is not None:
@@ -175,7 +176,7 @@ async def look_up(host: str) -> tuple[str, ...]:
     def ask() -> None:
         addresses, failure = _resolved(host)
         with suppress(RuntimeError):  # The loop has ended meanwhile.
-            loop.call_soon_threadsafe(settle, addresses, failure)
+            loop.call_soon_threadsafe(finish, addresses, failure)
 
     # A thread of the loop's executor would hold up the end of the process until the resolver gives up.
     threading.Thread(target=ask, name="lookup", daemon=True).start()
@@ -193,9 +194,11 @@ def _resolved(host: str) -> tuple[tuple[str, ...], OSError | None]:
 
 
 async def await_name(host: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> tuple[str, ...]:
-    """The addresses of ``host``, which may not resolve yet: machines and their names come up in any order.
+    """Return the addresses of ``host``, which may not resolve yet: machines and their names start in any order.
 
-    on_failure: gets the reason of each failed lookup. Raises SchedulerUnreachableError after ``timeout_seconds``.
+    on_failure: receives the reason of each failed lookup.
+
+    Raises SchedulerUnreachableError after ``timeout_seconds``.
     """
     reason = "the resolver does not answer"
     try:
@@ -216,9 +219,9 @@ async def await_name(host: str, timeout_seconds: float, on_failure: Callable[[st
 
 
 async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]) -> str:
-    """The host by which others reach a process that listens at ``host`` and talks to the scheduler at ``scheduler``.
+    """Return the host by which others reach a process that listens at ``host`` and talks to ``scheduler``.
 
-    Waits for the scheduler's name if it needs the route there; see ``await_name``.
+    Waits for the scheduler's name if the route to it is needed; see ``await_name``.
     """
     if not is_wildcard(host):
         return host
@@ -228,10 +231,10 @@ async def reachable_host(host: str, scheduler: str, timeout_seconds: float, on_f
 async def advertised_address(
     named: str, bound: str, scheduler: str, timeout_seconds: float, on_failure: Callable[[str], None]
 ) -> str:
-    """``host:port`` where others reach a process that listens at ``bound``.
+    """Return the ``host:port`` by which others reach a process that listens at ``bound``.
 
-    named: the address that the user chose; empty if the user chose none. Others wait for a name that does not resolve,
-        so an address of this host takes its place.
+    named: address that the user chose, or empty. Others would wait for a name that does not resolve, so an address of
+        this host then replaces it.
     """
     if named and not (reason := await _unresolved(parse_address(named)[0], timeout_seconds)):
         return named
@@ -245,7 +248,7 @@ async def advertised_address(
 
 
 async def _unresolved(host: str, timeout_seconds: float) -> str:
-    """Why ``host`` does not resolve; empty if it does."""
+    """Return why ``host`` does not resolve, or an empty string if it does."""
     try:
         async with asyncio.timeout(min(timeout_seconds, _ADVERTISED_SECONDS)):
             await look_up(host)

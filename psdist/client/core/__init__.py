@@ -1,1 +1,1 @@
-"""The client's pure parts: partitioning, buckets, routes, and the numbers of pushes."""
+"""Pure parts of the client: the flat vector, buckets, encoders, routes, and the numbers of pushes."""

@@ -1,10 +1,10 @@
-"""Buckets: the gradient of one step given piece by piece. Pure.
+"""Buckets: the gradient of one step, given piece by piece. Pure.
 
-This decides which slices a piece completes, and what is still missing. A slice is ready when every tensor that touches
-it was given. So slices are sent while the rest of the gradient is still computed.
+This module decides which slices a piece completes, and which are still missing. A slice is ready when every tensor that
+touches it was given, so slices are sent while the rest of the gradient is still computed.
 
-Invariants: a slice is ready once, after the last of its tensors was given. If its bucket fails before the slice is
-answered, the slice is ready again when all of its tensors are given again.
+Invariants: A slice becomes ready once, after the last of its tensors was given. If its bucket fails before the slice is
+    answered, the slice becomes ready again when all of its tensors are given again.
 
 Not here: values (``partition``), sending (``bucket_step``).
 """
@@ -23,7 +23,7 @@ from psdist.types import Layout, Slicing
 
 @dataclass(frozen=True)
 class SliceIndex:
-    """Which tensors touch which slices."""
+    """Mapping between tensors and the slices that they touch."""
 
     layout: Layout
     slicing: Slicing
@@ -34,18 +34,18 @@ class SliceIndex:
         return {tensor.name: number for number, tensor in enumerate(self.layout.tensors)}
 
     def slices_of(self, number: int) -> range:
-        """The slices that hold elements of a tensor; none for an empty one."""
+        """Return the slices that hold elements of a tensor; none for an empty tensor."""
         start, stop = self.layout.offsets[number], self.layout.offsets[number + 1]
         return range(
             start // self.slicing.slice_elements, -(-stop // self.slicing.slice_elements) if stop > start else 0
         )
 
     def slices_of_all(self, numbers: Iterable[int]) -> frozenset[int]:
-        """The slices that hold elements of any of these tensors."""
+        """Return the slices that hold elements of any of these tensors."""
         return frozenset(index for number in numbers for index in self.slices_of(number))
 
     def tensors_of(self, index: int) -> list[int]:
-        """The tensors with elements in a slice, ascending."""
+        """Return the tensors with elements in a slice, ascending."""
         start, stop = self.slicing.bounds(index)
         offsets = self.layout.offsets
         around = range(bisect_right(offsets, start) - 1, bisect_left(offsets, stop))
@@ -53,7 +53,7 @@ class SliceIndex:
 
     @cached_property
     def touching(self) -> tuple[int, ...]:
-        """How many tensors touch each slice."""
+        """Number of tensors that touch each slice."""
         counts = [0] * self.slicing.count
         for number in range(len(self.layout.tensors)):
             for index in self.slices_of(number):
@@ -63,33 +63,37 @@ class SliceIndex:
 
 @dataclass(frozen=True, slots=True)
 class ReadySlices:
-    """Slices to be sent now, ascending: with their values, and without (one of their tensors abstains)."""
+    """Slices to be sent now, ascending.
+
+    valued: slices that are sent with their values.
+    abstaining: slices that are sent without values, because one of their tensors abstains.
+    """
 
     valued: tuple[int, ...]
     abstaining: tuple[int, ...]
 
 
 class StepPlan:
-    """One step: which tensors were given, which slices are under way, which are answered.
+    """Progress of one step: the tensors given, the slices under way, and those answered.
 
-    whole: the servers answer no slice before they have the whole step (clipping by the global norm), so every slice
-        needs all tensors.
+    whole: True if the servers answer no slice before they have the whole step (clipping by the global norm), so every
+        slice needs all tensors.
     """
 
     def __init__(self, index: SliceIndex, *, whole: bool) -> None:
         self.index = index
         self._whole = whole
-        #: Tensors that were given, and whether they abstain.
+        #: Given tensors; True if the tensor abstains.
         self._given: dict[int, bool] = {}
-        #: Tensors that each slice still needs.
+        #: Number of tensors that each slice still needs.
         self._needs = list(index.touching)
         self._under_way: set[int] = set()
         self._unanswered = set(range(index.slicing.count))
 
     def choose(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The numbers of tensors that may be given, ascending.
+        """Return the numbers of tensors that may be given, ascending.
 
-        Raises UnknownTensorError, and InvalidArgumentError for one that was given before, or for none at all.
+        Raises UnknownTensorError, and InvalidArgumentError for a tensor that was given before, or for an empty list.
         """
         if not names:
             raise InvalidArgumentError("the bucket names no tensor: give at least one")
@@ -108,7 +112,7 @@ class StepPlan:
         return tuple(sorted(chosen))
 
     def give(self, numbers: Iterable[int], *, abstain: bool) -> ReadySlices:
-        """Takes tensors that ``choose`` has accepted. Returns the slices that can be sent now."""
+        """Add tensors that ``choose`` has accepted. Returns the slices that can be sent now."""
         ready = []
         for number in numbers:
             self._given[number] = abstain
@@ -121,13 +125,13 @@ class StepPlan:
         return ReadySlices(tuple(sorted(set(ready) - abstaining)), tuple(sorted(abstaining)))
 
     def answer(self, slices: Iterable[int]) -> None:
-        """Marks slices as answered."""
+        """Mark slices as answered."""
         for index in slices:
             self._unanswered.remove(index)
             self._under_way.remove(index)
 
     def take_back(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
-        """Makes tensors, and slices of them that were under way, missing again."""
+        """Mark tensors, and slices of them that were under way, as missing again."""
         self._under_way.difference_update(slices)
         for number in numbers:
             del self._given[number]
@@ -139,25 +143,24 @@ class StepPlan:
 
     @property
     def missing(self) -> list[int]:
-        """The tensors that were not given, ascending."""
+        """Tensors that were not given, ascending."""
         return [number for number in range(len(self.index.layout.tensors)) if number not in self._given]
 
     @property
     def finished(self) -> bool:
-        """Whether all was given and answered."""
+        """True if every tensor was given and every slice answered."""
         return not self._unanswered and len(self._given) == len(self.index.layout.tensors)
 
     def missing_names(self) -> str:
-        """The tensors that were not given, for a message."""
+        """Return the names of the tensors that were not given, for a message."""
         return join_names([self.index.layout.tensors[number].name for number in self.missing])
 
     def is_complete(self, slices: Iterable[int]) -> bool:
-        """Whether all of ``slices`` are answered."""
+        """Return True if all of ``slices`` are answered."""
         return self._unanswered.isdisjoint(slices)
 
     def missing_for(self, slices: Iterable[int]) -> str:
-        """The tensors without which ``slices`` are never answered, for a message; empty if all of them are on their
-        way."""
+        """Return the missing tensors that block ``slices``, for a message; empty if all slices are on their way."""
         waited = self._unanswered.intersection(slices)
         if waited and self._whole:
             return self.missing_names()

@@ -1,17 +1,17 @@
-"""Encoding gradients as differences to an estimate that worker and servers have (EF21). Pure.
+"""Encoding of gradients as differences to an estimate that worker and servers share (EF21). Pure.
 
-The estimate begins as zeros. A push encodes the difference between the gradient and the estimate. What servers decode
-is added to the estimate, and the sum is the gradient that counts, here and there. So nothing is left out for good: what
-a push lacks is in the next difference.
+The estimate starts as zeros. A push encodes the difference between the gradient and the estimate. Worker and servers
+both add the decoded difference to the estimate; the sum is the gradient that counts. Nothing is lost for good: the next
+difference contains everything that a push lacked.
 
-Servers may have another estimate, or none: after a fail-over, for a slice that went to another server, after a push
-that was dropped. They say so, and are sent the whole sum. After a snapshot, which has the worker's estimate alone, the
-first push is whole. The gradients that count are the same either way.
+Servers may hold another estimate, or none: after a failover, for a slice that moved to another server, or after a
+dropped push. They report this, and receive the whole sum. A snapshot contains only the worker's estimate, so the first
+push after it is whole. The gradients that count are the same either way.
 
 Source: Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
-Feedback" (arXiv 2106.05203), algorithm 2.
+    Feedback" (arXiv 2106.05203), algorithm 2.
 
-Invariant: the estimate changes in slices that were encoded, by what servers decode of them, in float32.
+Invariant: The estimate changes in encoded slices, by their decoded values, in float32.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ _NOTHING: Final = np.empty(0)
 
 @dataclass(kw_only=True)
 class EncodedDifferences(EncodedSlices):
-    """The slices of one push, which are differences.
+    """Slices of one push that are differences.
 
-    gradient: the estimate after the push, as far as it is encoded. number: see GradientDifference. from_zeros: no
-    server has the estimate before it. is_whole: nor is that zeros. whole: slices that are sent as whole gradients.
+    gradient: the estimate after the push, as far as it is encoded.
+    number: see GradientDifference.
+    from_zeros: no server holds the previous estimate.
+    is_whole: no server holds it, and it is not zeros.
+    whole: slices that are sent as whole gradients.
     """
 
     gradient: Flat
@@ -49,15 +52,17 @@ class EncodedDifferences(EncodedSlices):
     whole: set[int] = field(default_factory=set)
 
     def difference(self, slices: Collection[int]) -> GradientDifference:
-        """What the payloads of ``slices``, which go in one call, are differences to. Where some were sent whole before,
-        perhaps to another server, all are whole from now on."""
+        """Return the reference of the payloads of ``slices``, which are sent in one call.
+
+        If some were already sent whole, perhaps to another server, all become whole.
+        """
         if self.from_zeros or self.whole.isdisjoint(slices):
             return GradientDifference(self.number, self.from_zeros)
         self.send_whole(set(slices) - self.whole)
         return GradientDifference(self.number, from_zeros=True)
 
     def send_whole(self, slices: Iterable[int]) -> None:
-        """The payloads of ``slices`` become whole gradients. Raises InternalError where they are that already."""
+        """Replace the payloads of ``slices`` by whole gradients. Raises InternalError if they already are whole."""
         if self.from_zeros or not self.whole.isdisjoint(slices):
             raise InternalError("a server takes a whole gradient for a difference")
         for index in slices:
@@ -65,7 +70,7 @@ class EncodedDifferences(EncodedSlices):
             self.payloads[index] = self.whole_payload(index)
 
     def whole_payload(self, index: int) -> bytes:
-        """The gradient of a slice that is encoded, as it is."""
+        """Return the whole gradient of an encoded slice, in float32."""
         values = self.gradient[slice(*self.slicing.bounds(index))]
         region = Region(0, values.size, Float32(), values.shape)
         out = np.empty(segments.payload_limit(values.size), np.uint8)
@@ -73,22 +78,22 @@ class EncodedDifferences(EncodedSlices):
         return out[:size].tobytes()
 
     def decode_into(self, index: int, out: Flat) -> None:
-        """Writes the gradient of a slice, which servers add to the mean."""
+        """Write the gradient of a slice, which servers add to the mean."""
         out[...] = self.gradient[slice(*self.slicing.bounds(index))]
 
 
 class DifferenceEncoder(GradientEncoder):
-    """The encoder of one worker's pushes, which are differences. Arguments as for ``GradientEncoder``."""
+    """Encoder of one worker's pushes as differences. Arguments as for ``GradientEncoder``."""
 
     def __init__(self, codec: Codec, layout: Layout, slicing: Slicing, rank: int) -> None:
         super().__init__(codec, layout, slicing, rank)
         self._estimate = DoubleBuffer(slicing.total)
         self._differences = np.zeros(slicing.total, np.float32)
-        #: Whether servers had the estimate when they were heard last.
+        #: True if the servers held the estimate at the last answer.
         self._is_shared = False
 
     def begin_push(self) -> EncodedSlices:
-        """The push under way, or the next one."""
+        """Return the push under way, or start the next one."""
         if self._push is None:
             self._push = EncodedDifferences(
                 self.slicing,
@@ -100,12 +105,12 @@ class DifferenceEncoder(GradientEncoder):
         return self._push
 
     def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
-        """A region of the difference."""
+        """Return a region of the difference."""
         region, about = self._regions[number], segments.PushNumber(self.rank, self._ordinal)
         part, state = slice(region.start, region.stop), self._kept.get(region.start)
         gradient, estimate, difference = flat[part], self._estimate.before[part], self._differences[part]
         prepared = segments.prepare_sum(region, gradient, estimate, -1.0, difference, about, state)
-        if prepared is None:  # The next pushes have the rest.
+        if prepared is None:  # The next pushes carry the rest.
             with np.errstate(over="ignore"):
                 np.subtract(gradient, estimate, out=difference)
             np.clip(difference, -_LARGEST, _LARGEST, out=difference)
@@ -141,7 +146,7 @@ class DifferenceEncoder(GradientEncoder):
         return super().state() | {"estimate": self._estimate.before}
 
     def restore(self, state: State) -> None:
-        """See ``GradientEncoder``. Servers have no estimate then."""
+        """See ``GradientEncoder``. Servers hold no estimate afterwards."""
         super().restore(state)
         estimate: NDArray[Any] = state.get("estimate", _NOTHING)
         self._estimate.restore(estimate)
@@ -149,6 +154,6 @@ class DifferenceEncoder(GradientEncoder):
 
 
 def encoder_of(codec: Codec, layout: Layout, slicing: Slicing, rank: int) -> GradientEncoder:
-    """The encoder of gradients by ``codec``."""
+    """Return the encoder of gradients by ``codec``."""
     used = [region.codec for region in regions(layout.tensors, codec)]
     return (DifferenceEncoder if send_differences(used) else GradientEncoder)(codec, layout, slicing, rank)

@@ -1,15 +1,14 @@
-"""Encoding gradients with error feedback: what a codec leaves out of one push is added to the next. Pure.
+"""Encoding of gradients with error feedback: the residual of one push is added to the next. Pure.
 
-The flat vector has regions, each with one codec (``psdist.compression.regions``). The gradient of a push is taken
-region by region, as its slices are encoded: the residual is added, the sum is encoded, and what is left is the next
-residual. That is another vector than the residual before the push, which a snapshot may need.
+The flat vector has regions, each with one codec (``psdist.compression.regions``). The gradient of a push is processed
+region by region, as its slices are encoded: the residual is added, the sum is encoded, and the part that was not sent
+is the next residual. The previous residual stays in a vector of its own, because a snapshot may need it.
 
-Invariants: a slice of a push is encoded once, or abstains once. Its residual changes with the first and not with the
-second. So the sum of what was sent and the residual is the sum of all gradients that did not abstain, up to rounding.
-Everything follows from the gradients, the rank and the state, so that a run that goes on from a state makes the same
-bytes.
+Invariants: A slice of a push is encoded once, or abstains once. Its residual changes in the first case only. The sum of
+    everything sent and the residual is therefore the sum of all gradients that did not abstain, up to rounding. All
+    bytes follow from the gradients, the rank and the state, so a run that resumes from a state produces the same bytes.
 
-Not here: threads, and when a push begins and ends (``encoding``); the bytes (``psdist.compression.segments``).
+Not here: threads, and start and end of a push (``encoding``); the bytes (``psdist.compression.segments``).
 """
 
 from __future__ import annotations
@@ -32,17 +31,18 @@ from psdist.types import GradientDifference, Layout, Slicing
 State = dict[str, NDArray[Any]]
 Run = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]
 
-#: Beginning of the names of what codecs keep, in a state.
+#: Prefix of the names of codec state.
 _KEPT: Final = "kept."
 _NOTHING: Final = np.empty(0)
 
 
 @dataclass
 class EncodedSlices:
-    """The slices of one push, as far as it is encoded.
+    """Slices of one push, as far as it is encoded.
 
-    prepared: regions whose values are all known, by number. payloads: slices as they are sent. abstained: slices that
-    are sent without values.
+    prepared: regions whose values are all known, by number.
+    payloads: encoded slices.
+    abstained: slices that are sent without values.
     """
 
     slicing: Slicing
@@ -51,7 +51,7 @@ class EncodedSlices:
     abstained: set[int] = field(default_factory=set)
 
     def decide(self, ready: ReadySlices) -> ReadySlices:
-        """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
+        """Return how ``ready`` slices are sent. Slices that were decided before are sent in the same way again."""
         abstaining = {index for index in ready.abstaining if index not in self.payloads}
         abstaining.update(index for index in ready.valued if index in self.abstained)
         self.abstained |= abstaining
@@ -59,40 +59,40 @@ class EncodedSlices:
         return ReadySlices(tuple(sorted(valued)), tuple(sorted(abstaining)))
 
     def abstain(self, slices: Iterable[int]) -> None:
-        """These slices are sent without values. They were not encoded."""
+        """Send these slices, which were not encoded, without values."""
         self.abstained.update(slices)
 
     def forget(self, numbers: Iterable[int], slices: Iterable[int]) -> None:
-        """Forgets regions and slices, of which nothing was sent."""
+        """Discard regions and slices that were not sent."""
         for number in numbers:
             self.prepared.pop(number, None)
         for index in slices:
             self.payloads.pop(index, None)
 
     def difference(self, slices: Collection[int]) -> GradientDifference | None:
-        """What the payloads of ``slices`` are differences to; None where they are gradients."""
+        """Return the reference of the payloads of ``slices``; None if they are gradients."""
         return None
 
     def send_whole(self, slices: Iterable[int]) -> None:
-        """The payloads of ``slices`` become whole gradients. Raises InternalError where they are that already."""
+        """Replace the payloads of ``slices`` by whole gradients. Raises InternalError if they already are whole."""
         raise InternalError("a server takes a gradient for a difference")
 
     def payload(self, index: int) -> memoryview:
-        """A slice as it is sent."""
+        """Return the payload of a slice."""
         return memoryview(self.payloads[index])
 
     def decode_into(self, index: int, out: Flat) -> None:
-        """Writes a slice as a server decodes it."""
+        """Write a slice as a server decodes it."""
         out.fill(0.0)
         segments.accumulate(self.payloads[index], out)
 
     def unencoded(self) -> list[slice]:
-        """The ranges of slices of which nothing is sent."""
+        """Return the ranges of the slices without a payload."""
         missing = sorted(set(range(self.slicing.count)).difference(self.payloads))
         return [slice(*self.slicing.bounds(index)) for index in missing]
 
     def norm(self) -> float:
-        """The L2 norm of what servers decode: squares in float64, summed by slice, the sums added in slice order."""
+        """Return the L2 norm of the decoded push: squares in float64, summed by slice, then over slices in order."""
         total, decoded = 0.0, np.empty(self.slicing.slice_elements, np.float32)
         for index in sorted(self.payloads):
             part = decoded[: self.slicing.size(index)]
@@ -103,26 +103,31 @@ class EncodedSlices:
 
 @dataclass
 class Totals:
-    """What was encoded so far. overflows: residuals that were forgotten, as the next gradient made them infinite."""
+    """Totals of everything encoded so far.
+
+    overflows: residuals that were reset, because the next gradient made them infinite.
+    """
 
     elements: int = 0
     bytes: int = 0
     overflows: int = 0
 
     def add(self, push: EncodedSlices) -> None:
-        """Counts a push that is over."""
+        """Add a finished push."""
         self.elements += sum(push.slicing.size(index) for index in push.payloads)
         self.bytes += sum(len(payload) for payload in push.payloads.values())
 
     @property
     def ratio(self) -> float:
-        """Bytes of the gradients, by the bytes that they were encoded in; 1 before the first."""
+        """Compression ratio: bytes of the gradients per encoded byte; 1 before the first push."""
         return 4 * self.elements / self.bytes if self.bytes else 1.0
 
 
 class DoubleBuffer:
-    """A vector that each push changes, twice. before: as it was when the push under way began, until that is over.
-    after: as it is after it, in slices that are encoded; others may have anything. The end of the push swaps the two.
+    """Vector that each push changes, in two copies.
+
+    before: the vector before the push under way.
+    after: the vector after it, valid in encoded slices only. The end of the push swaps the two.
     """
 
     def __init__(self, size: int) -> None:
@@ -133,25 +138,25 @@ class DoubleBuffer:
         return self.before.size > 0
 
     def end_push(self, unchanged: Iterable[slice]) -> None:
-        """The push is over, and nothing of it was sent in these ranges."""
+        """Finish the push. unchanged: ranges without a payload."""
         if self:
             for part in unchanged:
                 self.after[part] = self.before[part]
             self.before, self.after = self.after, self.before
 
     def restore(self, values: NDArray[Any]) -> None:
-        """Begins anew with these values, or with zeros where they are of another size."""
+        """Load these values, or zeros if their size differs."""
         fits = values.shape == self.before.shape
         self.before = values.astype(np.float32) if fits else np.zeros_like(self.before)
 
 
 class GradientEncoder:
-    """The encoder of one worker's pushes.
+    """Encoder of one worker's pushes.
 
-    rank: of the worker; what is chosen by chance differs from rank to rank. It may change between pushes.
+    rank: rank of the worker; random choices differ between ranks. It may change between pushes.
     """
 
-    #: Where its gradients lie: in the host's memory.
+    #: Device of its gradients: None is the host.
     device: None = None
 
     def __init__(self, codec: Codec, layout: Layout, slicing: Slicing, rank: int) -> None:
@@ -160,36 +165,37 @@ class GradientEncoder:
         self._starts = [region.start for region in self._regions]
         self.rank = rank
         self._name = np.frombuffer(repr(codec).encode(), np.uint8)
-        #: Whether anything is left out of one push and added to the next.
+        #: True if a residual of one push is added to the next.
         self.feeds_back = any(_feedback(region) for region in self._regions)
         size = slicing.total if self.feeds_back else 0
-        #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
+        #: Residual, and the accumulated gradients of a codec with momentum.
         self._residual = DoubleBuffer(size)
         self._velocity = DoubleBuffer(size if any(_momentum(region) for region in self._regions) else 0)
-        #: What of a push is encoded, where that is not in the next residual already.
+        #: Sums of gradient and residual, for codecs that cannot use the next residual's memory for them.
         self._sums = np.zeros(size if any(map(_needs_sums, self._regions)) else 0, np.float32)
-        #: Pushes of which something was encoded, and what codecs keep of the last one, by region.
+        #: Number of pushes with a payload, and codec state after the last one, by region.
         self._ordinal = 0
         self._kept: dict[int, NDArray[Any]] = {}
         self._push: EncodedSlices | None = None
         self.totals = Totals()
-        #: Memory for payloads as they are made, one for each that is made at a time.
+        #: Scratch memory for payloads, one per concurrent encoder.
         self._spare: list[NDArray[np.uint8]] = []
 
     # --- a push -------------------------------------------------------------------------------------------------------
 
     def begin_push(self) -> EncodedSlices:
-        """The push under way, or the next one."""
+        """Return the push under way, or start the next one."""
         if self._push is None:
             self._push = EncodedSlices(self.slicing)
         return self._push
 
     def encode(self, push: EncodedSlices, flat: Flat, slices: Iterable[int], run: Run = map) -> bool:
-        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in ``flat``, and finite.
-        Returns False where the push is over.
+        """Encode the new ones of ``slices``. Returns False if the push is over.
 
-        run: as ``map``; may run several at once.
-        Raises NonFiniteGradientError for what a codec cannot hold.
+        flat: complete and finite in all tensors that touch the slices.
+        run: like ``map``; may run several calls concurrently.
+
+        Raises NonFiniteGradientError for values that a codec cannot represent.
         """
         if push is not self._push:
             return False
@@ -200,13 +206,13 @@ class GradientEncoder:
                 push.prepared[number] = prepared
             for index, payload in run(lambda index: (index, self._encode_slice(push, index)), todo):
                 push.payloads[index] = payload
-        except BaseException:  # Nothing of it was sent, and the next call may come with another gradient.
+        except BaseException:  # Nothing was sent, and the next call may bring another gradient.
             push.forget(numbers.union(self._unfinished(push)), todo)
             raise
         return True
 
     def _unfinished(self, push: EncodedSlices) -> Iterable[int]:
-        """Regions of which slices are to be encoded, and that are read out of the gradient then."""
+        """Return the regions of unencoded slices that are read from the gradient at encoding time."""
         missing = set(range(self.slicing.count)).difference(push.payloads)
         numbers = {number for index in missing for number in self._regions_of(index)}
         return (number for number in numbers if not _feedback(self._regions[number]))
@@ -226,7 +232,7 @@ class GradientEncoder:
         return payload
 
     def _payload(self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, rest: Flat | None) -> bytes:
-        """Elements [start, stop) as they are sent. rest: gets what is left out of them."""
+        """Return the payload of elements [start, stop). rest: receives their residual."""
         try:
             out = self._spare.pop()
         except IndexError:
@@ -237,17 +243,17 @@ class GradientEncoder:
         return payload
 
     def _leave_out(self, one: segments.PreparedRegion, start: int, stop: int) -> None:
-        """Elements [start, stop) of a region were encoded with their residual."""
+        """Update residual and velocity after elements [start, stop) of a region were encoded."""
         region = one.region
         if not _feedback(region):
             self._residual.after[start:stop] = 0.0
-        elif _momentum(region) and isinstance(one, segments.PreparedSparse):  # What was sent begins anew.
+        elif _momentum(region) and isinstance(one, segments.PreparedSparse):  # Restart the sent elements.
             part, at = slice(region.start, region.stop), region.start
             sent = one.sent(start - at, stop - at, self._residual.after[part])
             self._velocity.after[part][sent] = 0.0
 
     def _prepared(self, flat: Flat, number: int) -> segments.PreparedRegion:
-        """A region with its values. Those of one that is not compressed are read as its slices are encoded."""
+        """Return a region with its values. A region without a residual is read when its slices are encoded."""
         region, about = self._regions[number], segments.PushNumber(self.rank, self._ordinal)
         part, state = slice(region.start, region.stop), self._kept.get(region.start)
         values = flat[part]
@@ -260,7 +266,7 @@ class GradientEncoder:
                 after[...] = values
                 self.totals.overflows += 1
             values = after
-        # Where only some values are sent, the others are the next residual as they are.
+        # If only some values are sent, the others already are the next residual.
         sums = (self._sums if _needs_sums(region) else self._residual.after)[part]
         left_out, decay = self._residual.before[part], region.codec.residual_decay
         prepared = segments.prepare_sum(region, values, left_out, decay, sums, about, state)
@@ -271,11 +277,11 @@ class GradientEncoder:
         return prepared
 
     def discard_push(self) -> None:
-        """Forgets the push under way: nothing of it was sent."""
+        """Discard the push under way. Nothing of it was sent."""
         self._push = None
 
     def end_push(self) -> bool:
-        """The push under way is over: what was encoded of it counts as sent. Returns whether anything was."""
+        """Finish the push under way: its payloads count as sent. Returns True if there are any."""
         push, self._push = self._push, None
         if push is None or not push.payloads:
             return False
@@ -291,16 +297,16 @@ class GradientEncoder:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def state(self) -> State:
-        """What the next push begins with. The arrays stay as they are until the push after it begins."""
+        """Return the state before the next push. The arrays do not change until the push after that starts."""
         kept = {f"{_KEPT}{start}": array for start, array in self._kept.items()}
         ordinal = np.array([self._ordinal], np.int64)
         vectors = {"residual": self._residual.before, "velocity": self._velocity.before}
         return {"ordinal": ordinal, "codec": self._name, **vectors, **kept}
 
     def restore(self, state: State) -> None:
-        """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten.
+        """Continue from a state, or from the beginning if it is empty. Discards a push under way.
 
-        The state may be another codec's: what it left out is not lost where this one feeds back.
+        The state may come from another codec: its residual is kept if this codec has one.
         """
         self._push = None
         self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
@@ -314,34 +320,36 @@ class GradientEncoder:
 
     @property
     def sends_meanwhile(self) -> bool:
-        """Whether slices may be sent before all are encoded: where everything is added up first, which no codec with a
-        residual refuses, or sent as it is. Else a gradient may be refused; or a slice be encoded by a block that begins
-        in the one before, over which the user may have the answer written.
+        """True if slices may be sent before all of them are encoded.
+
+        That needs regions that are summed first, which no codec with a residual refuses, or sent as they are. With
+        other codecs a gradient may still be refused, or a slice may be encoded by a block that starts in the previous
+        slice, whose memory the user may have given for the answer.
         """
         return all(_feedback(region) or region.codec == Float32() for region in self._regions)
 
     @property
     def residual(self) -> Flat:
-        """What was left out of the pushes before the one under way."""
+        """Residual of the pushes before the one under way."""
         return self._residual.before
 
     @property
     def residual_norm(self) -> float:
-        """The L2 norm of the residual."""
+        """L2 norm of the residual."""
         return grad_norm(self.residual, self.slicing.slice_elements)
 
 
 def _momentum(region: Region) -> float:
-    """The momentum of deep gradient compression; 0 for none."""
+    """Return the momentum of deep gradient compression; 0 for none."""
     sparse = region.codec.sparse if isinstance(region.codec, Chain) else region.codec
     return sparse.momentum if isinstance(sparse, TopK) and _feedback(region) else 0.0
 
 
 def _needs_sums(region: Region) -> bool:
-    """Whether a region's sum of gradient and residual must stay as it is while slices of it are encoded."""
+    """Return True if a region's sum of gradient and residual must not change while slices of it are encoded."""
     return _feedback(region) and not segments.selects_places(region.codec)
 
 
 def _feedback(region: Region) -> bool:
-    """Whether what is left out of a region is added to the next push."""
+    """Return True if a region has a residual."""
     return isinstance(region.codec, Compressor) and region.codec.feedback is True

@@ -1,12 +1,12 @@
-"""Between a user's tensors and the flat vector: named arrays to one float32 vector in layout order, and back. Pure.
+"""Conversion between a user's named arrays and the flat vector: one float32 vector in layout order. Pure.
 
-Invalid input is found here, before anything is sent. The error names the tensor, what was given and what is expected.
+Invalid input is found here, before anything is sent. The error names the tensor, the given value and the expected one.
 
 Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding of float64 to float32. ``flatten`` copies
-nothing where the arrays already lie one after another in memory. ``unflatten`` and ``views`` share the vector's memory
-with the float32 tensors that they return.
+    nothing if the arrays already are contiguous in memory in layout order. ``unflatten`` and ``views`` share the
+    vector's memory with the float32 tensors that they return.
 
-Not here: where slices go (``routing``), how they are encoded (``psdist.compression``).
+Not here: routes of slices (``routing``), their encoding (``psdist.compression``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from psdist.wire import limits
 Flat = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any]]
 
-#: Elements that a check takes at once: few enough to stay in the cache, and for numpy's dot to start no threads.
+#: Elements per step of a check: few enough to stay in the cache, and for numpy's dot to start no threads.
 _CHUNK_ELEMENTS: Final = 1 << 15
 _DTYPE_NAMES: Final[dict[Any, DType]] = {
     np.dtype("f4"): "float32",
@@ -41,14 +41,14 @@ _DTYPE_NAMES: Final[dict[Any, DType]] = {
     np.dtype("f2"): "float16",
     NUMPY_DTYPES["bfloat16"]: "bfloat16",
 }
-#: Magnitudes from which a float32 becomes Inf in the wire's dtype (half way beyond its largest number, ties to even).
+#: Magnitudes at which a float32 becomes Inf in the wire's dtype (half way beyond its largest number, ties to even).
 OVERFLOW: Final[dict[str, float]] = {
     "float32": float("inf"),
     "float16": 65520.0,
     "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
 }
-#: Sums of squares below this leave no element at that magnitude, whatever the rounding. Those of the others overflow
-#: long before.
+#: A sum of squares below this excludes elements of that magnitude, whatever the rounding. For larger elements the sum
+#: overflows long before.
 _SQUARES: Final[dict[str, float]] = {"float16": 0.99 * 65520.0**2, "bfloat16": float("inf")}
 _REMEDY: Final = "use float32 (or float64, float16, bfloat16), for example array.astype('float32')"
 
@@ -57,7 +57,7 @@ _REMEDY: Final = "use float32 (or float64, float16, bfloat16), for example array
 
 
 def layout_of(values: Mapping[str, ArrayLike]) -> Layout:
-    """The layout of ``values``, in their order.
+    """Return the layout of ``values``, in their order.
 
     Raises InvalidNameError, DTypeMismatchError for a dtype that is no float, InvalidArgumentError for something that is
     no array, LimitExceededError.
@@ -81,7 +81,7 @@ def _spec_of(name: str, value: ArrayLike) -> TensorSpec:
 
 
 def as_float(name: str, value: ArrayLike) -> NDArray[Any]:
-    """``value`` as an array of one of the four float dtypes. Raises DTypeMismatchError, InvalidArgumentError."""
+    """Return ``value`` as an array of one of the four float dtypes. Raises DTypeMismatchError, InvalidArgumentError."""
     if value is None:
         raise DTypeMismatchError(
             f"tensor {name!r} is None: a gradient is None where the loss does not depend on the tensor. Give zeros, or "
@@ -93,15 +93,17 @@ def as_float(name: str, value: ArrayLike) -> NDArray[Any]:
         array = value if type(value) is np.ndarray else np.asarray(_without_torch(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise InvalidArgumentError(f"tensor {name!r}: {type(value).__name__} is no array: {error}") from None
-    # Few are of another byte order, and asking for that costs more than all else here.
+    # Other byte orders are rare, and this check costs more than everything else here.
     if array.dtype not in _DTYPE_NAMES and array.dtype.newbyteorder("=") not in _DTYPE_NAMES:
         raise DTypeMismatchError(f"tensor {name!r} has dtype {array.dtype}: {_REMEDY}", tensor=name, given=array.dtype)
     return array
 
 
 def _without_torch(value: Any) -> Any:
-    """A torch tensor as what numpy can read: without its graph, and bfloat16 as ml_dtypes has it. Other values as they
-    are. torch need not be installed, so its tensors are known by what they have."""
+    """Return a torch tensor in a form that numpy can read: without its graph, and bfloat16 as in ml_dtypes.
+
+    Other values are returned unchanged. torch need not be installed, so tensors are recognized by their attributes.
+    """
     if not hasattr(value, "detach"):
         return value
     value = value.detach()
@@ -111,12 +113,12 @@ def _without_torch(value: Any) -> Any:
 
 
 def tensor_names(layout: Layout) -> str:
-    """The tensors' names for a message, the first of them where there are many."""
+    """Return the tensors' names for a message, or the first ones of many."""
     return join_names([tensor.name for tensor in layout.tensors])
 
 
 def check_names(layout: Layout, values: Mapping[str, object]) -> None:
-    """Raises UnknownTensorError, MissingTensorError or InvalidArgumentError unless ``values`` has all tensors."""
+    """Raise UnknownTensorError, MissingTensorError or InvalidArgumentError unless ``values`` has all tensors."""
     if not isinstance(values, Mapping):
         raise InvalidArgumentError(f"tensors must come as a dict of arrays by name, not {type(values).__name__}")
     missing = next((tensor.name for tensor in layout.tensors if tensor.name not in values), None)
@@ -131,13 +133,13 @@ def check_names(layout: Layout, values: Mapping[str, object]) -> None:
 
 
 def join_names(names: Sequence[str], shown: int = 8) -> str:
-    """Names for a message; only the first of many."""
+    """Return names for a message, or the first ones of many."""
     left = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {left} more" if left > 0 else "")
 
 
 def check_shape(tensor: TensorSpec, shape: tuple[int, ...]) -> None:
-    """Raises ShapeMismatchError unless an array of this shape can be the tensor."""
+    """Raise ShapeMismatchError unless ``shape`` is the tensor's."""
     if shape != tensor.shape:
         raise ShapeMismatchError(
             f"tensor {tensor.name!r} has shape {shape}, expected {tensor.shape}",
@@ -151,15 +153,15 @@ def check_shape(tensor: TensorSpec, shape: tuple[int, ...]) -> None:
 
 
 def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None = None) -> Flat:
-    """The vector of ``values``: shape (layout.total,), float32. No copy where they lie in memory like it.
+    """Return the vector of ``values``: shape (layout.total,), float32. Shares their memory if it has the same form.
 
-    into: the vector to copy to where they do not; None makes a new one.
+    into: vector to copy to otherwise; None allocates one.
 
     Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
     """
     check_names(layout, values)
     arrays = _checked_arrays(layout.tensors, values)
-    # An array that asarray made would be gone when this returns, so only the caller's own are shared.
+    # Only the caller's own arrays are shared: one made by asarray would be freed when this returns.
     if all(array is values[tensor.name] for tensor, array in zip(layout.tensors, arrays, strict=True)):
         shared = _shared_vector(layout, arrays)
         if shared is not None:
@@ -174,7 +176,7 @@ def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None =
 
 
 def flatten_some(layout: Layout, numbers: Sequence[int], values: Mapping[str, ArrayLike], into: Flat) -> None:
-    """Writes the tensors of these numbers to their places in the vector ``into``.
+    """Write the tensors of these numbers to their places in the vector ``into``.
 
     Raises ShapeMismatchError, DTypeMismatchError and InvalidArgumentError before anything is written.
     """
@@ -192,8 +194,10 @@ def _checked_arrays(tensors: Iterable[TensorSpec], values: Mapping[str, ArrayLik
 
 
 def _write(flat: Flat, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> None:
-    """Copies each array to its place. Those that lie there already are left alone; those that lie elsewhere in ``flat``
-    are saved before anything is overwritten."""
+    """Copy each array to its place.
+
+    Arrays that already are in place are skipped. Arrays elsewhere in ``flat`` are saved before anything is overwritten.
+    """
     copies = []
     for array, start in zip(arrays, starts, strict=False):
         place = flat[start : start + array.size].reshape(array.shape)
@@ -214,9 +218,9 @@ def _is_same_memory(one: NDArray[Any], other: NDArray[Any]) -> bool:
 
 
 def _shared_vector(layout: Layout, arrays: list[NDArray[Any]]) -> Flat | None:
-    """The arrays' own memory as one vector, if they lie in it in order without gaps; else None.
+    """Return the arrays' own memory as one vector if it is contiguous and in order; else None.
 
-    It holds all of ``arrays`` alive only through the first: callers keep them for as long as they use it.
+    The vector keeps only the first array alive: callers keep all of ``arrays`` for as long as they use it.
     """
     base: NDArray[Any] | None = None
     address = 0
@@ -236,13 +240,13 @@ def _shared_vector(layout: Layout, arrays: list[NDArray[Any]]) -> Flat | None:
 
 
 def split(layout: Layout, flat: Flat) -> Arrays:
-    """Views of the vector by name, in their declared shapes."""
+    """Return views of the vector by name, in their declared shapes."""
     bounds = zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False)
     return {tensor.name: flat[start:stop].reshape(tensor.shape) for tensor, start, stop in bounds}
 
 
 def unflatten(layout: Layout, flat: Flat) -> Arrays:
-    """Named arrays in their declared dtypes and shapes; float32 tensors are views of ``flat``."""
+    """Return named arrays in their declared dtypes and shapes; float32 tensors are views of ``flat``."""
     out = split(layout, flat)
     for tensor in layout.tensors:
         if tensor.dtype != "float32":
@@ -251,8 +255,11 @@ def unflatten(layout: Layout, flat: Flat) -> Arrays:
 
 
 def views(layout: Layout, numbers: Iterable[int], flat: Flat, converted: Arrays) -> Arrays:
-    """Read-only arrays of the tensors of these numbers, as the vector is now: float32 ones are views of it, others are
-    copied into those of ``converted``, which are made when they are first needed."""
+    """Return read-only arrays of the tensors of these numbers.
+
+    float32 tensors are views of the vector. Others are copied into the arrays of ``converted``, which are allocated on
+    first use.
+    """
     out: Arrays = {}
     for number in numbers:
         tensor = layout.tensors[number]
@@ -274,7 +281,7 @@ def _narrow(array: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
 
 
 def check_out(layout: Layout, out: Mapping[str, NDArray[Any]]) -> Flat | None:
-    """Checks that ``out`` can take the weights; returns its memory as one vector if it lies like one, else None.
+    """Check that ``out`` can receive the weights. Returns its memory as one vector if it has that form, else None.
 
     Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
     """
@@ -290,7 +297,7 @@ def check_out(layout: Layout, out: Mapping[str, NDArray[Any]]) -> Flat | None:
 
 
 def copy_out(layout: Layout, flat: Flat, out: Mapping[str, NDArray[Any]]) -> None:
-    """Writes the vector into the arrays of ``out``, which ``check_out`` has let pass."""
+    """Write the vector into the arrays of ``out``, which passed ``check_out``."""
     with np.errstate(over="ignore"):
         for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
             np.copyto(out[tensor.name], flat[start:stop].reshape(tensor.shape), casting="same_kind")
@@ -300,7 +307,7 @@ def copy_out(layout: Layout, flat: Flat, out: Mapping[str, NDArray[Any]]) -> Non
 
 
 def is_finite(flat: Flat, dtype: str) -> bool:
-    """Whether every element is finite, also after the cast to ``dtype`` for the wire."""
+    """Return True if every element is finite, also after the cast to ``dtype`` for the wire."""
     with np.errstate(all="ignore"):
         for start in range(0, len(flat), _CHUNK_ELEMENTS):
             chunk = flat[start : start + _CHUNK_ELEMENTS]
@@ -310,10 +317,10 @@ def is_finite(flat: Flat, dtype: str) -> bool:
 
 
 def _is_surely_finite(chunk: Flat, dtype: str) -> bool:
-    """A check by one dot product, several times faster than the exact one. False says nothing.
+    """Check by one dot product, several times faster than the exact check. False means unknown.
 
-    NaN or Inf among the factors makes a product that is not finite, and no addition brings that back. A sum of squares
-    is not below any of them, which bounds the elements' magnitude too; where that has no bound, the product of the
+    NaN or Inf among the factors makes a product that is not finite, and no addition reverts that. A sum of squares is
+    at least each of its terms, so it bounds the elements' magnitude too. If there is no bound, the product of the
     chunk's two halves (they share the middle of an odd number) does half the arithmetic.
     """
     if dtype == "float32":
@@ -328,7 +335,7 @@ def _is_finite_chunk(chunk: Flat, dtype: str) -> bool:
 
 
 def check_initial(layout: Layout, flat: Flat) -> None:
-    """Raises InvalidArgumentError, which names the tensor, where initial values are NaN or Inf."""
+    """Raise InvalidArgumentError, which names the tensor, if initial values are NaN or Inf."""
     if is_finite(flat, "float32"):
         return
     for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
@@ -342,9 +349,9 @@ def check_initial(layout: Layout, flat: Flat) -> None:
 
 
 def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | None = None) -> NonFiniteGradientError:
-    """The error that names the first tensor with NaN or Inf (after the cast to ``dtype``) and how many there are.
+    """Return the error that names the first tensor with NaN or Inf (after the cast to ``dtype``) and counts them.
 
-    numbers: the tensors to look at, one of which has some; None for all.
+    numbers: tensors to search, at least one with NaN or Inf; None for all.
     """
     counts = {}
     infinite = has_nan = False
@@ -369,7 +376,7 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
 
 
 def grad_norm(flat: Flat, slice_elements: int) -> float:
-    """Global L2 norm of ``flat``: squares in float64, summed per slice, the sums added in slice order."""
+    """Return the global L2 norm of ``flat``: squares in float64, summed per slice, the sums added in slice order."""
     total = 0.0
     for start in range(0, len(flat), slice_elements):
         total += float(np.square(flat[start : start + slice_elements], dtype=np.float64).sum())

@@ -19,7 +19,7 @@ from typing import Final
 from psdist.client.core.push_sequence import PushSequence
 from psdist.wire.limits import ORDER_PUSHES_MAX
 
-#: Pushes for which an open set that was never pushed may still belong to the iteration.
+#: Number of pushes after which an open set that was never pushed no longer counts as part of the iteration.
 PATIENCE: Final = 64
 
 
@@ -38,7 +38,7 @@ class PeriodFinder:
         #: The sequence is longer than ``ORDER_PUSHES_MAX`` and repeats nothing.
         self.is_irregular = False
         self._names: list[str] = []
-        #: By position, the length of the longest proper prefix that ends there (Knuth, Morris and Pratt).
+        #: Length of the longest proper prefix that ends at each position (Knuth, Morris and Pratt).
         self._borders: list[int] = []
 
     def add(self, name: str) -> None:
@@ -109,15 +109,16 @@ class ProgramOrder:
         self.sequences: dict[str, PushSequence] = {}
         #: The rest of the script's iteration is dropped.
         self.is_skipping = False
-        #: Sets whose next gradient is of weights from before this worker rejoined.
+        #: Sets whose next gradient is based on weights from before this worker rejoined.
         self.outdated: set[str] = set()
-        #: Sets, those without an order too, of which the script has no weights since the run went back to a snapshot.
+        #: Sets, including those without an order, whose new weights the script has not received since the run rolled
+        #: back.
         self.lost_course: set[str] = set()
-        #: Pushes that were dropped since then.
+        #: Number of pushes dropped since the rollback.
         self._dropped = 0
         self._names: frozenset[str] = frozenset()
         self._finder = PeriodFinder()
-        #: Pushes of the script, dropped ones too; and their number at the newest boundary that was declared.
+        #: Number of the script's pushes, including dropped ones; and this number at the newest declared boundary.
         self._made = 0
         self._boundary: int | None = None
 
@@ -127,7 +128,7 @@ class ProgramOrder:
         return len(self._names) > 1
 
     def start_incarnation(self) -> None:
-        """Forget the sequences of the previous incarnation. The script continues where it was."""
+        """Forget the sequences of the previous incarnation. The script continues from its place."""
         self.sequences.clear()
 
     def enter(self, name: str, sequence: PushSequence) -> None:
@@ -148,12 +149,12 @@ class ProgramOrder:
         self.is_skipping = self.is_shared and self._may_be_inside
 
     def lose_course(self, name: str) -> None:
-        """Record that the run went back to a snapshot, and that the script has weights of ``name`` from before."""
+        """Record that the run rolled back to a snapshot, and that the script's weights of ``name`` are older."""
         self.lost_course.add(name)
         self._dropped = 0
 
     def drops_next(self, name: str) -> bool:
-        """True if the script's next push, which is of ``name``, is to be dropped."""
+        """Return True if the script's next push, which is of ``name``, is to be dropped."""
         offset = self._offset
         if not self.is_shared or name not in self._names or (offset is None and not self.is_skipping):
             return name in self.lost_course
@@ -176,7 +177,7 @@ class ProgramOrder:
         self.drop_push(name, has_begun=False)
 
     def mark_boundary(self) -> None:
-        """Record that the script declares: an iteration starts or ends here."""
+        """Record that the script declares the start or end of an iteration."""
         self._boundary, self.is_skipping = self._made, False
 
     @property
@@ -207,17 +208,19 @@ class ProgramOrder:
 
     @property
     def _may_be_inside(self) -> bool:
-        """True unless the script is known to be between two iterations. An order that has not repeated for long is
-        taken for one that never does, so that not all of its pushes are dropped."""
+        """True unless the script is known to be between two iterations.
+
+        An order that has not repeated for long is assumed never to repeat, so that not all of its pushes are dropped.
+        """
         offset = self._offset
         return self._finder.count < PATIENCE if offset is None else offset > 0
 
     @property
     def standing(self) -> Standing:
-        """The progress to report."""
+        """Progress to report."""
         position, offset = self.position, self._offset
         next_steps = {name: sequence.next for name, sequence in self.sequences.items()}
-        # In a new incarnation the sets enter one by one, and the position is that of all sets only then.
+        # In a new incarnation the sets enter one by one; the position is valid once all have.
         is_complete = self._names <= self.sequences.keys()
         start = position - (0 if self.is_skipping else offset) if offset is not None and is_complete else None
         is_declared = self._boundary is not None

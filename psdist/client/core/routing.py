@@ -1,10 +1,10 @@
-"""Routes: which server gets which slices, by one cluster map and the news since. Pure.
+"""Routes: the server of each slice, by one cluster map and the news since. Pure.
 
-Invariants: the plan of one call covers exactly the slices asked for, each once, ascending within a route, and at most
-one route goes to a server. A shard without a live primary gives no route. Its slices wait for a newer map, because the
-scheduler alone decides which server is next. A shard that the scheduler has declared lost is an error.
+Invariants: The plan of one call covers exactly the requested slices, each once, ascending within a route, with at most
+    one route per server. A shard without a live primary has no route. Its slices wait for a newer map, because only the
+    scheduler chooses the next server. A shard that the scheduler has declared lost is an error.
 
-Not here: connections (``scheduler_session``), what is still to be sent (``push_sequence``).
+Not here: connections (``scheduler_session``), unanswered slices (``push_sequence``).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from psdist.types import ClusterMap, ParametersEntry, Replica, ServerEntry
 
 @dataclass(frozen=True, slots=True)
 class ServerNews:
-    """What was heard since the newest map.
+    """News since the newest map.
 
-    gone: why a server is gone, for servers that the map still has.
-    lost: by parameters, what of them is lost for good and how to go on.
+    gone: reason for each server that is gone, although the map still lists it.
+    lost: for each parameter set with a lost shard, a message with the loss and the remedy.
     """
 
     gone: Mapping[Replica, str] = field(default_factory=dict)
@@ -30,8 +30,10 @@ class ServerNews:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Slices of a parameter set, ascending, and the server that is their primary in the map of ``epoch``, in which the
-    set has this ``generation``."""
+    """Slices of a parameter set, ascending, and their primary in the map of ``epoch``.
+
+    generation: generation of the set in that map.
+    """
 
     server_id: str
     incarnation: int
@@ -42,22 +44,22 @@ class Route:
 
     @property
     def peer(self) -> str:
-        """The server's name for messages."""
+        """Name of the server for messages."""
         return f"{self.server_id} ({self.address})"
 
     @property
     def server(self) -> Replica:
-        """The server and its incarnation."""
+        """Server and incarnation."""
         return Replica(self.server_id, self.incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingPlan:
-    """Where slices go.
+    """Destinations of slices.
 
-    routes: one for each server that has some of them.
-    orphans: slices, ascending, that no live server is the primary of.
-    reason: whom the orphans wait for: "for a new primary of shard 3 of 'mlp' in place of server-1 (lost: ...)".
+    routes: one for each server that is the primary of some of them.
+    orphans: slices without a live primary, ascending.
+    reason: cause of the orphans' wait: "for a new primary of shard 3 of 'mlp' in place of server-1 (lost: ...)".
     """
 
     routes: tuple[Route, ...]
@@ -66,7 +68,7 @@ class RoutingPlan:
 
 
 def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
-    """The entry of these parameters. Raises UnknownParametersError."""
+    """Return the entry of a parameter set. Raises UnknownParametersError."""
     entry = cluster.entry(parameters)
     if entry is None:
         raise UnknownParametersError(f"the cluster map of epoch {cluster.epoch} has no parameters {parameters!r}")
@@ -74,7 +76,7 @@ def find_entry(cluster: ClusterMap, parameters: str) -> ParametersEntry:
 
 
 def why_gone(cluster: ClusterMap, news: ServerNews, server: Replica) -> str:
-    """Why this incarnation of a server has ended, as far as is known here; empty if it has not."""
+    """Return the reason why this incarnation of a server has ended, as far as known; empty if it has not."""
     if reason := news.gone.get(server, ""):
         return reason
     entry = cluster.server(server.server_id)
@@ -84,9 +86,9 @@ def why_gone(cluster: ClusterMap, news: ServerNews, server: Replica) -> str:
 def plan(
     cluster: ClusterMap, parameters: str, wanted: Sequence[int] | None = None, news: ServerNews = ServerNews()
 ) -> RoutingPlan:
-    """Where the slices of ``wanted`` (ascending; None means all) go.
+    """Return the routes of the slices of ``wanted`` (ascending; None means all).
 
-    Raises UnknownParametersError, and ServerLostError where a shard of them is lost.
+    Raises UnknownParametersError, and ServerLostError if one of their shards is lost.
     """
     entry = find_entry(cluster, parameters)
     if parameters in news.lost:

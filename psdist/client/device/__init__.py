@@ -1,1 +1,1 @@
-"""Gradients and weights in the memory of a CUDA device. Imported when a script gives or asks for device arrays."""
+"""Gradients and weights in the memory of a CUDA device. Imported when a script passes or requests device arrays."""

@@ -1,7 +1,7 @@
-"""Between a device's memory and the arrays of scripts: CuPy's, torch's and whatever can be exchanged with CuPy.
+"""Exchange between a device's memory and the arrays of scripts: CuPy's, torch's, and others that CuPy can import.
 
-The only module of the client that uses CuPy's arrays; CuPy is imported when the first device array is given or asked
-for.
+This is the only module of the client that uses CuPy's arrays. CuPy is imported when the first device array is passed or
+requested.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from psdist.errors import (
 from psdist.gpu.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
-#: CUDA among the devices of DLPack, and CUDA's managed memory.
+#: DLPack's device types of CUDA and CUDA's managed memory.
 _DLPACK_CUDA = (2, 13)
 
 
 class TakenArray(NamedTuple):
-    """A script's array, as float32 one after another. owner: what keeps its memory."""
+    """A script's array as contiguous float32. owner: keeps its memory alive."""
 
     address: int
     shape: tuple[int, ...]
@@ -43,41 +43,41 @@ class TakenArray(NamedTuple):
 
 
 class DeviceArrays(Protocol):
-    """The arrays of one device."""
+    """Arrays of one device."""
 
     device: Device
 
     def take(self, name: str, value: Any) -> TakenArray:
-        """The array of tensor ``name``, copied only where it is not float32 or not contiguous.
+        """Return the array of tensor ``name``, copied only if it is not float32 or not contiguous.
 
-        Raises DTypeMismatchError, InvalidArgumentError for an array of another device, DeviceUnavailableError where
-        what copies it cannot be compiled.
+        Raises DTypeMismatchError, InvalidArgumentError for an array of another device, DeviceUnavailableError if the
+        conversion kernel cannot be compiled.
         """
 
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
-        """An array of the elements of ``vector`` from ``start`` on: a view of float32, a copy of another dtype."""
+        """Return an array of the elements of ``vector`` from ``start`` on: a view if it is float32, else a copy."""
 
     def synchronize(self) -> None:
-        """Returns when all that the script has given to the device is done, on any of its streams."""
+        """Return when all work that the script has queued on the device is done, on any stream."""
 
 
 class CupyArrays:
     """``DeviceArrays`` by CuPy. name: "cuda" or "cuda:N". Raises InvalidArgumentError, DeviceUnavailableError.
 
-    Errors of CUDA are DeviceLostError, and LimitExceededError where memory is used up.
+    Errors of CUDA become DeviceLostError, or LimitExceededError if memory is exhausted.
     """
 
     def __init__(self, name: str) -> None:
         self.device: Device = open_device(name)
         self._cupy = import_module("cupy")
         self._number = device_number(name)
-        #: For conversions, of one thread at a time.
+        #: Launcher of conversions, used by one thread at a time.
         self._converter: Launcher | None = None
         self._lock = Lock()
 
     @contextmanager
     def _used(self, what: str) -> Iterator[None]:
-        """The device is the thread's current one; its errors are ours."""
+        """Return a context with the device as the thread's current one, which translates CUDA's errors."""
         runtime = self._cupy.cuda.runtime
         try:
             with current_device(self._cupy, self._number):
@@ -85,14 +85,14 @@ class CupyArrays:
         except (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise LimitExceededError(
-                    f"{self.device.name} has no room for {what} ({error}): end what else uses it, or give arrays "
-                    "of float32 that are contiguous, which are not copied"
+                    f"{self.device.name} has no room for {what} ({error}): end other users of its memory, or give "
+                    "contiguous float32 arrays, which are not copied"
                 ) from None
             raise DeviceLostError(f"{self.device.name}: {what} failed: {error}", device=self.device.name) from error
 
     @contextmanager
     def _converting(self) -> Iterator[None]:
-        """What CuPy compiles a kernel of its own for: that takes CUDA's headers, which its wheel does not have."""
+        """Return a context for kernels that CuPy compiles. That needs CUDA's headers, which CuPy's wheel lacks."""
         runtime = self._cupy.cuda.runtime
         try:
             yield
@@ -100,19 +100,19 @@ class CupyArrays:
             if isinstance(error, (runtime.CUDARuntimeError, self._cupy.cuda.driver.CUDADriverError)):
                 raise
             raise DeviceUnavailableError(
-                "CuPy cannot compile what converts arrays that are not float32, or not contiguous. It needs CUDA's "
+                "CuPy cannot compile its conversion of arrays that are not float32, or not contiguous. It needs CUDA's "
                 f"headers: pip install nvidia-cuda-runtime-cu12, or set CUDA_PATH to a toolkit ({error!s:.2000})",
                 missing="headers",
             ) from None
 
     def take(self, name: str, value: Any) -> TakenArray:
-        """As ``DeviceArrays``."""
-        if hasattr(value, "detach"):  # A torch tensor, without its graph. torch gives its bfloat16 to nobody.
+        """See ``DeviceArrays``."""
+        if hasattr(value, "detach"):  # A torch tensor, without its graph. torch does not export bfloat16.
             value = value.detach()
             _check(name, str(value.dtype).removeprefix("torch."))
             value = value.float() if str(value.dtype) == "torch.bfloat16" else value
         with self._used(f"reading tensor {name!r}"):
-            self._check_number(name, self._number_of(value))  # CuPy would copy what lies on another device.
+            self._check_number(name, self._number_of(value))  # CuPy would copy an array of another device.
             is_shared = hasattr(value, "__cuda_array_interface__")
             array = self._cupy.asarray(value) if is_shared else self._cupy.from_dlpack(value)
             _check(name, np.dtype(array.dtype).name)
@@ -124,11 +124,11 @@ class CupyArrays:
             return TakenArray(taken.data.ptr, tuple(array.shape), taken)
 
     def _converted(self, kernel: str, array: Any, dtype: type[np.generic]) -> Any:
-        """A contiguous array in another dtype, rounded as by numpy, denormal numbers included."""
+        """Return a contiguous array in another dtype, rounded as by numpy, denormal numbers included."""
         out = self._cupy.empty(array.shape, dtype)
         size = math.prod(array.shape)
         if size:
-            self.synchronize()  # The script's work on it.
+            self.synchronize()  # Wait for the script's work on the array.
             with self._lock:
                 addresses = np.uint64(array.data.ptr), np.uint64(out.data.ptr)
                 self._launcher().launch(kernel, -(-size // TILE), 256, *addresses, np.uint64(size))
@@ -155,7 +155,7 @@ class CupyArrays:
             )
 
     def make(self, vector: DeviceVector, start: int, shape: tuple[int, ...], dtype: DType) -> Any:
-        """As ``DeviceArrays``."""
+        """See ``DeviceArrays``."""
         cuda = self._cupy.cuda
         with self._used("making an array"):
             memory = cuda.UnownedMemory(vector.address, 4 * vector.size, vector.owner, self._number)
@@ -168,8 +168,8 @@ class CupyArrays:
                 return array.astype(NUMPY_DTYPES[dtype])
 
     def synchronize(self) -> None:
-        """As ``DeviceArrays``."""
-        with self._used("what was given to it before"):
+        """See ``DeviceArrays``."""
+        with self._used("work that was queued before"):
             self._cupy.cuda.runtime.deviceSynchronize()
 
 
@@ -182,12 +182,12 @@ def _check(name: str, dtype: str) -> None:
 
 @cache
 def open_arrays(number: int) -> DeviceArrays:
-    """The arrays of device ``number``. Raises DeviceUnavailableError."""
+    """Return the arrays of device ``number``. Raises DeviceUnavailableError."""
     return CupyArrays(f"cuda:{number}")
 
 
 def is_on_device(value: object) -> bool:
-    """Whether a script's array lies on a CUDA device. CuPy need not be installed."""
+    """Return True if a script's array is on a CUDA device. CuPy need not be installed."""
     if type(value) is np.ndarray:
         return False
     if hasattr(value, "__dlpack_device__"):
@@ -196,5 +196,5 @@ def is_on_device(value: object) -> bool:
 
 
 def number_of(value: Any) -> int:
-    """The number of the device that an array lies on; 0 where it does not say."""
+    """Return the number of an array's device; 0 if the array does not say."""
     return int(value.__dlpack_device__()[1]) if hasattr(value, "__dlpack_device__") else 0

@@ -1,4 +1,4 @@
-"""A gradient that was cast to 16 bits on a device, and is sent as it is."""
+"""Gradient that was cast to 16 bits on a device, and is sent in that form."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from psdist.types import Slicing
 
 
 class CastGradient:
-    """An ``EncodedGradient`` of plain elements. values: in the wire's dtype, as long as the flat vector."""
+    """``EncodedGradient`` of plain elements.
 
-    #: Its payloads are no segments.
+    values: in the wire's dtype, as long as the flat vector.
+    """
+
+    #: Payloads are plain elements instead of segments.
     is_raw = True
 
     def __init__(self, values: NDArray[Any], slicing: Slicing) -> None:
@@ -23,21 +26,21 @@ class CastGradient:
         self._slicing = slicing
 
     async def ready(self, index: int) -> None:
-        """All of its slices are."""
+        """Return immediately: all slices are ready."""
 
     def difference(self, slices: Sequence[int]) -> None:
-        """Its payloads are gradients."""
+        """Return None: payloads are gradients."""
 
     def send_whole(self, slices: Sequence[int]) -> None:
-        """Its payloads are whole gradients."""
+        """Raise InternalError: payloads already are whole gradients."""
         raise InternalError("a server takes a gradient for a difference")
 
     def payload(self, index: int) -> memoryview:
-        """A slice as it is sent."""
+        """Return the payload of a slice."""
         start, stop = self._slicing.bounds(index)
         return self._values[start:stop].view(np.uint8).data
 
     def decode_into(self, index: int, out: NDArray[Any]) -> None:
-        """Writes a slice as a server takes it into shared memory: in its own dtype."""
+        """Write a slice in the form in which a server reads it from shared memory: in its own dtype."""
         start, stop = self._slicing.bounds(index)
         out[...] = self._values[start:stop]

@@ -1,9 +1,9 @@
-"""The ``GradientEncoder`` of gradients that lie on a device: the same payloads and the same state.
+"""The ``GradientEncoder`` of gradients on a device, with the same payloads and state.
 
-What is left out of gradients stays on the device, and so does the velocity of a codec with momentum. They are read
-where a snapshot wants them, and the former for its norm.
+The residual of gradients stays on the device, and so does the velocity of a codec with momentum. Both are read when a
+snapshot needs them; the residual is also read for its norm.
 
-Not here: the kernels, and the bytes (``psdist.compression.gpu``).
+Not here: kernels and bytes (``psdist.compression.gpu``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _U64 = np.uint64
 
 
 class DeviceGradientEncoder:
-    """The encoder of one worker's pushes from a device. Its methods are those of ``GradientEncoder``.
+    """Encoder of one worker's pushes from a device. Its methods are those of ``GradientEncoder``.
 
     Raises DeviceUnavailableError and DeviceLostError, here and in its methods.
     """
@@ -45,16 +45,16 @@ class DeviceGradientEncoder:
         self._run = self._encoder.launcher
         self.rank = rank
         self._name = np.frombuffer(repr(codec).encode(), np.uint8)
-        #: Whether anything is left out of one push and added to the next.
+        #: True if a residual of one push is added to the next.
         self.feeds_back = any(self._encoder.coder(region).feeds_back for region in self._regions)
         has_momentum = any(self._encoder.coder(region).momentum for region in self._regions)
-        #: What was left out; and, where a codec has momentum, the sums of gradients that it makes.
+        #: Residual, and the accumulated gradients of a codec with momentum.
         self._rest = DoubleVector(device, slicing.total, self._run.stream) if self.feeds_back else None
         self._velocity = DoubleVector(device, slicing.total, self._run.stream) if has_momentum else None
         self._run.wait()
         self._ordinal = 0
         self._push: EncodedSlices | None = None
-        #: Regions that something was encoded of in the push under way, and whose rest it forgot.
+        #: Regions with encoded parts in the push under way, and those whose residual it reset.
         self._begun: set[int] = set()
         self._forgotten = np.zeros(len(self._regions), np.uint32)
         self.totals = Totals()
@@ -62,7 +62,7 @@ class DeviceGradientEncoder:
     # --- a push -------------------------------------------------------------------------------------------------------
 
     def begin_push(self) -> EncodedSlices:
-        """The push under way, or the next one."""
+        """Return the push under way, or start the next one."""
         if self._push is None:
             self._push = EncodedSlices(self.slicing)
             self._begun = set()
@@ -70,10 +70,11 @@ class DeviceGradientEncoder:
         return self._push
 
     def encode(self, push: EncodedSlices, flat: DeviceVector | Flat, slices: Iterable[int]) -> bool:
-        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in ``flat``, and finite.
-        Returns False where the push is over. Raises NonFiniteGradientError for what a codec cannot hold.
+        """Encode the new ones of ``slices``. Returns False if the push is over.
 
-        flat: copied to the device if it is the host's.
+        flat: complete and finite in all tensors that touch the slices; copied to the device if it is on the host.
+
+        Raises NonFiniteGradientError for values that a codec cannot represent.
         """
         if push is not self._push:
             return False
@@ -91,7 +92,7 @@ class DeviceGradientEncoder:
         forgotten = self._forgotten.copy()
         try:
             batch = self._encoder.encode(state, segments, new)
-        except BaseException:  # Nothing of it was sent, and the next call may come with another gradient.
+        except BaseException:  # Nothing was sent, and the next call may bring another gradient.
             self._forgotten[:] = forgotten
             raise
         self._begun.update(new)
@@ -113,11 +114,11 @@ class DeviceGradientEncoder:
         return found
 
     def discard_push(self) -> None:
-        """Forgets the push under way: nothing of it was sent."""
+        """Discard the push under way. Nothing of it was sent."""
         self._push = None
 
     def end_push(self) -> bool:
-        """The push under way is over: what was encoded of it counts as sent. Returns whether anything was."""
+        """Finish the push under way: its payloads count as sent. Returns True if there are any."""
         push, self._push = self._push, None
         if push is None or not push.payloads:
             return False
@@ -132,7 +133,7 @@ class DeviceGradientEncoder:
         return True
 
     def _keep(self, vector: DoubleVector, segments: list[SegmentRange]) -> None:
-        """Nothing of these was sent."""
+        """Copy ranges that were not sent to the next vector."""
         if not segments:
             return
         found = table(segments, [segment.tiles for segment in segments])
@@ -144,7 +145,7 @@ class DeviceGradientEncoder:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     def state(self) -> SavedState:
-        """What the next push begins with. The arrays stay as they are until the push after it begins."""
+        """Return the state before the next push. The arrays do not change until the push after that starts."""
         state: SavedState = {"ordinal": np.array([self._ordinal], np.int64), "codec": self._name}
         if self._rest is not None:
             state["residual"] = self._deferred(self._rest.before)
@@ -156,7 +157,7 @@ class DeviceGradientEncoder:
         return DeferredArray(vector.size, lambda: vector.read(self.device.stream()))
 
     def restore(self, state: State) -> None:
-        """Goes on from a state, or from the beginning if it is empty. A push under way is forgotten."""
+        """Continue from a state, or from the beginning if it is empty. Discards a push under way."""
         self._push = None
         self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
         if self._rest is not None:
@@ -165,7 +166,7 @@ class DeviceGradientEncoder:
             self._velocity.before.write(self._fitting(state, "velocity"), self._run.stream)
 
     def _fitting(self, state: State, name: str) -> Flat:
-        """A vector of a state, or zeros where it is of another size."""
+        """Return a vector of a state, or zeros if its size differs."""
         values: NDArray[np.generic] = state.get(name, _NOTHING)
         fits = values.shape == (self.slicing.total,)
         return values.astype(np.float32) if fits else np.zeros(self.slicing.total, np.float32)
@@ -174,12 +175,12 @@ class DeviceGradientEncoder:
 
     @property
     def residual(self) -> Flat:
-        """What was left out of the pushes before the one under way, copied to the host."""
+        """Residual of the pushes before the one under way, copied to the host."""
         return np.empty(0, np.float32) if self._rest is None else self._rest.before.read(self.device.stream())
 
     @property
     def residual_norm(self) -> float:
-        """The L2 norm of the residual."""
+        """L2 norm of the residual."""
         return grad_norm(self.residual, self.slicing.slice_elements)
 
 

@@ -1,6 +1,6 @@
-"""The gradient vector and the weights of one handle in the memory of a device.
+"""Gradient vector and weights of one handle in the memory of a device.
 
-Not here: what is sent of the gradient, and when (``client.gradients``, ``client.steps``).
+Not here: sending of the gradient (``client.gradients``, ``client.steps``).
 """
 
 from __future__ import annotations
@@ -34,11 +34,13 @@ _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
 class DeviceVectors:
     """Vectors of ``layout`` on one device. One thread at a time uses them.
 
+    number: number of the device.
+
     Raises DeviceUnavailableError and DeviceLostError, here and in its methods.
     """
 
     def __init__(self, layout: Layout, arrays: DeviceArrays, number: int = 0) -> None:
-        #: The device's.
+        #: Number of the device.
         self.number = number
         self._layout = layout
         self._arrays = arrays
@@ -48,14 +50,14 @@ class DeviceVectors:
         self._gradients: DeviceVector | None = None
         self._buffers: dict[str, Any] = {}
         self._weights: DeviceVector | None = None
-        #: Memory of the host, and what takes its registration back.
+        #: Registered memory of the host, and the finalizer that unregisters it.
         self._registered: list[tuple[NDArray[Any], weakref.finalize[[Device, NDArray[Any]], DeviceVectors]]] = []
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     @property
     def gradients(self) -> DeviceVector:
-        """Where gradients are put together. It stays at its address until ``release_memory``."""
+        """Vector that collects gradients. Its address does not change until ``release_memory``."""
         if self._gradients is None:
             self._gradients = self._new_vector()
         return self._gradients
@@ -66,7 +68,7 @@ class DeviceVectors:
         return vector
 
     def buffers(self) -> dict[str, Any]:
-        """float32 views of the gradient vector, by tensor name."""
+        """Return float32 views of the gradient vector, by tensor name."""
         if not self._buffers:
             bounds = zip(self._layout.tensors, self._layout.offsets, strict=False)
             vector, make = self.gradients, self._arrays.make
@@ -74,7 +76,7 @@ class DeviceVectors:
         return dict(self._buffers)
 
     def gather(self, gradients: Mapping[str, Any]) -> DeviceVector:
-        """All gradients as one vector: the caller's own memory, where they lie in it one after another.
+        """Return all gradients as one vector: the caller's own memory if it is contiguous and in order.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
         """
@@ -88,14 +90,17 @@ class DeviceVectors:
         return self.gradients
 
     def gather_some(self, numbers: Sequence[int], gradients: Mapping[str, Any]) -> None:
-        """Copies the gradients of these tensors to their places in the vector; those that are not given lie there.
-        Raises as ``gather``."""
+        """Copy the gradients of these tensors to their places in the vector. Tensors that are not given already are in
+        place.
+
+        Raises as ``gather``.
+        """
         self.synchronize()
         numbers = [number for number in numbers if self._layout.tensors[number].name in gradients]
         self._copy(numbers, self._take([self._layout.tensors[number] for number in numbers], gradients))
 
     def _take(self, tensors: Sequence[TensorSpec], gradients: Mapping[str, Any]) -> list[TakenArray | Flat]:
-        """The arrays of these tensors, on the device or, contiguous, in the host's memory."""
+        """Return the arrays of these tensors, on the device or, contiguous, in the host's memory."""
         self.synchronize()
         found: list[TakenArray | Flat] = []
         for tensor in tensors:
@@ -107,17 +112,17 @@ class DeviceVectors:
             else:
                 host = partition.as_float(tensor.name, value)
                 partition.check_shape(tensor, host.shape)
-                with np.errstate(over="ignore"):  # It becomes Inf, which is looked for.
+                with np.errstate(over="ignore"):  # Becomes Inf, which is checked later.
                     found.append(np.ascontiguousarray(host, np.float32))
-        self.synchronize()  # Arrays that were converted.
+        self.synchronize()  # Converted arrays.
         return found
 
     def synchronize(self) -> None:
-        """Returns when all that the script has given to the device is done: gradients that are computed, above all."""
+        """Return when all work that the script has queued on the device is done, such as computing gradients."""
         self._arrays.synchronize()
 
     def _copy(self, numbers: Sequence[int], taken: Sequence[TakenArray | Flat]) -> None:
-        """Writes arrays to the places of their tensors."""
+        """Copy arrays to the places of their tensors."""
         segments, addresses, vector = [], [], self.gradients
         for number, array in zip(numbers, taken, strict=True):
             start, stop = self._layout.offsets[number], self._layout.offsets[number + 1]
@@ -134,13 +139,15 @@ class DeviceVectors:
         self._run.wait()
 
     def is_finite(self, vector: DeviceVector, dtype: DType, numbers: Iterable[int] | None = None) -> bool:
-        """Whether all elements are finite, also after the cast to ``dtype`` for the wire. numbers: of the tensors that
-        are looked at; None for all."""
+        """Return True if all elements are finite, also after the cast to ``dtype`` for the wire.
+
+        numbers: tensors to check; None for all.
+        """
         offsets = self._layout.offsets
         bounds = [(0, vector.size)] if numbers is None else [(offsets[one], offsets[one + 1]) for one in numbers]
         segments = [_range(start, stop) for start, stop in bounds if start < stop]
         found = table(segments, [segment.tiles for segment in segments])
-        flags = np.zeros(2, np.uint32)  # The flag, and that nothing is forgotten.
+        flags = np.zeros(2, np.uint32)  # The flag, and an empty set of reset residuals.
         at = self._run.upload(flags)
         rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
         limit = np.float32(partition.OVERFLOW[dtype]).view(np.uint32)
@@ -156,7 +163,7 @@ class DeviceVectors:
     # --- to the host and back -----------------------------------------------------------------------------------------
 
     def copy_out(self, vector: DeviceVector, out: Flat, numbers: Iterable[int] | None = None) -> None:
-        """Writes the vector to ``out``, which is as long; only tensors of these ``numbers``, if they are given."""
+        """Copy the vector to ``out``, which is equally long. numbers: tensors to copy; None for all."""
         offsets = self._layout.offsets
         bounds = [(0, vector.size)] if numbers is None else [(offsets[one], offsets[one + 1]) for one in numbers]
         for start, stop in bounds:
@@ -164,7 +171,7 @@ class DeviceVectors:
         self._run.wait()
 
     def cast(self, vector: DeviceVector, dtype: DType) -> NDArray[Any]:
-        """The vector in a dtype of 16 bits, in pinned memory of the host that is used again when nobody has it."""
+        """Return the vector in a dtype of 16 bits, in pinned memory of the host that is reused once it is free."""
         size = NUMPY_DTYPES[dtype].itemsize * vector.size
         out, flags = self._run.scratch(size), self._run.scratch(4)
         segment = _range(0, vector.size)
@@ -178,7 +185,7 @@ class DeviceVectors:
         return taken.view(NUMPY_DTYPES[dtype])
 
     def copy_in(self, numbers: Iterable[int], values: Flat) -> None:
-        """Writes tensors of these ``numbers`` of the gradient vector ``values`` on the host to that of the device."""
+        """Copy tensors of these ``numbers`` from the host's gradient vector ``values`` to the device's."""
         for number in numbers:
             start, stop = self._layout.offsets[number], self._layout.offsets[number + 1]
             if start < stop:
@@ -186,50 +193,52 @@ class DeviceVectors:
         self._run.wait()
 
     def arrays(self, weights: Flat, *, copy: bool) -> dict[str, Any]:
-        """The weights on the device, in their declared dtypes and shapes.
+        """Return the weights on the device, in their declared dtypes and shapes.
 
-        copy: False writes them to memory that each such call uses again.
+        copy: False writes them to memory that each such call reuses.
         """
         vector = self._weights if self._weights is not None and not copy else self._new_vector()
         if not copy:
             self._weights = vector
-            self.synchronize()  # Work on the weights before, which the script has queued, reads the same memory.
+            self.synchronize()  # The script's queued work on the previous weights reads the same memory.
         vector.write(weights, self._run.stream)
         bounds = zip(self._layout.tensors, self._layout.offsets, strict=False)
         made = {one.name: self._arrays.make(vector, start, one.shape, one.dtype) for one, start in bounds}
-        self.synchronize()  # Other dtypes are copies.
+        self.synchronize()  # Wait for copies to other dtypes.
         return made
 
     def register(self, memory: NDArray[Any]) -> None:
-        """Lets copies to ``memory`` of the host go at full speed, until ``unregister``. Its pages stay the same until
-        then: copies go to those that were there when it was registered."""
+        """Let copies to ``memory`` of the host run at full speed, until ``unregister``.
+
+        Its pages must not change until then: copies go to the pages of the registration.
+        """
         if not memory.nbytes or any(memory is one for one, _ in self._registered) or not self._device.register(memory):
             return
-        # It keeps the memory, so that this is not given back first.
+        # The finalizer keeps the memory alive until it is unregistered.
         ending = weakref.finalize(self, _unregister, self._device, memory)
-        ending.atexit = False  # The end of a process ends its registrations.
+        ending.atexit = False  # A process's registrations end with it.
         self._registered.append((memory, ending))
 
     def unregister(self) -> None:
-        """Takes all registrations back. No copy is under way."""
+        """Undo all registrations. No copy may be under way."""
         registered, self._registered = self._registered, []
         for _, end in registered:
             end()
 
     def release_memory(self) -> None:
-        """Lets go of all memory. Views of the gradient vector stay as they are."""
+        """Free all memory. Existing views of the gradient vector stay valid."""
         self.unregister()
         self._buffers = {}
         self._gradients = self._weights = None
 
 
 def _unregister(device: Device, memory: NDArray[Any]) -> None:
-    with suppress(DeviceLostError):  # Nothing is copied by a lost device.
+    with suppress(DeviceLostError):  # A lost device copies nothing.
         device.unregister(memory)
 
 
 def open_vectors(layout: Layout, number: int) -> DeviceVectors:
-    """The vectors of a handle on device ``number``. Raises DeviceUnavailableError."""
+    """Return the vectors of a handle on device ``number``. Raises DeviceUnavailableError."""
     return DeviceVectors(layout, device_arrays.open_arrays(number), number)
 
 
@@ -239,7 +248,7 @@ def _range(start: int, stop: int) -> SegmentRange:
 
 
 def _shared_address(tensors: Sequence[TensorSpec], taken: Sequence[TakenArray | Flat]) -> int | None:
-    """Where the arrays begin, if they lie in memory in order without gaps; else None."""
+    """Return the first address of the arrays if they are contiguous and in order; else None."""
     first = address = None
     for tensor, array in zip(tensors, taken, strict=True):
         if not tensor.size:

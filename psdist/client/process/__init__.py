@@ -1,1 +1,1 @@
-"""What ties a client to its process: the loop in the background, signals, tracebacks, and no copies."""
+"""Ties of a client to its process: the background loop, signals, tracebacks, and the refusal to be copied."""

@@ -1,8 +1,8 @@
-"""The kernels that compress gradients, prepared once for a process.
+"""Kernels that compress gradients, prepared once per process.
 
-A client must not miss heartbeats, which a compiler keeps it from. So numpy does the work of these kernels until they
-are compiled by another process, and loaded by a thread, with the same bytes: neither the first push nor the end of a
-script waits for the compiler (``background_compiler``). A client that compresses nothing imports none of it.
+A client must not miss heartbeats while a compiler runs. numpy therefore does the kernels' work, with the same bytes,
+until another process has compiled them and a thread has loaded them. Neither the first push nor the end of a script
+waits for the compiler (``background_compiler``). A client without compression imports none of this.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def prepare(elements: int) -> BackgroundCompiler:
-    """Has the kernels interpreted, and compiled once that is worth it: at once if vectors have many ``elements``.
-    Returns what compiles them."""
+    """Return the compiler of the kernels, which are interpreted until it is worth to compile them.
+
+    elements: size of the vectors; large ones start the compiler immediately.
+    """
     from psdist.compression.background_compiler import LARGE_ELEMENTS
 
     compiler = _prepared()

@@ -1,7 +1,7 @@
-"""The one event loop of a process: a background thread that runs it for the synchronous API.
+"""The event loop of a process: a background thread that runs it for the synchronous API.
 
-Invariants: there is at most one background thread per process. It is started on first use, and all clients share it.
-All open clients of a process are on one loop. At interpreter exit the open clients of the thread leave the run.
+Invariants: There is at most one background thread per process. It starts on first use, and all clients share it. All
+    open clients of a process use one loop. At interpreter exit, the thread's open clients leave the run.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from psdist.errors import ClosedError, ConfigurationError
 T = TypeVar("T")
 
 _UNWIND_SECONDS: Final = 2.0
-#: A wait is left and begun again this often. An interrupt that comes just before a thread waits for a lock, or in
-#: another thread, does not end that wait, and would be noticed at its end only.
+#: Length of one wait for a lock. A signal that arrives just before the wait, or in another thread, does not end it, and
+#: is noticed between two waits.
 _SIGNAL_SECONDS: Final = 0.5
 _EXIT_SECONDS: Final = 3.0
-#: For snapshots that have what their workers keep, which a busy machine takes longer for.
+#: Time for snapshots of workers that keep state. A busy machine needs longer.
 _SAVING_SECONDS: Final = 15.0
 
 
 class LastSnapshot(Protocol):
-    """What is needed of a client's snapshots."""
+    """The part of a client's snapshots that the loop needs."""
 
     @property
     def needs_last(self) -> bool:
-        """Whether ``close`` takes one first, and waits as long as that takes."""
+        """True if ``close`` takes a last snapshot first, and waits for it."""
 
 
 class Closable(StoppableClient, Protocol):
-    """What is needed of a client."""
+    """The part of a client that the loop needs."""
 
     @property
     def snapshots(self) -> LastSnapshot | None:
-        """Those of a client that is connected; else None."""
+        """Snapshots of a connected client, else None."""
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the run."""
+        """Leave the run."""
 
 
-#: Open clients of this process and the loop they are on.
+#: Open clients of this process and their loops.
 open_clients: dict[int, tuple[Closable, asyncio.AbstractEventLoop]] = {}
 
 
 def claim(client: Closable) -> None:
-    """Registers ``client`` as open on the running loop. Raises ConfigurationError if others are on another loop."""
+    """Register ``client`` as open on the running loop. Raises ConfigurationError if others are on another loop."""
     running = asyncio.get_running_loop()
     for key, (_, other) in list(open_clients.items()):
         if other.is_closed():
@@ -68,35 +68,37 @@ def claim(client: Closable) -> None:
 
 
 def release(client: Closable) -> None:
-    """Removes a client that was closed."""
+    """Remove a closed client."""
     open_clients.pop(id(client), None)
 
 
 class _Call(Generic[T]):
-    """A coroutine on the loop, for which another thread waits. It costs less than half of a future of
-    ``run_coroutine_threadsafe``, which matters for small steps."""
+    """Coroutine on the loop, and the thread that waits for it.
+
+    It costs less than half of a future of ``run_coroutine_threadsafe``, which matters for small steps.
+    """
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, under_way: set[_Call[Any]] | None
     ) -> None:
         self._coroutine = coroutine
         self._loop = loop
-        #: Calls that are given up when the worker leaves; None for one that is not. Touched on the loop alone.
+        #: Calls to cancel when the worker leaves; None if this one is not. Used on the loop only.
         self._under_way = under_way
         self._task: asyncio.Task[T] | None = None
-        #: Released when it has ended.
+        #: Released when the coroutine has ended.
         self.ended = threading.Lock()
         self.ended.acquire()
 
     def begin(self) -> None:
-        """Starts the coroutine. Runs on the loop."""
+        """Start the coroutine. Runs on the loop."""
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._end)
         if self._under_way is not None:
             self._under_way.add(self)
 
     def cancel(self) -> None:
-        """Cancels the coroutine. Runs on the loop."""
+        """Cancel the coroutine. Runs on the loop."""
         if self._task is not None:
             self._task.cancel()
 
@@ -104,11 +106,11 @@ class _Call(Generic[T]):
         if self._under_way is not None:
             self._under_way.discard(self)
         if not task.cancelled():
-            task.exception()  # Who waits may have been told to end the script meanwhile: then nobody asks for it.
+            task.exception()  # Marks it as retrieved: the waiting thread may have left because the script ends.
         self.ended.release()
 
     def result(self) -> T:
-        """The result of the coroutine, or the error that it raised, once it has ended."""
+        """Return the result of the finished coroutine, or raise its error."""
         task, self._task = self._task, None  # An error must not keep the call's arrays alive by a cycle through here.
         assert task is not None
         try:
@@ -120,26 +122,28 @@ class _Call(Generic[T]):
 
 
 class StartedCall(Generic[T]):
-    """A coroutine that runs on the loop while the caller goes on. Made by ``LoopThread.start``."""
+    """Coroutine that runs on the loop while the caller continues. Made by ``LoopThread.start``."""
 
     def __init__(self, wait: Callable[[], T]) -> None:
         self._wait = wait
 
     def result(self) -> T:
-        """Waits for the coroutine; its result, or the error that it raised. Interrupts end it, as in
-        ``LoopThread.call``. To be called once."""
+        """Wait for the coroutine, and return its result or raise its error. Call it once.
+
+        Interrupts cancel the coroutine, as in ``LoopThread.call``.
+        """
         return self._wait()
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop (uvloop's where there is one)."""
+    """Daemon thread that runs an event loop (uvloop's if it is installed)."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
         self.loop = _new_loop()
         self._stopped = False
         self._under_way: set[_Call[Any]] = set()
-        #: Threads that have made calls.
+        #: Identities of the threads that have made calls.
         self._callers: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="psdist", daemon=True)
         self._thread.start()
@@ -151,7 +155,7 @@ class LoopThread:
 
     @property
     def has_one_caller(self) -> bool:
-        """Whether one thread alone has made calls."""
+        """True if at most one thread has made calls."""
         return len(self._callers) <= 1
 
     def end_on_sigterm(self) -> None:
@@ -159,42 +163,43 @@ class LoopThread:
         sigterm.install(self.loop, self._clients, self._give_up)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False, ending: bool = False) -> T:
-        """Runs ``coroutine`` on the loop and waits for its result.
+        """Run ``coroutine`` on the loop and wait for its result.
 
         An interrupt (Ctrl-C) cancels the coroutine, waits until it no longer uses the caller's arrays, and is raised.
-        When this worker leaves because of SIGTERM, the call is given up and SystemExit is raised (see ``sigterm``).
+        When this worker leaves because of SIGTERM, the call is cancelled and SystemExit is raised (see ``sigterm``).
 
-        reading: the coroutine changes nothing. ending: it is part of the shutdown and is not given up.
+        reading: the coroutine changes nothing.
+        ending: it is part of the shutdown and is not cancelled.
         """
         call = self._made(coroutine, reading=reading, ending=ending)
         return self._wait(call, reading=reading, ending=ending, begins=True)
 
     def start(self, coroutine: Coroutine[Any, Any, T], *, reading: bool = False) -> StartedCall[T]:
-        """Runs ``coroutine`` on the loop, and returns at once. Arguments as for ``call``."""
+        """Run ``coroutine`` on the loop, and return immediately. Arguments as for ``call``."""
         call = self._made(coroutine, reading=reading, ending=False)
         self.loop.call_soon_threadsafe(self._begin, call, reading)
         return StartedCall(lambda: self._wait(call, reading=reading))
 
     def _made(self, coroutine: Coroutine[Any, Any, T], *, reading: bool, ending: bool) -> _Call[T]:
-        """A call that may be begun. Raises why it may not."""
+        """Return a call that may be started. Raises the error that forbids it."""
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise ClosedError("a synchronous psdist call was made on psdist's own loop thread: use AsyncClient there")
         if self._stopped:
             coroutine.close()
-            raise ClosedError("psdist has ended in this process, which is about to exit: make calls before")
+            raise ClosedError("psdist has shut down in this process, which is about to exit: make calls earlier")
         if not ending:
             self._check_end(coroutine, reading)
         self._callers.add(threading.get_ident())
         return _Call(coroutine, self.loop, None if ending else self._under_way)
 
     def _wait(self, call: _Call[T], *, reading: bool, ending: bool = False, begins: bool = False) -> T:
-        """The result of a call, which ``begins`` only now."""
+        """Return the result of a call. begins: the call is still to be started."""
         try:
             if begins:
                 self.loop.call_soon_threadsafe(self._begin, call, reading)
             while not call.ended.acquire(timeout=_SIGNAL_SECONDS):
-                pass  # The interpreter looks for signals between two waits.
+                pass  # The interpreter handles signals between two waits.
         except BaseException:
             self.loop.call_soon_threadsafe(call.cancel)
             call.ended.acquire(timeout=_UNWIND_SECONDS)
@@ -204,7 +209,7 @@ class LoopThread:
         return call.result()
 
     def _begin(self, call: _Call[Any], reading: bool) -> None:
-        """Starts a call on the loop. If this worker began to leave after the call was made, the call is given up."""
+        """Start a call on the loop. Cancel it if this worker has begun to leave since the call was made."""
         call.begin()
         if call in self._under_way and sigterm.leaving and not (reading and sigterm.raised):
             call.cancel()
@@ -213,21 +218,21 @@ class LoopThread:
     def _check_end(coroutine: Coroutine[Any, Any, Any], reading: bool) -> None:
         try:
             sigterm.check(reading=reading)
-        except BaseException:  # Also SystemExit: a coroutine that nobody awaits would be warned of.
+        except BaseException:  # Also for SystemExit: an unawaited coroutine would cause a warning.
             coroutine.close()
             raise
 
     def _clients(self) -> list[Closable]:
-        """The clients that are open on this loop."""
+        """Return the open clients on this loop."""
         return [client for client, owner in list(open_clients.values()) if owner is self.loop]
 
     def _give_up(self) -> None:
-        """Cancels all calls under way, because this worker leaves. Runs on the loop."""
+        """Cancel all calls under way, because this worker leaves. Runs on the loop."""
         for call in list(self._under_way):
             call.cancel()
 
     def stop(self) -> None:
-        """Closes the clients on the loop and ends the loop. Waits for snapshots that have their state."""
+        """Close the clients on the loop and end the loop. Waits for snapshots that include the clients' state."""
         self._stopped = True
         mine = self._clients()
         closing = asyncio.run_coroutine_threadsafe(_close_all(mine), self.loop)
@@ -263,7 +268,7 @@ _thread: LoopThread | None = None
 
 
 def shared() -> LoopThread:
-    """The process's loop thread. Raises ClosedError in a process that was forked from one that has it."""
+    """Return the process's loop thread. Raises ClosedError in a fork of a process that has one."""
     global _thread
     with _lock:
         if _thread is not None and _thread.pid != os.getpid():

@@ -1,4 +1,4 @@
-"""A base for objects that can be neither pickled nor copied."""
+"""Base of objects that can be neither pickled nor copied."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from psdist.errors import InvalidArgumentError
 
 
 class ProcessBound:
-    """A base of classes whose objects are neither copied nor pickled."""
+    """Base of classes whose objects are neither copied nor pickled."""
 
     __slots__ = ()
 

@@ -1,13 +1,13 @@
-"""SIGTERM in a worker's script: the workers agree on a common end, and the script exits with status 143.
+"""SIGTERM in a worker's script: the workers agree on a final step, and the script exits with status 143.
 
 ``psdist.init()`` installs the handler in the main thread, unless the script has a handler of its own. The handler
 raises nothing, because CPython drops an exception that is raised inside a finalizer or a callback of C code. It sets a
-flag and wakes psdist's loop, which agrees on the end of the clients (``stopping``). When they may leave, calls under
-way are given up, and that call or the next one raises SystemExit. A script that makes no call for 10 s is sent the
-signal again, and then the handler raises.
+flag and wakes psdist's loop, which coordinates the shutdown of the clients (``stopping``). When they may leave, calls
+under way are cancelled, and that call or the next one raises SystemExit. If the script makes no call for 10 s, the
+signal is sent again, and then the handler raises.
 
-The loop also reads signals from a pipe that C code writes to. So it sees a signal even while the interpreter is busy in
-a long call of the script. The reason that a worker gives when it leaves is decided here, too.
+The loop also reads signals from a pipe that C code writes to, so it sees a signal even while the interpreter is busy in
+a long call of the script. This module also decides the reason that a leaving worker reports.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from typing import Final, NoReturn, Protocol
 from psdist.errors import ClosedError
 
 EXIT_STATUS: Final = 128 + signal.SIGTERM
-#: A script that makes no call for so long, when it should end, is sent the signal again.
+#: Seconds after which the signal is sent again to a script that should end and makes no call.
 AGAIN_SECONDS: Final = 10.0
 _READ_BYTES: Final = 4096
 
 
 class StoppableClient(Protocol):
-    """What is needed of an open client."""
+    """The part of an open client that the handler needs."""
 
     async def request_stop(self) -> None:
-        """Returns when this worker may leave."""
+        """Return when this worker may leave."""
 
     def watch_signals(self, is_asked: Callable[[], bool]) -> None:
-        """Registers a function that the client calls before it reports whether this worker was asked to end."""
+        """Register a function that the client calls before it reports whether this worker received SIGTERM."""
 
 
 class SigtermHandler:
-    """The state of SIGTERM in this process."""
+    """State of SIGTERM in this process."""
 
     def __init__(self) -> None:
-        #: SIGTERM came.
+        #: SIGTERM was received.
         self.asked = False
-        #: The script is to end: SystemExit is raised by the next call.
+        #: The script must end: the next call raises SystemExit.
         self.leaving = False
-        #: It was raised.
+        #: SystemExit was raised.
         self.raised = False
-        #: By a call, so that the script surely has it; what a handler raises may be lost.
+        #: SystemExit was raised by a call, so it reached the script. One that a handler raises may be lost.
         self._raised_by_call = False
         self._signals = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._clients: Callable[[], Sequence[StoppableClient]] = tuple
         self._give_up: Callable[[], None] = lambda: None
         self._pipe = -1
-        #: By thread, the signals that were blocked before it forked.
+        #: Signal mask of each thread before it forked.
         self._masks = threading.local()
         self._task: asyncio.Task[None] | None = None
 
@@ -67,10 +67,11 @@ class SigtermHandler:
         clients: Callable[[], Sequence[StoppableClient]],
         give_up: Callable[[], None],
     ) -> None:
-        """Installs the handler, unless the script has one of its own or this is not the main thread.
+        """Install the handler, unless the script has one of its own or this is not the main thread.
 
-        loop: runs in another thread. clients: returns the open clients. give_up: cancels all calls under way; called on
-        the loop.
+        loop: runs in another thread.
+        clients: returns the open clients.
+        give_up: cancels all calls under way; called on the loop.
         """
         in_main_thread = threading.current_thread() is threading.main_thread()
         if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -80,7 +81,7 @@ class SigtermHandler:
         os.register_at_fork(before=self._block, after_in_parent=self._unblock, after_in_child=self._in_fork)
         self._pipe, written = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         others = signal.set_wakeup_fd(written, warn_on_full_buffer=False)
-        if others != -1:  # Somebody else reads signals: only the handler is left.
+        if others != -1:  # Another reader of signals exists: only the handler remains.
             signal.set_wakeup_fd(others, warn_on_full_buffer=False)
             os.close(written)
             os.close(self._pipe)
@@ -93,19 +94,18 @@ class SigtermHandler:
         clients: Callable[[], Sequence[StoppableClient]],
         give_up: Callable[[], None],
     ) -> None:
-        """Sets what the handler acts on, without installing it. Arguments as in ``install``."""
+        """Set the targets of the handler without installing it. Arguments as in ``install``."""
         self._loop, self._clients, self._give_up = loop, clients, give_up
 
     def _block(self) -> None:
-        """Blocks SIGTERM before a fork: until ``_in_fork`` has run, the child would write its signals to this process's
-        pipe."""
+        """Block SIGTERM before a fork. Until ``_in_fork`` runs, the child would write to this process's pipe."""
         self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def _unblock(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _in_fork(self) -> None:
-        """Restores the default handling of signals in a forked child."""
+        """Restore the default handling of signals in a forked child."""
         if self._pipe >= 0:
             signal.set_wakeup_fd(-1)
         if signal.getsignal(signal.SIGTERM) == self.on_signal:
@@ -113,29 +113,31 @@ class SigtermHandler:
         self._unblock()
 
     def check(self, *, reading: bool = False) -> None:
-        """Raises SystemExit in the main thread, and ClosedError in others, once the script is to end. Calls that only
-        read are allowed after that was raised, so that a script can save its results."""
+        """Raise SystemExit in the main thread, and ClosedError in others, once the script must end.
+
+        Calls that only read are allowed after SystemExit was raised, so that a script can save its results.
+        """
         if not self.leaving or (reading and self.raised):
             return
         if threading.current_thread() is threading.main_thread():
             self._raised_by_call = True
             self._exit()
-        raise ClosedError("this worker is being stopped: no calls are made any more")
+        raise ClosedError("this worker is being stopped: no more calls are possible")
 
     def reason(self, error: BaseException | None = None) -> str:
-        """The reason with which a worker leaves: "stopped" before its work was done, "failed", or "closed"."""
+        """Return why a worker leaves: "stopped" (before its work was done), "failed" or "closed"."""
         if self.asked:
             return "stopped"
-        # Python notes here what it is about to end for.
+        # Python stores the exception that ends the interpreter here.
         failed = error if error is not None else getattr(sys, "last_value", None)
-        # A script that ends by sys.exit() has not failed: its launcher does not start it again.
+        # A script that ends by sys.exit() has not failed: its launcher does not restart it.
         done = failed is None or (isinstance(failed, SystemExit) and not failed.code)
         return "closed" if done else "failed"
 
     # --- in the main thread -------------------------------------------------------------------------------------------
 
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        """The signal handler."""
+        """Handle the signal."""
         self.asked = True
         self._signals += 1
         if self._loop is not None and not self._loop.is_closed():
@@ -154,12 +156,11 @@ class SigtermHandler:
             self._loop.add_reader(self._pipe, self.read_signals)
 
     def read_signals(self) -> bool:
-        """Whether SIGTERM has arrived, even if the interpreter has not handled it yet."""
+        """Return True if SIGTERM has arrived, even if the interpreter has not handled it yet."""
         with suppress(BlockingIOError):
             came = self._pipe >= 0 and signal.SIGTERM in os.read(self._pipe, _READ_BYTES)
-            if (
-                came and signal.getsignal(signal.SIGTERM) == self.on_signal
-            ):  # The script may have one of its own by now.
+            # The script may have replaced the handler.
+            if came and signal.getsignal(signal.SIGTERM) == self.on_signal:
                 self._begin()
         return self.asked
 
@@ -174,12 +175,12 @@ class SigtermHandler:
         self._give_up()
         while True:
             await asyncio.sleep(AGAIN_SECONDS)
-            if self._raised_by_call:  # The script ends, and may take its time for that.
+            if self._raised_by_call:  # The script is ending, and may take its time.
                 return
             self._signal_again()
 
     async def close(self) -> None:
-        """Stops watching the pipe and sending the signal again, before the loop ends."""
+        """Stop watching the pipe and repeating the signal, before the loop ends."""
         if self._pipe >= 0 and self._loop is not None:
             self._loop.remove_reader(self._pipe)
         if self._task is not None:

@@ -1,2 +1,1 @@
-"""What a worker measures and reports while it trains: the clock of its calls, and the way of metrics to trackers and to
-the launcher."""
+"""Measurements and reports of a worker: the clock of its calls, and delivery of metrics to trackers and launcher."""

@@ -1,7 +1,7 @@
-"""The clock of one client's calls: ``PhaseClock`` with the time read, for the script's thread and the loop's.
+"""Clock of one client's calls: ``PhaseClock`` with real time, for the script's threads and the loop's.
 
-A step reads the clock four times, when its phase changes. The script's thread begins and ends calls; the loop opens
-requests, and reports when they are handed over, answered and closed.
+A step reads the clock four times, when its phase changes. The script's thread starts and ends calls. The loop opens
+requests, and records when they are sent, answered and closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psdist.metrics.phases import Phase, PhaseClock, PhaseTimes
 
 
 class TimedCall:
-    """A call of the script, as a ``with`` block, any number of times at once. Given by ``PhaseTimer.call``."""
+    """Call of the script, as a reentrant ``with`` block. Made by ``PhaseTimer.call``."""
 
     __slots__ = ("_phase", "_timer")
 
@@ -41,7 +41,7 @@ class TimedCall:
 
 
 class TimedRequest:
-    """A request to one server. Made by ``PhaseTimer.open_request``, and closed once."""
+    """Request to one server. Made by ``PhaseTimer.open_request``, and closed once."""
 
     __slots__ = ("_answered", "_timer", "_unsent")
 
@@ -54,7 +54,7 @@ class TimedRequest:
                 timer.machine.advance(timer.clock())
 
     def sent(self) -> None:
-        """Its gradient is handed over. Does nothing for a request without one, nor the second time."""
+        """Record that the gradient was sent. Does nothing without a gradient, or the second time."""
         if self._unsent:
             self._unsent = False
             timer = self._timer
@@ -63,7 +63,7 @@ class TimedRequest:
                     timer.machine.advance(timer.clock())
 
     def answered(self) -> None:
-        """An answer came. Those after the first change nothing."""
+        """Record the first answer. Does nothing for later ones."""
         if not self._answered:
             self._answered = True
             timer = self._timer
@@ -72,7 +72,7 @@ class TimedRequest:
                     timer.machine.advance(timer.clock())
 
     def close(self) -> None:
-        """Nothing more comes of it."""
+        """Record the end of the request."""
         timer = self._timer
         with timer.lock:
             if timer.machine.close_request(unsent=self._unsent, answered=self._answered):
@@ -80,7 +80,7 @@ class TimedRequest:
 
 
 class PhaseTimer:
-    """Times one client. clock: seconds, monotonic."""
+    """Timer of one client. clock: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -89,19 +89,19 @@ class PhaseTimer:
         self._calls = {phase: TimedCall(self, phase) for phase in (Phase.PUSH, Phase.WAIT)}
 
     def call(self, phase: Phase) -> TimedCall:
-        """A call of the script, for a ``with`` block. phase: what it does first, PUSH or WAIT."""
+        """Return a ``with`` block for a call of the script. phase: its first phase, PUSH or WAIT."""
         return self._calls[phase]
 
     def open_request(self, *, sends: bool) -> TimedRequest:
-        """A request to one server. sends: it has a gradient."""
+        """Open a request to one server. sends: it carries a gradient."""
         return TimedRequest(self, sends)
 
     def start(self) -> None:
-        """Begins to count, unless a call has begun before."""
+        """Start to count, unless a call has started before."""
         with self.lock:
             self.machine.start(self.clock())
 
     def times(self) -> PhaseTimes:
-        """The seconds of each phase until now, since the first call."""
+        """Return the seconds of each phase since the first call."""
         with self.lock:
             return self.machine.times(self.clock())

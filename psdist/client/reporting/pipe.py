@@ -1,4 +1,4 @@
-"""The worker's end of the pipe to its launcher: a line at a time, and never a wait."""
+"""Worker's end of the pipe to its launcher: writes one line at a time and never waits."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from psdist.errors import ConfigurationError
 
 
 class MetricsPipe:
-    """An inherited pipe. text: ``DESCRIPTOR:INODE``, as the launcher names it.
+    """Inherited pipe. text: ``DESCRIPTOR:INODE``, as the launcher names it.
 
-    ``is_open`` is False where this process has no such pipe, as one that a program between the launcher and the script
-    has closed. Raises ConfigurationError for a text of another form.
+    ``is_open`` is False if this process lacks the pipe, for example because a program between launcher and script
+    closed it. Raises ConfigurationError for a text of another form.
     """
 
     def __init__(self, text: str) -> None:
@@ -33,8 +33,10 @@ class MetricsPipe:
         return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
 
     def send(self, line: bytes) -> bool:
-        """Writes a line of at most ``METRIC_LINE_BYTES_MAX`` bytes. Returns False where the pipe is full, which wrote
-        nothing of it, or has no reader any more."""
+        """Write a line of at most ``METRIC_LINE_BYTES_MAX`` bytes.
+
+        Returns False if nothing was written because the pipe is full, or if it has no reader any more.
+        """
         if not self.is_open:
             return False
         try:

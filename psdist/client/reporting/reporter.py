@@ -1,7 +1,7 @@
-"""What becomes of ``context.report``: reports add up to intervals, which go to trackers and to the launcher.
+"""Backend of ``context.report``: collects reports in intervals and sends these to trackers and to the launcher.
 
-Invariants: a report costs microseconds, unless it ends an interval. What the launcher's pipe has no room for is added
-to the next interval. No tracker that fails ends training.
+Invariants: A report costs microseconds, unless it ends an interval. An interval that the launcher's pipe has no room
+    for is merged into the next one. No failing tracker ends training.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _MOST_STEPS = (1 << 62) - 1
 
 
 class Reporter:
-    """The reports of one worker.
+    """Reports of one worker.
 
-    measure: what its client has counted so far. phases: the clock of the client's calls.
-    interval_seconds: reports are added up for so long; 0 makes an interval of each.
-    pipe: to the launcher; None without one.
+    measure: returns the counters of its client.
+    phases: clock of the client's calls.
+    interval_seconds: length of an interval; 0 makes each report an interval.
+    pipe: pipe to the launcher; None without one.
     """
 
     def __init__(
@@ -78,9 +79,9 @@ class Reporter:
             self._flush()
 
     def close(self) -> None:
-        """Hands on what was reported since the last interval, and closes the trackers. Closing again does nothing.
+        """Send the reports since the last interval, and close the trackers. Closing again does nothing.
 
-        Does nothing in a process that the script forked: the pipe and the trackers are the script's.
+        Does nothing in a process that the script forked: pipe and trackers belong to the script.
         """
         if self._is_closed or os.getpid() != self._pid:
             return
@@ -93,7 +94,10 @@ class Reporter:
         self._trackers.close()
 
     def _begin(self) -> None:
-        """The first report: what is left at the end goes out where the script exits without closing anything."""
+        """Start at the first report.
+
+        The remaining reports are sent even if the script exits without closing anything.
+        """
         self._check_open()
         self._phases.start()
         self._due = self._phases.clock() + self._interval_seconds
@@ -101,7 +105,7 @@ class Reporter:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ClosedError("the context is closed: report before it is")
+            raise ClosedError("the context is closed: report before closing it")
 
     def _flush(self) -> None:
         interval = self._accumulator.take(self._phases.times(), self._measured)
@@ -110,7 +114,7 @@ class Reporter:
         self._send(interval)
 
     def _send(self, interval: WorkerInterval | None) -> None:
-        """Sends an interval, and what had no room before."""
+        """Send an interval, merged with an unsent earlier one."""
         if self._pipe is None or not self._pipe.is_open:
             return
         if self._unsent is not None:

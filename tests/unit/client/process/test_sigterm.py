@@ -1,7 +1,8 @@
-"""SIGTERM in a worker's script: nothing is raised in the middle of anything, the end is agreed on, and the script ends.
+"""SIGTERM in a worker's script: nothing is raised in the middle of an operation, and the script ends after an agreed
+step.
 
-Scripts with a loop thread and a client that is none of a run, each in a process of its own, because the signal, its
-handler and the thread are the process's. Then the handler alone, on virtual time.
+Scripts with a loop thread and a client outside any run, each in a process of its own, because the signal, its handler
+and the thread are the process's. Then the handler alone, on virtual time.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ INSTALL = "thread.end_on_sigterm()\n"
 
 
 def run(script: str, head: str = HEAD + INSTALL) -> tuple[int, list[str], str]:
-    """Status, lines and errors of a script."""
+    """Return status, lines and errors of a script."""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", head + script],
         env=os.environ, capture_output=True, text=True, check=False, timeout=100,
@@ -115,7 +116,7 @@ finally:
     ended.wait()
     print("ends")
 """)
-    assert lines == ["this worker is being stopped: no calls are made any more", "ends", "leaves: stopped"], error
+    assert lines == ["this worker is being stopped: no more calls are possible", "ends", "leaves: stopped"], error
     assert (status, error) == (EXIT_STATUS, "")
 
 
@@ -124,14 +125,14 @@ def test_a_finalizer_does_not_swallow_it() -> None:
 class Finalized:
     def __del__(self):
         term()
-        print("the finalizer goes on")
+        print("the finalizer continues")
 
 Finalized()
 let_leave()
 thread.call(ever())
 print("not reached")
 """)
-    assert lines == ["the finalizer goes on", "leaves: stopped"]
+    assert lines == ["the finalizer continues", "leaves: stopped"]
     assert (status, error) == (EXIT_STATUS, "")  # "Exception ignored in" nowhere
 
 
@@ -139,17 +140,17 @@ def test_a_script_that_makes_no_call_is_ended_by_the_next_signal() -> None:
     status, lines, error = run("""
 module.AGAIN_SECONDS = 0.05
 term()
-print("goes on")
+print("continues")
 let_leave()
 while True:
     signal.pause()
 """)
-    assert lines == ["goes on", "leaves: stopped"]
+    assert lines == ["continues", "leaves: stopped"]
     assert (status, error) == (EXIT_STATUS, "")
 
 
 def test_an_end_that_was_raised_by_a_call_is_not_raised_again() -> None:
-    """What the script does then may take its time: it saves what it has."""
+    """The script may take its time afterwards, for example to save its results."""
     status, lines, error = run("""
 module.AGAIN_SECONDS = 0.01
 term()
@@ -188,7 +189,7 @@ print("not reached")
 
 
 def test_the_loop_knows_of_a_signal_that_the_interpreter_has_not_come_to() -> None:
-    """The main thread waits in C, which no signal interrupts, until the end is agreed on."""
+    """The main thread waits in C, which no signal interrupts, until the shutdown is agreed."""
     status, lines, error = run("""
 import ctypes
 c = ctypes.CDLL(None)
@@ -316,14 +317,14 @@ print(thread.has_one_caller)
 
 
 async def pass_time(seconds: float) -> None:
-    """So many seconds pass on the running loop, which is a simulated one."""
+    """Let ``seconds`` pass on the running loop, which is simulated."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SimLoop)
     await loop.after(seconds)
 
 
 class Client:
-    """A client that may leave after some seconds, or whose end cannot be agreed on."""
+    """Client that may leave after some seconds, or whose shutdown fails."""
 
     def __init__(self, seconds: float, error: Exception | None = None) -> None:
         self.seconds = seconds
@@ -339,7 +340,7 @@ class Client:
 
 
 class Clock:
-    """A handler of some clients on a loop of virtual time, and when calls were given up and the signal sent again."""
+    """Handler of some clients on a loop of virtual time, with the times of cancelled calls and repeated signals."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *clients: Client) -> None:
         self.loop = SimLoop(random.Random(0))
@@ -355,7 +356,7 @@ class Clock:
         self.again.append(self.loop.time() - self.begin)
 
     def run(self, seconds: float, then: Any = None) -> None:
-        """SIGTERM comes, and the script makes no call for so long; then it does ``then``."""
+        """Receive SIGTERM while the script makes no call for ``seconds``; then run ``then``."""
 
         async def script() -> None:
             self.handler.on_signal(signal.SIGTERM, None)
@@ -403,7 +404,7 @@ def test_calls_are_refused_once_this_worker_may_leave() -> None:
     handler.asked = True
     handler.check()
     handler.leaving = True
-    for reading in (True, False):  # The script is to hear of it before it reads on.
+    for reading in (True, False):  # The script must learn of it before it reads on.
         with pytest.raises(SystemExit):
             handler.check(reading=reading)
         handler.raised = False
