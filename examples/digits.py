@@ -1,10 +1,10 @@
-"""Trains a classifier of real handwritten digits through sharded parameter servers, with numpy alone.
+"""Train a classifier of real handwritten digits through sharded parameter servers, with numpy alone.
 
     psdist run --nservers 2 --nproc-per-node 2 examples/digits.py
     psdist run --nservers 2 --nproc-per-node 4 examples/digits.py --consistency ssp --staleness 2
 
 Every worker computes gradients on its part of each batch; the servers hold the weights and run Adam. Batches and steps
-are the same for any number of workers, so a run may go on with another number of them, and a late one fits in.
+are the same for any number of workers, so a run may resume with another number of them, and workers may join late.
 Without a launcher (``python examples/digits.py``) it is a world of one. The 1797 images of 8 x 8 pixels are
 scikit-learn's.
 """
@@ -29,7 +29,7 @@ HIDDEN, CLASSES, TRAIN_IMAGES = 128, 10, 1437
 
 
 def load() -> Pair:
-    """Images (1797, 64) from 0 to 1 and labels (1797,), in an order that is the same everywhere.
+    """Return images (1797, 64) from 0 to 1 and labels (1797,), in an order that is the same everywhere.
 
     Reads the file that ``sklearn.datasets.load_digits`` reads; importing scikit-learn for it would take over a second.
     """
@@ -44,7 +44,7 @@ def load() -> Pair:
 
 
 def initial(seed: int) -> Arrays:
-    """Weights of two dense layers, He et al. 2015."""
+    """Return the weights of two dense layers, He et al. 2015."""
     rng = np.random.default_rng(seed)
     hidden = rng.normal(0, np.sqrt(2 / 64), (64, HIDDEN))
     output = rng.normal(0, np.sqrt(2 / HIDDEN), (HIDDEN, CLASSES))
@@ -53,7 +53,7 @@ def initial(seed: int) -> Arrays:
 
 
 def forward(weights: Arrays, images: np.ndarray) -> Pair:
-    """Activations of the hidden layer, and the classes' probabilities."""
+    """Return the activations of the hidden layer, and the classes' probabilities."""
     hidden = np.maximum(images @ weights["hidden.w"] + weights["hidden.b"], 0)
     scores = hidden @ weights["output.w"] + weights["output.b"]
     scores = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -61,7 +61,7 @@ def forward(weights: Arrays, images: np.ndarray) -> Pair:
 
 
 def gradients(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> tuple[float, Arrays]:
-    """Mean cross-entropy of a batch, and its gradient by the weights."""
+    """Return the mean cross-entropy of a batch, and its gradient by the weights."""
     hidden, probabilities = forward(weights, images)
     rows = np.arange(len(labels))
     loss = -np.log(probabilities[rows, labels] + 1e-12).mean()
@@ -77,12 +77,12 @@ def gradients(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> tuple[
 
 
 def accuracy(weights: Arrays, images: np.ndarray, labels: np.ndarray) -> float:
-    """The share of the images that are classified correctly."""
+    """Return the share of the images that are classified correctly."""
     return float((forward(weights, images)[1].argmax(axis=1) == labels).mean())
 
 
 def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Namespace) -> list[np.ndarray]:
-    """This rank's parts of the batches of one pass over ``size`` samples, as indices. None is empty."""
+    """Return this rank's parts of the batches of one pass over ``size`` samples, as indices. No part is empty."""
     sampler = DistributedSampler(size, world, rank, seed=options.seed)
     sampler.set_epoch(epoch)
     mine = sampler.indices()
@@ -90,13 +90,13 @@ def batches(rank: int, world: int, epoch: int, size: int, options: argparse.Name
 
 
 def updates(world: int, options: argparse.Namespace) -> int:
-    """How often the servers update the weights: once a step in BSP, else once for every worker's push."""
+    """Return how often the servers update the weights: once per step in BSP, else once per push of a worker."""
     steps = options.epochs * len(batches(0, world, 0, TRAIN_IMAGES, options))
     return steps if options.consistency == "bsp" else steps * world
 
 
 def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair, test_set: Pair) -> Arrays:
-    """Trains through the servers; returns the weights after this worker's last step."""
+    """Train through the servers. Returns the weights after this worker's last step."""
     images, labels = train_set
     weights = context.client.parameters(
         "mlp",
@@ -106,8 +106,8 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
         compression=options.compression,
     )
     values = weights.pull()
-    # The servers count steps. A counter of this loop would be wrong after this worker missed some of them, and in a run
-    # that was resumed from a snapshot. Asynchronous workers count their own pushes, from 0 whenever they start.
+    # The servers count steps. A counter of this loop would be wrong after this worker missed some of them, and in a
+    # resumed run. Asynchronous workers count their own pushes, from 0 whenever they start.
     before = 0 if options.consistency == "bsp" else weights.version // context.world_size - weights.step
     per_epoch = len(batches(0, context.world_size, 0, len(images), options))
     progress, shown = Progress(context), max(1, options.epochs // 10) * per_epoch
@@ -124,7 +124,7 @@ def train(context: psdist.Context, options: argparse.Namespace, train_set: Pair,
 
 
 class Progress:
-    """Counts samples on every rank, and prints on rank 0."""
+    """Count of samples on every rank, printed on rank 0."""
 
     def __init__(self, context: psdist.Context) -> None:
         self.rank, self.world = context.rank, context.world_size
@@ -132,13 +132,13 @@ class Progress:
         self.begin = time.perf_counter()
 
     def count(self, samples: int) -> None:
-        """One more step, of so many samples on each rank."""
+        """Count one more step of ``samples`` samples on each rank."""
         if self.samples == 0 and self.rank == 0:
             print(f"first step {time.time() - psutil.Process().create_time():.1f} s after the start", flush=True)
         self.samples += samples * self.world
 
     def show(self, step: int, loss: float, accuracy: float) -> None:
-        """The progress line."""
+        """Print the progress line."""
         rate = self.samples / (time.perf_counter() - self.begin)
         if self.rank == 0:
             print(
@@ -148,7 +148,7 @@ class Progress:
 
 
 def train_alone(world: int, options: argparse.Namespace, images: np.ndarray, labels: np.ndarray) -> Arrays:
-    """The same training in this process: the same batches, their gradients averaged, Adam (Kingma and Ba 2015)."""
+    """Train in this process: the same batches, their gradients averaged, Adam (Kingma and Ba 2015)."""
     weights = initial(options.seed)
     first = {name: np.zeros_like(value) for name, value in weights.items()}
     second = {name: np.zeros_like(value) for name, value in weights.items()}
@@ -167,13 +167,13 @@ def train_alone(world: int, options: argparse.Namespace, images: np.ndarray, lab
 
 
 def consistency(options: argparse.Namespace) -> psdist.consistency.Consistency:
-    """The consistency that the command line names."""
+    """Return the consistency that the command line names."""
     choices = {"bsp": psdist.BSP(), "ssp": psdist.SSP(options.staleness), "asp": psdist.ASP()}
     return choices[options.consistency]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Trains on handwritten digits through parameter servers.")
     parser.add_argument("--consistency", choices=("bsp", "ssp", "asp"), default="bsp")
     parser.add_argument("--staleness", type=int, default=2, help="steps a worker may be ahead (with ssp)")
@@ -181,13 +181,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=64, help="samples per step, of all workers together")
     parser.add_argument("--lr", type=float, default=6e-3, help="Adam's learning rate at first; it falls along a cosine")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compression", default="none", help="of the gradients: none, bfloat16, int8, topk, ...")
+    parser.add_argument("--compression", default="none", help="codec of the gradients: none, bfloat16, int8, topk, ...")
     parser.add_argument("--compare", action="store_true", help="train once more in one process and compare")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains, and prints the accuracy on images that no worker has seen."""
+    """Train, and print the accuracy on images that no worker has seen."""
     options = arguments()
     images, labels = load()
     train_set, test_set = zip(np.split(images, [TRAIN_IMAGES]), np.split(labels, [TRAIN_IMAGES]), strict=True)

@@ -1,9 +1,9 @@
-"""Trains the classifier of digits.py with any number of workers, which may join, die and rejoin while it runs.
+"""Train the classifier of digits.py with any number of workers, which may join, die and rejoin while it runs.
 
     psdist run --nservers 2 --nproc-per-node 3 examples/elastic.py
 
-No worker has a fixed part of the data: each asks for the next images as long as there are any. The images of a worker
-that dies are given to another. A worker that gets no more ends, and the others go on without it.
+No worker has a fixed part of the data: each requests the next images as long as some are left. The images of a worker
+that dies are given to another. A worker that gets no more images exits, and the others continue without it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import psdist
 
 
 def main() -> None:
-    """Trains, and prints how many ranges were repeated."""
+    """Train, and print how many ranges were repeated."""
     options = arguments()
     images, labels = load()
     test_set = images[TRAIN_IMAGES:], labels[TRAIN_IMAGES:]
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Trains on handwritten digits with workers that come and go.")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the data, of all workers together")
     parser.add_argument("--batch-size", type=int, default=32, help="samples per worker and step")

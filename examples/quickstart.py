@@ -1,4 +1,4 @@
-"""The smallest training: fits a line through points, each worker with points of its own.
+"""The smallest training: fit a line through points, each worker with points of its own.
 
 psdist run --nservers 2 --nproc-per-node 2 examples/quickstart.py
 """
@@ -23,6 +23,6 @@ with psdist.init() as context:
         error = values["slope"] * x + values["intercept"] - (SLOPE * x + INTERCEPT)
         gradients = {"slope": np.float32((error * x).mean()), "intercept": np.float32(error.mean())}
         values = line.push_pull(gradients)  # one step: the mean over all workers is applied on the servers
-        context.report(loss=float((error**2).mean()), samples=len(x))  # what psdist run shows as it goes
+        context.report(loss=float((error**2).mean()), samples=len(x))  # shown by psdist run
     if context.rank == 0:
         print(f"y = {float(values['slope']):.2f} x {float(values['intercept']):+.2f} after {line.version} steps")

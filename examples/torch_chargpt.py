@@ -3,7 +3,7 @@
 psdist run --nservers 2 --nproc-per-node 2 examples/torch_chargpt.py
 python examples/torch_chargpt.py --plain          # the same script without psdist: plain PyTorch in one process
 
-The lines marked with ``psdist`` are all that differs.
+Only the lines marked with ``psdist`` differ.
 """
 
 import argparse
@@ -21,7 +21,7 @@ CHARACTERS = 128  # ASCII; others count as 0
 
 
 class Block(nn.Module):
-    """Attention over the characters before, and a network for each character; with pre-normalization."""
+    """Pre-normalized attention over the preceding characters, and a network for each character."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Block(nn.Module):
         self.network = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """float[batch, length, width] to the same shape."""
+        """Map float[batch, length, width] to the same shape."""
         batch, length, width = x.shape
         parts = self.attend(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class CharGPT(nn.Module):
-    """A decoder-only transformer whose output weights are its embedding's. 10.8 million parameters by default."""
+    """Decoder-only transformer whose output weights are its embedding's. 10.8 million parameters by default."""
 
     def __init__(
         self, width: int = 384, layers: int = 6, heads: int = 6, context: int = 128, recompute: bool = False
@@ -59,17 +59,17 @@ class CharGPT(nn.Module):
         nn.init.normal_(self.embed.weight, std=0.02)
 
     def forward(self, text: Tensor) -> Tensor:
-        """int[batch, length] to the logits of the next characters, float[batch, length, CHARACTERS]."""
+        """Map int[batch, length] to the logits of the next characters, float[batch, length, CHARACTERS]."""
         x = self.embed(text) + self.places(torch.arange(text.shape[1], device=text.device))
         for block in self.blocks:
-            # Activation checkpointing: the block's activations are computed again in the backward pass.
+            # Activation checkpointing: the block's activations are recomputed in the backward pass.
             x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
 
 def read_text(limit: int = 2_000_000) -> Tensor:
-    """The first characters of the standard library's sources, uint8."""
+    """Return the first characters of the standard library's sources, uint8."""
     parts, size = [], 0
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         parts.append(path.read_bytes())
@@ -81,20 +81,20 @@ def read_text(limit: int = 2_000_000) -> Tensor:
 
 
 def samples(text: Tensor, batch: int, context: int, step: int) -> Tensor:
-    """Passages of one step, int64[batch, context + 1]: the same for all workers, which take turns at them."""
+    """Return the passages of one step, int64[batch, context + 1]: the same for all workers, which share them out."""
     generator = torch.Generator().manual_seed(step)
     starts = torch.randint(len(text) - context, (batch,), generator=generator)
     return torch.stack([text[start : start + context + 1] for start in starts.tolist()]).long()
 
 
 def loss_of(model: nn.Module, passages: Tensor) -> Tensor:
-    """Mean cross entropy of the next character, in nats."""
+    """Return the mean cross entropy of the next character, in nats."""
     logits = model(passages[:, :-1])
     return functional.cross_entropy(logits.reshape(-1, CHARACTERS), passages[:, 1:].reshape(-1))
 
 
 def arguments() -> argparse.Namespace:
-    """The script's arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="A character transformer on the standard library's sources.")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=8, help="passages of a step, of all workers together")
@@ -110,7 +110,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains the model and prints its loss."""
+    """Train the model and print its loss."""
     options = arguments()
     torch.manual_seed(0)
     text = read_text()

@@ -1,11 +1,12 @@
-"""A residual network on small colour images, with torch's own optimizer: CIFAR-10's binary batches, or images made up
-here without them.
+"""A residual network on small colour images, with torch's own optimizer.
+
+The images are CIFAR-10's binary batches, or synthetic ones.
 
 psdist run --nservers 2 --nproc-per-node 2 examples/torch_cifar.py
 psdist run --nservers 2 --nproc-per-node 2 examples/torch_cifar.py --data FOLDER   # with CIFAR-10's files
 python examples/torch_cifar.py --plain            # the same script without psdist: plain PyTorch in one process
 
-The lines marked with ``psdist`` are all that differs. Gradients are averaged through the servers.
+Only the lines marked with ``psdist`` differ. Gradients are averaged through the servers.
 """
 
 import argparse
@@ -23,8 +24,10 @@ SIDE = 32
 
 
 def read_batch(path: Path) -> TensorDataset:
-    """A file of CIFAR-10's binary version: for each image its class, and its red, green and blue rows. Raises
-    ValueError."""
+    """Read a file of CIFAR-10's binary version: for each image its class, and its red, green and blue rows.
+
+    Raises ValueError.
+    """
     records = np.fromfile(path, np.uint8)
     if records.size == 0 or records.size % (1 + 3 * SIDE * SIDE) or records[:: 1 + 3 * SIDE * SIDE].max() >= CLASSES:
         raise ValueError(f"{path} is no batch of CIFAR-10's binary version")
@@ -34,7 +37,7 @@ def read_batch(path: Path) -> TensorDataset:
 
 
 def cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
-    """CIFAR-10's training and test images, float32[n, 3, 32, 32], and their classes. Raises ValueError."""
+    """Return CIFAR-10's training and test images, float32[n, 3, 32, 32], and their classes. Raises ValueError."""
     paths = sorted(folder.glob("data_batch_*.bin"))
     if not paths or not (folder / "test_batch.bin").exists():
         raise ValueError(f"{folder} has no data_batch_1.bin, or no test_batch.bin")
@@ -44,7 +47,7 @@ def cifar(folder: Path) -> tuple[TensorDataset, TensorDataset]:
 
 
 def made_up(size: int, seed: int) -> TensorDataset:
-    """Images of ten coarse patterns, each moved by some pixels, with noise."""
+    """Return synthetic images: ten coarse patterns, each shifted by some pixels, with noise."""
     patterns = torch.rand(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0)) - 0.5
     patterns = functional.interpolate(patterns, SIDE, mode="bilinear")
     generator = torch.Generator().manual_seed(seed)
@@ -58,7 +61,7 @@ def made_up(size: int, seed: int) -> TensorDataset:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a shortcut. stride: of the first, which makes images smaller."""
+    """Two convolutions beside a shortcut. stride: stride of the first convolution, which makes images smaller."""
 
     def __init__(self, before: int, width: int, stride: int) -> None:
         super().__init__()
@@ -69,12 +72,12 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(before, width, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float[batch, before, side, side] to float[batch, width, side / stride, side / stride]."""
+        """Map float[batch, before, side, side] to float[batch, width, side / stride, side / stride]."""
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
 def network(width: int) -> nn.Module:
-    """Three residual blocks, for images of 32 pixels squared."""
+    """Return three residual blocks, for images of 32 pixels squared."""
     return nn.Sequential(
         Residual(3, width, 2), Residual(width, 2 * width, 2), Residual(2 * width, 4 * width, 2),
         nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4 * width, CLASSES),
@@ -82,7 +85,7 @@ def network(width: int) -> nn.Module:
 
 
 def accuracy(model: nn.Module, images: TensorDataset) -> float:
-    """The part of the images that the model takes for what they are."""
+    """Return the share of the images that the model classifies correctly."""
     model.eval()
     with torch.no_grad():
         right = [(model(x).argmax(1) == y).sum() for x, y in DataLoader(images, 256)]
@@ -91,12 +94,12 @@ def accuracy(model: nn.Module, images: TensorDataset) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """The script's arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="A residual network on small colour images.")
     parser.add_argument("--data", type=Path, help="folder with CIFAR-10's binary batches")
-    parser.add_argument("--images", type=int, default=2000, help="images that are made up, without --data")
+    parser.add_argument("--images", type=int, default=2000, help="number of synthetic images, without --data")
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="images of a step, of all workers together")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, of all workers together")
     parser.add_argument("--width", type=int, default=16, help="channels of the first block")
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in one process")
@@ -104,7 +107,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Trains the network and prints its accuracy."""
+    """Train the network and print its accuracy."""
     options = arguments()
     torch.manual_seed(0)
     train, test = cifar(options.data) if options.data else (made_up(options.images, 1), made_up(500, 2))

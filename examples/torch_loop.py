@@ -1,4 +1,4 @@
-"""A plain PyTorch loop whose weights and Adam live on the servers. Ctrl-C stops it; the same command goes on.
+"""A plain PyTorch loop whose weights and Adam live on the servers. Ctrl-C stops it; the same command resumes it.
 
 psdist run --nservers 2 --nproc-per-node 2 --run-id mlp examples/torch_loop.py
 """
@@ -12,7 +12,7 @@ import psdist
 
 
 def main() -> None:
-    """Trains a small network to imitate a fixed one, each worker with samples of its own."""
+    """Train a small network to imitate a fixed one, each worker with samples of its own."""
     parser = argparse.ArgumentParser(description="A PyTorch loop on parameter servers.")
     parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps
@@ -27,7 +27,7 @@ def main() -> None:
             tensor.grad = torch.from_numpy(buffers[name])
         model.pull(out=values)
         samples = torch.Generator().manual_seed(1000 * context.rank + model.step)
-        while model.step < steps:  # counted by the servers, so that a run that resumes ends where it would have
+        while model.step < steps:  # counted by the servers, so a resumed run ends at the same step
             x = torch.randn(64, 8, generator=samples)
             net.zero_grad(set_to_none=False)  # the gradients stay in the buffers
             loss = nn.functional.mse_loss(net(x), torch.tanh(x @ teacher))

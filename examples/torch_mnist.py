@@ -4,7 +4,7 @@ psdist run --nservers 2 --nproc-per-node 2 examples/torch_mnist.py
 psdist run --nservers 2 --nproc-per-node 2 examples/torch_mnist.py --data FOLDER   # with MNIST's four files
 python examples/torch_mnist.py --plain            # the same script without psdist: plain PyTorch in one process
 
-The lines marked with ``psdist`` are all that differs. Those marked with ``metrics`` report the loss and the throughput.
+Only the lines marked with ``psdist`` differ. Those marked with ``metrics`` report the loss and the throughput.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Images = tuple[Tensor, Tensor]
 
 
 def read_idx(folder: Path, name: str) -> Tensor:
-    """An IDX file of unsigned bytes, such as ``train-images-idx3-ubyte``, or the same with .gz. Raises ValueError."""
+    """Read an IDX file of unsigned bytes, such as ``train-images-idx3-ubyte``, or its .gz. Raises ValueError."""
     path = next((found for found in (folder / name, folder / f"{name}.gz") if found.exists()), None)
     if path is None:
         raise ValueError(f"{folder} has neither {name} nor {name}.gz")
@@ -35,7 +35,7 @@ def read_idx(folder: Path, name: str) -> Tensor:
 
 
 def mnist(folder: Path) -> tuple[Images, Images]:
-    """MNIST's training and test images, float32[n, 1, 28, 28], and their digits."""
+    """Return MNIST's training and test images, float32[n, 1, 28, 28], and their digits."""
     return tuple(  # type: ignore[return-value] - a tuple of two
         (
             read_idx(folder, f"{part}-images-idx3-ubyte")[:, None] / 255,
@@ -46,7 +46,7 @@ def mnist(folder: Path) -> tuple[Images, Images]:
 
 
 def digits() -> tuple[Images, Images]:
-    """The 1,797 digits of scikit-learn, float32[n, 1, 8, 8]; every fifth is for the test."""
+    """Return the 1,797 digits of scikit-learn, float32[n, 1, 8, 8]; every fifth is for the test."""
     from sklearn.datasets import load_digits
 
     pixels, labels = load_digits(return_X_y=True)
@@ -58,12 +58,12 @@ def digits() -> tuple[Images, Images]:
 
 @functools.lru_cache(maxsize=1)
 def order_of(epoch: int, size: int) -> Tensor:
-    """The images of a pass over all of them, in an order that is the same for all workers."""
+    """Return the images of one pass, in an order that is the same for all workers."""
     return torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
 
 
 def network(side: int) -> nn.Module:
-    """Two convolutions and two layers, for images of ``side`` pixels squared."""
+    """Return two convolutions and two layers, for images of ``side`` pixels squared."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
@@ -72,24 +72,24 @@ def network(side: int) -> nn.Module:
 
 
 def accuracy(model: nn.Module, images: Images) -> float:
-    """The part of the images that the model reads as they are labelled."""
+    """Return the share of the images that the model reads as they are labelled."""
     with torch.no_grad():
         return float((model(images[0]).argmax(1) == images[1]).float().mean())
 
 
 def arguments() -> argparse.Namespace:
-    """The script's arguments."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="A convolutional network on handwritten digits.")
     parser.add_argument("--data", type=Path, help="folder with MNIST's four IDX files")
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch", type=int, default=64, help="images of a step, of all workers together")
+    parser.add_argument("--batch", type=int, default=64, help="images per step, of all workers together")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--plain", action="store_true", help="plain PyTorch in one process")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Trains the network and prints its accuracy."""
+    """Train the network and print its accuracy."""
     options = arguments()
     torch.manual_seed(0)
     train, test = mnist(options.data) if options.data else digits()
