@@ -1,1 +1,1 @@
-"""Measurements of psdist against what else there is. Each module is run as ``python -m benchmarks.NAME``."""
+"""Measurements of psdist and of its alternatives. Each module is run as ``python -m benchmarks.NAME``."""

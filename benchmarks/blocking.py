@@ -1,12 +1,13 @@
-"""The longest time that any event loop of a run is blocked by a large model: ``python -m benchmarks.blocking``.
+"""Longest time that a large model blocks any event loop of a run: ``python -m benchmarks.blocking``.
 
 Each case is a run of ``psdist run`` with its default limits, and a second one that resumes from its snapshot. The
 worker creates the parameter set, makes steps, takes a snapshot, kills a server and waits until all copies are full
-again (with one copy: until the run is back at the snapshot), drains a server, and closes. ``psdist.loop_monitor``
-watches the loops of all processes. The table shows the longest turn of each process's loop: without the time in which
-the kernel ran other threads (which a busy machine adds), and where it was spent. Values are checked.
+again (with one copy: until the run has rolled back to the snapshot), drains a server, and closes.
+``psdist.loop_monitor`` watches the loops of all processes. The table shows the longest turn of each process's loop,
+without the time in which the kernel ran other threads (which a busy machine adds), and its place in the code. Values
+are checked.
 
-What it is not: a measure of speed. A case fails if a process was expelled that was not killed, or a value is wrong.
+It does not measure speed. A case fails if a process that was not killed is expelled, or if a value is wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WAIT_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Case:
-    """A model and a cluster. bytes: of its float32 weights."""
+    """Model and cluster. bytes: size of its float32 weights."""
 
     bytes: int
     tensors: int
@@ -44,14 +45,14 @@ class Case:
 
     @property
     def title(self) -> str:
-        """One line about it."""
+        """Description in one line."""
         size = f"{self.bytes / _GiB:.2f} GiB" if self.bytes >= _GiB // 8 else f"{self.bytes >> 20} MiB"
         return f"{size} in {self.tensors:,} tensors, {self.copies} copies, {self.transport}"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The longest turn of a loop. blocked: without the time in which other threads had the processor."""
+    """Longest turn of a loop. blocked: without the time in which other threads had the processor."""
 
     process: str
     late: float
@@ -72,10 +73,10 @@ def work(options: argparse.Namespace) -> None:
 
     elements = options.bytes // 4 // options.tensors
     with psdist.init() as context:
-        # Zeros that nobody writes to take no memory.
+        # Zeros that are never written take no memory.
         zeros = np.zeros(elements * options.tensors, np.float32).reshape(options.tensors, elements)
         init = {f"{number // 2:05}.{('weight', 'bias')[number % 2]}": row for number, row in enumerate(zeros)}
-        # As most scripts do, so that every other tensor is a range of the cluster map.
+        # Most scripts do so; it makes every other tensor a range of the cluster map.
         groups = (psdist.optim.override("*.bias", weight_decay=0.0),) if options.tensors > 1 else ()
         worker = Worker(options, context.client)
         worker.model = context.client.parameters(
@@ -96,7 +97,7 @@ class Worker:
     began: float = field(default_factory=time.monotonic)
 
     def say(self, what: str) -> None:
-        """Print a phase that has ended, with its time."""
+        """Print a finished phase, with its time."""
         print(f"{what}: {time.monotonic() - self.began:.1f} s", flush=True)
         self.began = time.monotonic()
 
@@ -135,7 +136,7 @@ class Worker:
         self.train_until(is_over)
 
     def drain(self) -> None:
-        """Drain a server, while another one is there."""
+        """Drain a server while another one is live."""
         command = [sys.executable, "-m", "psdist.cli.main"]
         if self.options.copies == 1:
             subprocess.run([*command, "scale", "servers", "2"], check=True)
@@ -152,7 +153,7 @@ class Worker:
             time.sleep(_POLL_SECONDS)
 
     def servers(self, draining: bool = False) -> dict[str, Any]:
-        """The live servers by id. draining: also those that are drained."""
+        """Return the live servers by id. draining: also those that are drained."""
         live = [one for one in self.client.status().members if one.state == "live" and (draining or not one.draining)]
         return {one.member_id: one for one in live if one.member_id.startswith("server")}
 
@@ -161,7 +162,7 @@ class Worker:
 
 
 def run(case: Case, options: argparse.Namespace, path: Path) -> bool:
-    """Run a case, and print its table. Returns whether all is well."""
+    """Run a case, and print its table. Returns True if it passed."""
     print(f"\n{case.title}", flush=True)
     fine = True
     for number, phases in enumerate(
@@ -182,8 +183,11 @@ def run(case: Case, options: argparse.Namespace, path: Path) -> bool:
 def start(
     case: Case, path: Path, monitored: Path, phases: Sequence[str], steps: int, *, verbose: bool = False
 ) -> tuple[int, str]:
-    """Runs a case to its end. Returns its exit status and what it printed. path: for snapshots; a second run resumes
-    from those of the first. monitored: where processes report."""
+    """Run a case to its end. Returns its exit status and its output.
+
+    path: folder of snapshots; a second run resumes from those of the first.
+    monitored: folder to which processes report.
+    """
     worker = ["-m", "benchmarks.blocking", "--worker", "--bytes", str(case.bytes), "--tensors", str(case.tensors)]
     flags = ["--nservers", str(case.copies), "--replicas", str(case.copies), "--no-save-at-end", "--log-level", "info"]
     storage = ["--run-id", "blocking", "--storage-path", str(path / "storage")]
@@ -208,7 +212,7 @@ def start(
 
 
 def read(directory: Path) -> Iterator[Turn]:
-    """The longest turn of each process that wrote into ``directory``."""
+    """Return the longest turn of each process that wrote into ``directory``."""
     found = {file.stem: turns_in(file) for file in sorted(directory.glob("*.jsonl"))}
     for name, turns in found.items():
         others = [turn for other, theirs in found.items() if other != name for turn in theirs]
@@ -223,13 +227,16 @@ def read(directory: Path) -> Iterator[Turn]:
 
 
 def turns_in(file: Path) -> list[dict[str, Any]]:
-    """The long turns that one process reported."""
+    """Return the long turns that one process reported."""
     return [turn for line in file.read_text().splitlines() if "late" in (turn := json.loads(line))]
 
 
 def _blocked(turn: dict[str, Any], others: Sequence[dict[str, Any]]) -> float:
-    """Seconds for which a turn is to blame: not those in which the kernel ran other threads, and not those in which
-    the loop of another process waited, too. Two loops have nothing in common but the machine, which stood still."""
+    """Return the seconds that a turn itself is responsible for.
+
+    Excluded is time in which the kernel ran other threads, and time in which the loop of another process waited, too.
+    Two loops share only the machine, which was stalled then.
+    """
     begin, end = turn["at"] - turn["late"], turn["at"]
     both = [min(end, other["at"]) - max(begin, other["at"] - other["late"]) for other in others if other["waited"] > 0]
     return turn["cpu"] + max(0.0, turn["waited"] - max(0.0, *both))
@@ -247,7 +254,7 @@ def _row(turn: Turn) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.blocking", description=__doc__.partition("\n")[0])
     line.add_argument("--bytes", type=lambda text: int(float(text)), nargs="+", default=[_GiB // 4])
     line.add_argument("--tensors", type=int, nargs="+", default=[1])
@@ -263,7 +270,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs all cases: each size in one tensor, and each number of tensors, with all copies and transports."""
+    """Run all cases: each size in one tensor, and each number of tensors, with all copies and transports."""
     options = parser().parse_args(arguments)
     if options.worker:
         options.bytes, options.tensors, options.copies = options.bytes[0], options.tensors[0], options.copies[0]

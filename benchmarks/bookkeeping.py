@@ -1,9 +1,9 @@
-"""What exactly-once costs on the servers, as a share of a step: ``python -m benchmarks.bookkeeping``.
+"""Cost of exactly-once on the servers, as a share of a step: ``python -m benchmarks.bookkeeping``.
 
-Two figures. ``machine``: a shard machine is fed with the pushes of a step, as it is and without its checks
-(``unchecked``), in this process; the difference of its thread's time, over the time of a real step. ``step``: real
-steps of two runs in turns, one of which has servers without the checks. The first is exact and small; the second says,
-within the machine's noise, that nothing was overlooked. What it is not: a test; it asserts nothing.
+Two figures. ``machine``: a shard machine processes the pushes of a step in this process, with and without its checks
+(``unchecked``); the difference of its thread's time is divided by the time of a real step. ``step``: real steps of two
+runs in turns, one with and one without the checks on its servers. The first is exact and small; the second confirms it
+within the machine's noise. It asserts nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _workers(count: int) -> tuple[ParametersMember, ...]:
 
 
 def machine_seconds(settings: Settings) -> float:
-    """Time in which the machine of one server takes the pushes of a step; the fastest of many steps."""
+    """Return the time in which one server's machine processes the pushes of a step; the fastest of many steps."""
     slicing = Slicing(settings.params, choose_slice_elements(settings.params))
     mine = range(0, slicing.count, settings.servers)
     members = _workers(settings.workers)
@@ -57,7 +57,7 @@ def machine_seconds(settings: Settings) -> float:
 
 
 def _timed(on: Callable[[Any], list[Effect]], pushes: Sequence[SlicePushed]) -> float:
-    begin = time.thread_time()  # of this thread alone, whatever else runs
+    begin = time.thread_time()  # time of this thread alone
     for push in pushes:
         waiting = [effect for effect in on(push) if isinstance(effect, Apply)]
         while waiting:
@@ -67,7 +67,7 @@ def _timed(on: Callable[[Any], list[Effect]], pushes: Sequence[SlicePushed]) -> 
 
 
 def machine_share(settings: Settings, step_seconds: float) -> dict[str, float]:
-    """What the checks cost of a step, on each server."""
+    """Return the checks' share of a step, on each server."""
     from benchmarks.unchecked import sitecustomize
 
     machines = (BspShard, AsyncShard)
@@ -89,7 +89,7 @@ def machine_share(settings: Settings, step_seconds: float) -> dict[str, float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs both contenders in turns, and returns what ``--json`` writes."""
+    """Run both contenders in turns, and returns what ``--json`` writes."""
     settings = Settings(
         params=options.params, workers=options.workers, servers=options.servers, consistency=options.consistency
     )
@@ -106,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text."""
+    """Return the result as text."""
     own, peer = result["machine_share"], result["peers"]["unchecked"]
     low, high = peer["spread"]
     return "\n".join(
@@ -120,7 +120,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.bookkeeping", description="What exactly-once costs.")
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)

@@ -1,4 +1,4 @@
-"""The codecs that benchmarks compare, by the text with which a user would make them, and gradients that they encode."""
+"""Codecs that benchmarks compare, by the text with which a user would make them, and gradients to encode."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ CODECS: Mapping[str, compression.Codec] = {
     "RandomK(0.25)": compression.RandomK(0.25),
     "PowerSGD(8)": compression.PowerSGD(8),
 }
-#: Of the matrix that a gradient is.
+#: Columns of the gradient's matrix.
 COLUMNS = 1000
 
 
 class Encoder:
     """Encodes a gradient, one matrix whose size is a multiple of COLUMNS, slice by slice, as a worker does.
 
-    bounds: of the slices.
+    bounds: bounds of the slices.
     """
 
     def __init__(self, codec: compression.Codec, bounds: Sequence[tuple[int, int]], rank: int = 0) -> None:
@@ -41,7 +41,7 @@ class Encoder:
         self._bounds = bounds
         self._number = PushNumber(rank, 0)
         self._out = np.zeros(segments.payload_limit(max(stop - start for start, stop in bounds)), np.uint8)
-        #: With residuals: the sum that is encoded, and what is left out of it; one where a codec allows that.
+        #: With residuals: the encoded sum, and the next residual; one array if a codec allows it.
         self._sums = np.empty(elements, np.float32)
         self._left_out = self._sums if segments.selects_places(codec) else np.empty(elements, np.float32)
 
@@ -51,8 +51,11 @@ class Encoder:
         residual: NDArray[np.float32] | None = None,
         payloads: list[NDArray[np.uint8]] | None = None,
     ) -> None:
-        """Encodes ``gradient``. residual: is added, and what is left out is written beside it, as with error feedback.
-        payloads: gets a copy of each."""
+        """Encode ``gradient``.
+
+        residual: added first; the new residual is written beside it, as with error feedback.
+        payloads: receives a copy of each payload.
+        """
         prepared = [self._prepared(one, gradient, residual) for one in self._regions]
         for start, stop in self._bounds:
             size = segments.encode(prepared, start, stop, self._out, None if residual is None else self._left_out)

@@ -1,11 +1,11 @@
 """Codecs beside numpy, torch and a copy of memory, one thread: ``python -m benchmarks.codecs``.
 
-What it is: for each codec, the time to encode a gradient, slice by slice, without and with error feedback (adding what
-was left out before, and keeping what is left out now); to check it; and to decode and accumulate it, into the whole
-vector and into a scratch of one slice, as a server does. Beside it what one writes by hand with numpy and torch. What
-it is not: a test; it asserts nothing, and its figures are those of this machine at this moment.
+For each codec it measures the time to encode a gradient, slice by slice, without and with error feedback (adding the
+old residual and storing the new one); to check it; and to decode and accumulate it, into the whole vector and into a
+scratch of one slice, as a server does. Hand-written code with numpy and torch is measured beside it. It asserts
+nothing, and its figures are those of this machine at this moment.
 
-All take turns, round by round, so that a noisy moment hits all alike; medians and the best rounds are shown. GB/s
+All take turns, round by round, so that a noisy moment affects all equally; medians and the best rounds are shown. GB/s
 counts the gradient's bytes as float32, once, however often they are read.
 """
 
@@ -41,7 +41,7 @@ _BLOCK = 256
 
 
 def works_of(codec: Codec, gradient: Floats, residual: Floats, total: Floats) -> tuple[dict[str, Work], float]:
-    """What is measured of a codec, and its bytes for each element."""
+    """Return the operations of a codec to measure, and its bytes for each element."""
     n = gradient.size
     bounds = [(start, min(start + _SLICE, n)) for start in range(0, n, _SLICE)]
     encoder, scratch = Encoder(codec, bounds), np.zeros(_SLICE, np.float32)
@@ -63,7 +63,7 @@ def works_of(codec: Codec, gradient: Floats, residual: Floats, total: Floats) ->
 
 
 def references(gradient: Floats, other: Floats) -> dict[str, Work]:
-    """What one writes by hand."""
+    """Return hand-written operations for comparison."""
     tensor, kept = torch.from_numpy(gradient), gradient.size // 100
     blocks = gradient[: gradient.size // _BLOCK * _BLOCK].reshape(-1, _BLOCK)
     of_torch = torch.from_numpy(blocks)
@@ -87,7 +87,7 @@ def references(gradient: Floats, other: Floats) -> dict[str, Work]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints, in a process that has one thread."""
+    """Measure and print, in a process that has one thread."""
     if not ONE_THREAD.items() <= os.environ.items():
         os.execve(sys.executable, [sys.executable, "-m", "benchmarks.codecs", *sys.argv[1:]], os.environ | ONE_THREAD)
     parser = argparse.ArgumentParser(prog="python -m benchmarks.codecs")

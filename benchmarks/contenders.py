@@ -1,8 +1,8 @@
 """Starting contenders, letting them take turns, and ending them.
 
-A contender is a few processes of its own, of which its workers connect to the benchmark (``turns``). All are started
-before the first turn and blocked between their turns. What they print goes to a file, which is shown if one of them
-fails. Nothing is left behind: processes that do not end when the benchmark hangs up are killed with all their group.
+A contender is a few processes of its own, whose workers connect to the benchmark (``turns``). All are started before
+the first turn and blocked between their turns. Their output goes to a file, which is shown if one of them fails. No
+process is left behind: those that do not exit when the benchmark disconnects are killed with their group.
 """
 
 from __future__ import annotations
@@ -39,13 +39,17 @@ _LOG_CHARACTERS = 3000
 
 
 class ContenderError(Exception):
-    """A contender failed; the message ends with what its processes printed."""
+    """Failure of a contender; the message ends with the output of its processes."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """What to start. ``workers``: how many processes connect and take turns; some may have no steps of their own.
-    ``DIRECTORY`` in a word of a command is replaced by the directory that its processes share."""
+    """Description of a contender.
+
+    workers: number of processes that connect and take turns; some may have no steps of their own.
+
+    ``DIRECTORY`` in a word of a command is replaced by the directory that its processes share.
+    """
 
     name: str
     commands: tuple[tuple[str, ...], ...]
@@ -54,18 +58,18 @@ class Contender:
 
 
 def module(name: str, *arguments: str, python: str = sys.executable) -> tuple[str, ...]:
-    """The command line of a module of this project."""
+    """Return the command line of a module of this project."""
     return (python, "-m", name, *arguments)
 
 
 @cache
 def compile_kernels() -> None:
-    """Compiles psdist's kernels: servers would do it beside their first steps, which are measured."""
+    """Compile psdist's kernels. Otherwise servers would do it beside their first steps, which are measured."""
     subprocess.run(module("psdist_server.kernels"), stdout=subprocess.DEVNULL, check=True)
 
 
 class Running:
-    """A contender that was started, and is ended on leaving the block."""
+    """Contender that was started, and is ended on leaving the block."""
 
     def __init__(self, contender: Contender) -> None:
         self.name = contender.name
@@ -120,12 +124,12 @@ class Running:
         return total
 
     def turn(self, steps: int) -> list[list[float]]:
-        """Lets all workers make ``steps`` steps; seconds by worker. Raises ContenderError."""
+        """Let all workers make ``steps`` steps; seconds by worker. Raises ContenderError."""
         orders = {number: {"steps": steps} for number in range(len(self._lines))}
         return [answer["seconds"] for answer in self.carry_out(orders)]
 
     def carry_out(self, orders: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Gives workers, by their number, an order each, and returns their answers. Raises ContenderError."""
+        """Give workers, by their number, an order each, and returns their answers. Raises ContenderError."""
         for number, order in orders.items():
             try:
                 self._lines[number].send(order)
@@ -147,14 +151,14 @@ class Running:
         return ContenderError(f"{self.name}: {what}; its processes printed:\n{printed}")
 
     def close(self) -> None:
-        """Ends all processes. Closing again does nothing."""
+        """End all processes. Closing again does nothing."""
         for line in self._lines:
             line.close()
         self._lines = []
         deadline = time.monotonic() + STOP_SECONDS
         for process in self.processes:
             with suppress(subprocess.TimeoutExpired):
-                # Those who wait for turns end at once; the rest of a contender's processes end by these.
+                # Processes that wait for turns exit immediately; these signals end the others.
                 process.wait(max(0.0, deadline - time.monotonic()))
         for process in self.processes:
             with suppress(ProcessLookupError):
@@ -172,19 +176,19 @@ class Running:
 
 
 class TakesTurns(Protocol):
-    """What ``interleave`` needs of a contender."""
+    """The part of a contender that ``interleave`` needs."""
 
     name: str
 
     def turn(self, steps: int) -> list[list[float]]:
-        """As that of ``Running``."""
+        """See ``Running.turn``."""
 
 
 def interleave(running: Sequence[TakesTurns], rounds: int, steps: int) -> dict[str, list[list[float]]]:
-    """Seconds by contender and round, the workers' together.
+    """Return seconds by contender and round, the workers' together.
 
-    The first step of a turn does not count: it wakes processes whose memory the others' turns drove out of the caches.
-    Who begins changes with the round.
+    The first step of a turn does not count: it wakes processes whose memory the others' turns evicted from the caches.
+    The starting contender changes with the round.
     """
     times: dict[str, list[list[float]]] = {one.name: [] for one in running}
     for number in range(rounds):
@@ -198,7 +202,7 @@ def interleave(running: Sequence[TakesTurns], rounds: int, steps: int) -> dict[s
 def run_all(
     contenders: Sequence[Contender], rounds: int, steps: int
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[dict[str, Any]]]]:
-    """Starts all, lets them warm up in one turn, interleaves them, and ends them.
+    """Start all, lets them warm up in one turn, interleaves them, and ends them.
 
     Returns seconds by contender and round, and the facts of each contender's workers. Raises ContenderError.
     """

@@ -1,16 +1,16 @@
-"""What compression does to training: ``python -m benchmarks.convergence``.
+"""Effect of compression on training: ``python -m benchmarks.convergence``.
 
 Trains each small model of ``models`` through two servers with two workers in BSP, once for each codec and seed, with
-and without its error feedback, and with weights that come back by it, too: the same batches in each. Measured are the
-loss of the weights that workers have, on samples that training does not see, beside that without compression, and the
-bytes of a push and of a pull. ``--page docs/compression.md`` writes the tables and the
-curves into that page, between the two marks of ``RESULTS``.
+and without its error feedback, and also with compressed weights: the same batches each time. It measures the loss of
+the workers' weights on samples that training does not see, relative to the loss without compression, and the bytes of a
+push and of a pull. ``--page docs/compression.md`` writes the tables and the curves into that page, between the two
+marks of ``RESULTS``.
 
-The time to a loss on a slow link is arithmetic, not measured: steps that were needed, times the bytes that a model of
-25,000,000 parameters with as many bytes for each would push and pull, in bfloat16 where weights are not compressed.
+The time to a loss on a slow link is calculated, not measured: the number of steps, times the bytes that a model of
+25,000,000 parameters with the same bytes for each would push and pull, in bfloat16 if weights are not compressed.
 ``network`` measures steps.
 
-What it is not: a test; it asserts nothing.
+It asserts nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.launch.embedded import EmbeddedCluster
 
 WORKERS, BATCH, LOOKS = 2, 64, 30
-#: By the text with which a user would make them.
+#: Codecs by the text with which a user would make them.
 CODECS: Mapping[str, compression.Codec] = {
     **PLAIN, "TopK(0.01, warm_up=100)": compression.TopK(0.01, warm_up=100)
 }  # fmt: skip
@@ -47,27 +47,27 @@ OPTIMIZERS: Mapping[str, Callable[[float, psdist.optim.Schedule], psdist.optim.O
     "momentum": lambda lr, schedule: psdist.optim.SGD(lr=lr, momentum=0.9, schedule=schedule),
     "adam": lambda lr, schedule: psdist.optim.Adam(lr=lr, schedule=schedule),
 }
-#: Part of the loss without compression at its end that a codec must come down to, for the time that it takes.
+#: Share of the final loss without compression that a codec must reach, for the time to a loss.
 TARGET = 1.05
 RESULTS = ("<!-- results of benchmarks.convergence -->", "<!-- end of results -->")
 _PARAMS, _BRAIN_BYTES = 25_000_000, 2
 _LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
 
-#: How a codec is used: for gradients with and without error feedback (a cast has none), for weights beside that, and
-#: for differences to an estimate.
+#: Uses of a codec: for gradients with and without error feedback (a cast has none), for weights beside that, and for
+#: differences to an estimate.
 VARIANTS = ("with", "without", "both ways", "ef21")
 
 
 class Codecs(NamedTuple):
-    """Of gradients, and of weights."""
+    """Codecs of gradients and of weights."""
 
     push: compression.Codec
     pull: compression.Codec | None = None
 
 
 def variants(codec: compression.Codec) -> dict[str, Codecs]:
-    """The ways in which a codec can be used."""
+    """Return the ways in which a codec can be used."""
     if not isinstance(codec, compression.Compressor):
         return {"without": Codecs(codec)}
     found = {
@@ -77,18 +77,18 @@ def variants(codec: compression.Codec) -> dict[str, Codecs]:
     }
     try:
         check_pull_codec(codec)
-    except InvalidArgumentError:  # Of another kind, or with arguments that are for gradients alone.
+    except InvalidArgumentError:  # Another kind, or with arguments that apply to gradients only.
         return found
     return found | {"both ways": Codecs(found["with"].push, codec)}
 
 
 def parameters_name(model: str, number: int, variant: str, seed: int) -> str:
-    """The name of a run's parameter set."""
+    """Return the name of a run's parameter set."""
     return f"{model}-{number}-{variant.replace(' ', '-')}-{seed}"
 
 
 def schedule(steps: int, warm_up: float) -> psdist.optim.Schedule:
-    """Of the learning rate: it rises in this part of the steps, and then falls to nothing along a cosine."""
+    """Return the schedule of the learning rate: it rises in this part of the steps, then falls to 0 along a cosine."""
     rising = int(steps * warm_up)
     return psdist.optim.Cosine(steps - rising, warmup_steps=rising, warmup_start=0.01)
 
@@ -102,7 +102,10 @@ async def train(
     optimizer: psdist.optim.Optimizer,
     steps: int,
 ) -> dict[str, Any]:
-    """One run: the losses after equal parts of its steps, and the bytes of a push and a pull for each parameter."""
+    """Train once.
+
+    Returns the losses after equal parts of its steps, and the bytes of a push and a pull by parameter.
+    """
     initial = model.initial(seed)
     handles = await asyncio.gather(
         *(
@@ -131,7 +134,7 @@ async def train(
 
 
 async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict[str, Any]:
-    """The runs, by model, codec and variant."""
+    """Return the runs, by model, codec and variant."""
     results: dict[str, Any] = {}
     clients = [
         psdist.AsyncClient(scheduler=cluster.address, token=cluster.token, transport="tcp") for _ in range(WORKERS)
@@ -159,7 +162,7 @@ async def measure(options: argparse.Namespace, cluster: EmbeddedCluster) -> dict
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The means over the seeds, and each seed's last loss."""
+    """Return the means over the seeds, and each seed's last loss."""
     curves = np.array([[loss for _, loss in run["losses"]] for run in runs])
     steps = [step for step, _ in runs[0]["losses"]]
     return {
@@ -172,7 +175,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def steps_to(losses: Sequence[tuple[int, float]], target: float) -> int | None:
-    """The first step at which the loss was looked at and had come down to ``target``."""
+    """Return the first measured step whose loss is at most ``target``."""
     return next((step for step, loss in losses if loss <= target), None)
 
 
@@ -201,7 +204,7 @@ def _row(name: str, variant: str, one: Mapping[str, Any], plain: Mapping[str, An
 
 
 def text(results: Mapping[str, Any], stem: str) -> str:
-    """The tables of all models, with their pictures."""
+    """Return the tables of all models, with their pictures."""
     titles = ["codec", "error feedback", "pushed", "pulled", "loss", "change", "of the seeds", "steps to 1.05x"]
     titles += [f"s, {link}" for link in _LINKS]
     parts = []
@@ -217,7 +220,7 @@ def text(results: Mapping[str, Any], stem: str) -> str:
 
 
 def picture(model: str, codecs: Mapping[str, Any]) -> str:
-    """The curves of one model: each codec with error feedback, where it has one."""
+    """Draw the curves of one model: each codec with error feedback, if it has one."""
     lines = {
         name.removesuffix("()"): [(float(step), loss) for step, loss in next(iter(found.values()))["losses"]]
         for name, found in codecs.items()
@@ -226,7 +229,7 @@ def picture(model: str, codecs: Mapping[str, Any]) -> str:
 
 
 def write(results: Mapping[str, Any], page: Path) -> None:
-    """Writes the results into ``page``, between the marks, and the pictures beside it."""
+    """Write the results into ``page``, between the marks, and the pictures beside it."""
     before, _, rest = page.read_text(encoding="utf-8").partition(RESULTS[0])
     after = rest.partition(RESULTS[1])[2]
     middle = text(results, page.stem)
@@ -239,7 +242,7 @@ def write(results: Mapping[str, Any], page: Path) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(
         prog="python -m benchmarks.convergence", description="The loss with each codec, beside that without."
     )
@@ -260,7 +263,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Trains, prints, and writes the files that are asked for."""
+    """Train, print, and write the requested files."""
     options = parser().parse_args(arguments)
     cluster = EmbeddedCluster(servers=2)
     try:

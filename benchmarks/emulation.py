@@ -1,6 +1,6 @@
-"""An accelerator that is not there: computing for a fixed time without using the CPU.
+"""An emulated accelerator: computing for a fixed time without using the CPU.
 
-A step computes for ``compute_seconds``: the first third is the forward pass, in the other two thirds the backward pass
+A step computes for ``compute_seconds``: the first third is the forward pass. In the other two thirds the backward pass
 makes gradients ready, bucket by bucket, at an even pace, the last at the very end.
 """
 
@@ -14,19 +14,19 @@ FORWARD_SHARE = 1 / 3
 
 @dataclass(frozen=True)
 class Schedule:
-    """When which bucket's gradient is ready."""
+    """Times at which the buckets' gradients are ready."""
 
     compute_seconds: float
     buckets: int
 
     @property
     def ready_seconds(self) -> list[float]:
-        """Seconds after the step's beginning at which bucket 0, 1, ... is ready."""
+        """Return the seconds from the step's start until bucket 0, 1, ... is ready."""
         forward = self.compute_seconds * FORWARD_SHARE
         backward = self.compute_seconds - forward
         return [forward + backward * (number + 1) / self.buckets for number in range(self.buckets)]
 
 
 def compute_until(moment: float) -> None:
-    """Blocks until ``time.perf_counter()`` says ``moment``, as a thread does that waits for its accelerator."""
+    """Block until ``time.perf_counter()`` says ``moment``, as a thread does that waits for its accelerator."""
     time.sleep(max(0.0, moment - time.perf_counter()))

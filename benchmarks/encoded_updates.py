@@ -1,11 +1,11 @@
-"""What a step costs a server whose workers compress: ``python -m benchmarks.encoded_updates``, one thread.
+"""Cost of a step to a server whose workers compress: ``python -m benchmarks.encoded_updates``, one thread.
 
-What it is: for each codec, the time that a kernel thread takes for a step of several workers, from the payloads as they
-came to the new weights (``DenseParameters.apply``), and the time that their checks take on arrival. Beside it the
-update by one float32 gradient, and by those of all the workers. What it is not: a test; it asserts nothing, and its
-figures are those of this machine at this moment.
+For each codec it measures the time that a kernel thread takes for a step of several workers, from the received payloads
+to the new weights (``DenseParameters.apply``), and the time of their checks on arrival. Beside it is the update by one
+float32 gradient, and by those of all the workers. It asserts nothing, and its figures are those of this machine at this
+moment.
 
-All take turns, round by round, so that a noisy moment hits all alike; medians are compared.
+All take turns, round by round, so that a noisy moment affects all equally; medians are compared.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from psdist_server.kernels.arrays import DenseParameters, Update
 Floats = NDArray[np.float32]
 Parts = list[list[NDArray[Any]]]
 
-#: The codec of all workers.
+#: Codec of all workers.
 CASES = ("Int8()", "TopK(0.01)", "ChunkedTopK(64, 4096, bits=2)")
 OPTIMIZERS = {"SGD": optim.SGD(lr=0.01), "Adam": optim.Adam()}
 
 
 class Server:
-    """The arrays of a parameter set, and the contributions of some workers to a step."""
+    """Arrays of a parameter set, and the contributions of some workers to a step."""
 
     def __init__(self, optimizer: optim.Optimizer, elements: int) -> None:
         spec = ParametersSpec("p", optimizer, BSP(), slice_elements=1 << 20)
@@ -49,20 +49,23 @@ class Server:
         self._step = 0
 
     def update(self, parts: Parts, is_encoded: bool) -> None:
-        """A step: slice by slice, as a kernel thread that keeps up does it."""
+        """Make a step, slice by slice, like a kernel thread that keeps up."""
         for index, contributions in enumerate(parts):
             self.dense.apply([Update(index, self._step, contributions, is_encoded=is_encoded)])
         self._step += 1
 
     def check(self, parts: Parts) -> None:
-        """What the event loop does when the payloads come."""
+        """Do the event loop's checks of arriving payloads."""
         for index, contributions in enumerate(parts):
             for payload in contributions:
                 segments.check(payload, self.slicing.size(index))
 
 
 def steps(server: Server, gradients: Sequence[Floats]) -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
-    """What is measured, by title, and the bytes that one worker sends for it. A codec is that of all workers."""
+    """Return the measured steps by title, and the bytes that one worker sends for each.
+
+    A codec is that of all workers.
+    """
     bounds = [server.slicing.bounds(index) for index in range(server.slicing.count)]
     raw: Parts = [[gradient[start:stop] for gradient in gradients] for start, stop in bounds]
     found: dict[str, Callable[[], None]] = {
@@ -82,7 +85,7 @@ def steps(server: Server, gradients: Sequence[Floats]) -> tuple[dict[str, Callab
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints a table for each optimizer, and writes it as JSON if asked."""
+    """Print a table for each optimizer, and write it as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.encoded_updates", description="Server cost of codecs.")
     parser.add_argument("--elements", type=int, default=25_000_000, help="float32 parameters (default: %(default)s)")
     parser.add_argument("--workers", type=int, default=8, help="contributions of a step (default: %(default)s)")

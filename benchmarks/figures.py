@@ -13,12 +13,12 @@ from typing import Any
 #: Seconds by round.
 Rounds = Sequence[Sequence[float]]
 
-#: What a spread leaves out at each end, in percent.
+#: Percent that a spread omits at each end.
 TAIL_PERCENT = 10
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The value below which ``percent`` of the values lie, interpolated."""
+    """Return the value below which ``percent`` of the values lie, interpolated."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     low = int(position)
@@ -27,7 +27,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def spread(values: Sequence[float]) -> list[float]:
-    """The 10th and the 90th percentile."""
+    """Return the 10th and the 90th percentile."""
     return [percentile(values, TAIL_PERCENT), percentile(values, 100 - TAIL_PERCENT)]
 
 
@@ -37,7 +37,7 @@ def milliseconds(rounds: Rounds) -> float:
 
 
 def ratios(peer: Rounds, own: Rounds) -> list[float]:
-    """How many times as long the peer's steps took, round by round."""
+    """Return the ratios of the peer's step time to psdist's, round by round."""
     return [statistics.median(one) / statistics.median(mine) for one, mine in zip(peer, own, strict=True)]
 
 
@@ -51,13 +51,16 @@ def summary(rounds: Rounds) -> dict[str, Any]:
 
 
 def comparison(peer: Rounds, own: Rounds) -> dict[str, Any]:
-    """A peer beside psdist: ``ratio`` is peer / psdist, above 1 where psdist is faster; the median of the rounds."""
+    """Return a peer's figures beside psdist's.
+
+    ``ratio``: peer / psdist, above 1 if psdist is faster; median of rounds.
+    """
     times = ratios(peer, own)
     return summary(peer) | {"ratio": statistics.median(times), "spread": spread(times)}
 
 
 def result(rounds: Mapping[str, Rounds], own: str = "psdist") -> dict[str, Any]:
-    """The contenders' figures: ``psdist_ms``, and for each peer its time and its ratio."""
+    """Return the contenders' figures: ``psdist_ms``, and for each peer its time and its ratio."""
     mine = rounds[own]
     peers = {name: comparison(theirs, mine) for name, theirs in rounds.items() if name != own}
     return {"psdist_ms": milliseconds(mine), own: summary(mine), "peers": peers}

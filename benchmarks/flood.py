@@ -1,14 +1,14 @@
 """Floods of unauthenticated traffic on a run that trains: ``python -m benchmarks.flood``.
 
-Two workers push at a steady pace to two servers, in BSP, so that each push waits for both. Turns of equal length take
-each other's place: *quiet*, *control* and *flood*. In a flood a stranger attacks the first server (or the scheduler, or
-the server's port for TCP connections). In a control turn the same stranger attacks the server of another run on this
-machine: so the difference between quiet and control is what the stranger's own process and its victim take from the
-cores that all of them share, and the difference between control and flood is what is done to the run itself.
+Two workers push at a steady pace to two servers, in BSP, so that each push waits for both. Turns of equal length
+alternate: *quiet*, *control* and *flood*. In a flood a stranger attacks the first server (or the scheduler, or the
+server's port for TCP connections). In a control turn the same stranger attacks the server of another run on this
+machine. The difference between quiet and control is therefore the load of the stranger's process and its victim on the
+shared cores. The difference between control and flood is the damage to the run itself.
 
-Reported are the acknowledged pushes per second of each kind of turn, their ratio to the quiet ones of the same rounds
-(median, and the lowest), the largest memory of the attacked process, and members that were lost. What it is not: a
-test; it asserts nothing, and its exit status says only whether a member was lost.
+Reported are the acknowledged pushes per second of each kind of turn, their ratio to the quiet turns of the same rounds
+(median and lowest), the largest memory of the attacked process, and lost members. It asserts nothing; its exit status
+only says whether a member was lost.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from psdist.v1 import scheduler_pb2
 
 _READY_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.05
-#: From the start of a flood until its turn is measured: connections are to be there.
+#: Delay from the start of a flood to its measured turn, in which connections are opened.
 _SETTLE_SECONDS: Final = 2.0
 _TURNS: Final = ("quiet", "control", "flood")
 PORTS: Final = ("server", "scheduler", "tcp")
@@ -47,7 +47,7 @@ PORTS: Final = ("server", "scheduler", "tcp")
 
 @dataclass
 class Turn:
-    """One turn: pushes per second, and, of a flood, what the stranger saw and the memory of the process attacked."""
+    """One turn: pushes per second and, for a flood, the stranger's observations and the attacked process's memory."""
 
     kind: str
     rate: float
@@ -69,7 +69,7 @@ class Case:
         return f"{self.kind} x {self.count} at the {self.port}"
 
     def ratios(self, kind: str) -> list[float]:
-        """Rates of these turns over those of the quiet turns of the same rounds."""
+        """Return the rates of these turns relative to the quiet turns of the same rounds."""
         quiet = [turn.rate for turn in self.turns if turn.kind == "quiet"]
         rates = [turn.rate for turn in self.turns if turn.kind == kind]
         return [rate / before for rate, before in zip(rates, quiet, strict=False)]
@@ -137,13 +137,13 @@ class FloodedRun:
         return [[push.end for push in reader.pushes if push.outcome == "acknowledged"] for reader in self._readers]
 
     async def turn(self, case: Case, kind: str) -> Turn:
-        """Measures one turn."""
+        """Measure one turn."""
         if kind == "quiet":
             return Turn(kind, await self._rate())
         cluster = self.cluster if kind == "flood" else self.other
         address, process = await _target(cluster, case.port)
         command = (sys.executable, "-m", "benchmarks.peers.flooder", case.kind, *address, str(case.count))
-        stranger = subprocess.Popen(  # noqa: ASYNC220 - it returns as soon as the process is there
+        stranger = subprocess.Popen(  # noqa: ASYNC220 - it returns as soon as the process exists
             (("nice", "-n", str(self.nice)) if self.nice else ()) + command,
             cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
@@ -156,14 +156,14 @@ class FloodedRun:
         return Turn(kind, rate, json.loads(told), resident)
 
     async def _rate(self) -> float:
-        """Acknowledged pushes of each worker per second, of the next seconds."""
+        """Return the acknowledged pushes of each worker per second, over the next seconds."""
         begin = time.monotonic()
         await asyncio.sleep(self.seconds)
         end = time.monotonic()
         return sum(begin <= at < end for ends in self._ends() for at in ends) / (end - begin) / len(self._readers)
 
     async def lost(self) -> list[str]:
-        """News of the scheduler about members that were lost."""
+        """Return the scheduler's events about lost members."""
         status = await self.cluster.fetch()
         if status is None:
             return ["the scheduler does not answer"]
@@ -188,7 +188,7 @@ async def _target(cluster: ChaosCluster, port: str) -> tuple[tuple[str, str], in
 
 
 async def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All floods, one after the other, on one run."""
+    """Run all floods, one after the other, on one run."""
     run = FloodedRun(arguments)
     cases = [
         Case(kind, port, count)

@@ -1,20 +1,20 @@
-"""What a CUDA device does for psdist: ``python -m benchmarks.gpu --out gpu.json``, on a machine that has one.
+"""Benefit of a CUDA device for psdist: ``python -m benchmarks.gpu --out gpu.json``, on a machine that has one.
 
-What it is: the cases of ``CASES``, each with its target, in one table. What it is not: a test of bytes, which the tests
-marked ``gpu`` are; the cases that compare results say how far they are apart, and the others assert nothing.
+It runs the cases of ``CASES``, each with its target, and prints one table. The tests marked ``gpu`` check bytes; the
+cases here that compare results report differences, and the others assert nothing.
 
 * ``copy``: bytes that a copy within the device reads and writes each second, the best of some sizes of launches, and of
-  the driver's own copy. ``update``: the same for one fused update by one float32 contribution that lies on the device,
-  each optimizer; Adam's target is a share of ``copy``. ``torch``: torch's fused Adam on as many parameters, where torch
-  has CUDA.
+the driver's own copy. ``update``: the same for one fused update by one float32 contribution on the device, for each
+optimizer; Adam's target is a share of ``copy``. ``torch``: torch's fused Adam on equally many parameters, if torch has
+CUDA.
 * ``server``: updates as a server makes them, from contributions on the host to weights on the host, on some threads.
-* ``memory``: what a server has of the device for these parameters with Adam.
-* ``exact``: 100 steps of each optimizer beside the processor's, on contributions of all types.
+* ``memory``: a server's device memory for these parameters with Adam.
+* ``exact``: 100 steps of each optimizer compared with the processor's, on contributions of all types.
 * ``codecs``: bytes of float32 that each codec encodes each second, beside its target (``gpu_codecs``).
 * ``run``: BSP with two workers and two servers on one device, from end to end, beside servers without a device.
 
-Times are of several launches at once between two waits, medians of some rounds. A case that fails is a row too, and the
-others are measured all the same; the file is written anew after each.
+Times cover several launches between two waits, and are medians of some rounds. A failed case becomes a row, too, and
+the others are still measured. The file is rewritten after each case.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from benchmarks import gpu_codecs, gpu_runs, gpu_updates
 from psdist.errors import PsdistError
 from psdist.gpu.device import Device, open_device
 
-#: The cases, in their order, and what measures each.
+#: Cases in their order, with their functions.
 CASES: dict[str, Callable[[Device, argparse.Namespace], Iterable[dict[str, Any]]]] = {
     "copy": gpu_updates.copy_bandwidth,
     "update": gpu_updates.update_bandwidth,
@@ -41,17 +41,17 @@ CASES: dict[str, Callable[[Device, argparse.Namespace], Iterable[dict[str, Any]]
     "codecs": gpu_codecs.encoding_speed,
     "run": gpu_runs.whole_runs,
 }
-#: Of the copy's bandwidth, for Adam.
+#: Adam's target, as a share of the copy's bandwidth.
 ADAM_SHARE = 0.8
-#: Bytes of a device for each parameter with Adam, and beside them.
+#: Device memory per parameter with Adam, and the fixed part.
 ADAM_BYTES, BESIDE_BYTES = 12, 200_000_000
 RELATIVE = 1e-6
-#: In place of the case, in a row that says that the case failed.
+#: Name of a row that reports a failed case.
 FAILED = "failed"
 
 
 def judged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The table's lines: each target, what was measured, and whether it is met; None where it could not be measured."""
+    """Return the table's lines: each target, the measured value, and True if it is met; None if it was not measured."""
     by_case: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_case.setdefault(row["case"], []).append(row)
@@ -93,14 +93,14 @@ def _line(case: str, target: str, measured: str, met: bool | None) -> dict[str, 
 
 
 def measure(device: Device, options: argparse.Namespace) -> dict[str, Any]:
-    """Measures the chosen cases. Prints each row when it is there, and writes the file after each case."""
+    """Measure the chosen cases. Print each row when it is ready, and write the file after each case."""
     rows: list[dict[str, Any]] = []
     results: dict[str, Any] = {}
     for case in options.cases:
         try:
             for row in CASES[case](device, options):
                 _add(rows, {"case": case, **row})
-        except Exception as error:  # Whatever it is: time on a device is rare, and the other cases are worth it.
+        except Exception as error:  # Any error: time on a device is rare, and the other cases are worth it.
             _add(rows, {"case": FAILED, "what": case, "error": f"{type(error).__name__}: {error}"})
         results = {"device": device.name, "elements": options.elements, "rows": rows, "targets": judged(rows)}
         if options.out:
@@ -118,8 +118,8 @@ def _shown(value: Any) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What a CUDA device does for psdist.")
+    """Return the command line."""
+    made = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Benefit of a CUDA device for psdist.")
     made.add_argument("--device", default="cuda", help="cuda or cuda:N (default: %(default)s)")
     made.add_argument("--elements", type=int, default=100_000_000, help="float32 parameters (default: %(default)s)")
     made.add_argument("--rounds", type=int, default=7, help="rounds of each measurement (default: %(default)s)")
@@ -133,7 +133,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, opened: Callable[[str], Device] = open_device) -> int:
-    """Measures and prints the table; the exit status: 1 where a target is missed or a case failed, 2 without a device.
+    """Measure and print the table. The exit status is 1 if a target is missed or a case failed, 2 without a device.
 
     opened: opens the device.
     """

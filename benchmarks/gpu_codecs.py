@@ -1,10 +1,9 @@
-"""What encoding on a CUDA device takes: the case ``codecs`` of ``gpu``.
+"""Speed of encoding on a CUDA device: the case ``codecs`` of ``gpu``.
 
 One tensor of normal values in slices of 4 MiB, as a push of it: bytes of float32 that are encoded each second, with and
-without error feedback, medians of some rounds. *kernels* is all that runs on the device, from the gradient to the
-payloads; *whole* is with their copy to the host, and what the host does. Both are by the host's clock: kernels that the
-device waits for, because the host is slow to launch them, count as long. The targets are those of kernels without error
-feedback.
+without error feedback, medians of some rounds. *kernels* covers everything that runs on the device, from the gradient
+to the payloads; *whole* adds their copy to the host, and the host's work. Both use the host's clock, so time in which
+the device waits for a slow launch counts, too. The targets are those of kernels without error feedback.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from psdist.compression.gpu.tables import SegmentRange
 from psdist.compression.regions import Region
 from psdist.gpu.device import Device
 
-#: Codecs, and the bytes of float32 each second that their kernels are to encode.
+#: Codecs, and the target of their kernels in bytes of float32 per second.
 TARGETS: dict[type[Compressor], tuple[dict[str, Any], float | None]] = {
     Int8: ({}, 1000e9),
     ChunkedTopK: ({}, 400e9),
@@ -38,25 +37,25 @@ _SLICE = 1 << 20
 
 
 class Encoding:
-    """Encodes one tensor again and again. values: float32[n] on the device."""
+    """Encodes one tensor repeatedly. values: float32[n] on the device."""
 
     def __init__(self, device: Device, codec: Codec, values: DeviceVector) -> None:
         self._region = Region(0, values.size, codec, (values.size,))
         self._encoder = DeviceEncoder(device, [self._region])
         stream = self._encoder.launcher.stream
         feeds_back = self._encoder.coder(self._region).feeds_back
-        rest = DoubleVector(device, values.size, stream) if feeds_back else None  # As in a worker: nothing to clear.
+        rest = DoubleVector(device, values.size, stream) if feeds_back else None  # As in a worker, nothing is cleared.
         self._push = DevicePush(values, rest, None, PushNumbers(0, 0), np.zeros(1, np.uint32))
         starts = range(0, values.size, _SLICE)
         stops = [min(start + _SLICE, values.size) for start in starts]
         self._slices = [[SegmentRange(0, self._region, *bounds)] for bounds in zip(starts, stops, strict=True)]
 
     def whole(self) -> int:
-        """Encodes, and returns the bytes of the payloads."""
+        """Encode, and returns the bytes of the payloads."""
         return sum(map(len, self._encoder.encode(self._push, self._slices, [0]).payloads))
 
     def kernels(self) -> None:
-        """Encodes on the device alone."""
+        """Encode on the device alone."""
         self._encoder.encode_on_device(self._push, self._slices)
 
 

@@ -1,4 +1,4 @@
-"""Whole runs with servers on a device, beside runs without: for ``benchmarks.gpu``."""
+"""Whole runs with servers on a device, beside runs without one: for ``benchmarks.gpu``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from benchmarks.gpu_updates import relative
 from psdist.gpu.device import Device
 
 _ROOT = Path(__file__).resolve().parents[1]
-#: What a run may take, and compiling all kernels of the processor.
+#: Time limits of a run, and of compiling all kernels of the processor.
 _RUN_SECONDS, _WARMUP_SECONDS = 180, 900
-#: Trains by BSP with Adam, and leaves the times of its steps and the weights.
+#: Trains in BSP with Adam, and writes the times of its steps and the weights.
 _SCRIPT = """
 import json, os, sys, time
 import numpy as np
@@ -48,9 +48,12 @@ client.barrier("done")
 
 
 def whole_runs(device: Device, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Two workers and two servers, without a device and on one: step times, and how far apart the weights are."""
+    """Run two workers and two servers, without a device and on one.
+
+    Returns step times and differences of the weights.
+    """
     results = {}
-    _psdist("warmup", folder=_ROOT, timeout=_WARMUP_SECONDS)  # Else servers without a device begin by interpreting.
+    _psdist("warmup", folder=_ROOT, timeout=_WARMUP_SECONDS)  # Else they start by interpreting.
     with tempfile.TemporaryDirectory() as folder:
         for kind in ("cpu", options.device):
             results[kind] = _run(Path(folder), kind, options)
@@ -71,7 +74,7 @@ def _run(folder: Path, kind: str, options: argparse.Namespace) -> tuple[float, A
 
 
 def _psdist(*given: str, folder: Path, timeout: float) -> None:
-    """Runs ``psdist`` of this checkout, installed or not. Raises RuntimeError where it fails or takes longer."""
+    """Run ``psdist`` of this checkout, installed or not. Raises RuntimeError if it fails or takes longer."""
     paths = [str(_ROOT), str(_ROOT / "servers"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "psdist.cli.main", *given]

@@ -1,6 +1,6 @@
-"""Updates on a device: bandwidth beside a copy's and torch's, as a server makes them, their memory, and their bytes.
+"""Updates on a device: bandwidth beside a copy's and torch's, updates of a server, their memory, and their bytes.
 
-For ``benchmarks.gpu``, which says what each function measures. Each takes a device and the options, and returns rows.
+Used by ``benchmarks.gpu``, which describes the functions. Each takes a device and the options, and returns rows.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ extern "C" __global__ void copy_quads(const Quad* from, Quad* to, i64 count) {
     for (i64 i = (i64)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) to[i] = from[i];
 }
 """
-#: Blocks of threads of a copy that are tried.
+#: Numbers of thread blocks to try for a copy.
 _GRIDS = (512, 2048, 8192, 1 << 16)
-#: One for each optimizer, with its arguments.
+#: One specification for each optimizer, with its arguments.
 EXACT = {
     "sgd": optim.SGD(lr=0.1, weight_decay=0.1),
     "sgd_momentum": optim.SGD(lr=0.1, momentum=0.9, dampening=0.3),
@@ -58,8 +58,10 @@ _EXACT_ELEMENTS, _EXACT_SLICE, _EXACT_STEPS = 60_000, 20_000, 100
 
 
 def median_seconds(work: Callable[[], None], wait: Callable[[], None], rounds: int, times: int) -> float:
-    """Seconds of one call of ``work``, of which ``times`` are made between two waits: the median of the rounds after
-    one that does not count."""
+    """Return the seconds of one call of ``work``, with ``times`` calls between two waits.
+
+    It is the median of the rounds after one that does not count.
+    """
     found = []
     for _ in range(rounds + 1):
         wait()
@@ -72,7 +74,7 @@ def median_seconds(work: Callable[[], None], wait: Callable[[], None], rounds: i
 
 
 def copy_bandwidth(device: Device, options: argparse.Namespace) -> Rows:
-    """A copy of as many bytes as the weights have, by kernels, and by the driver."""
+    """Return a copy of as many bytes as the weights have, by kernels, and by the driver."""
     size, stream = options.elements * 4 // 16 * 16, device.stream()
     source, target = device.allocate(size), device.allocate(size)
     device.clear(source.address, size, stream)
@@ -135,7 +137,7 @@ def torch_adam(device: Device, options: argparse.Namespace) -> Rows:
 
 
 def server_updates(device: Device, options: argparse.Namespace) -> Rows:
-    """Steps of a server with Adam, whose contributions lie on the host."""
+    """Step of a server with Adam, whose contributions lie on the host."""
     rows = []
     for workers in (1, 2):
         dense = _filled(DeviceParameters(_entry(optim.Adam(), options.elements), Lanes(device)))
@@ -151,7 +153,7 @@ def server_updates(device: Device, options: argparse.Namespace) -> Rows:
 
 
 def memory(device: Device, options: argparse.Namespace) -> Rows:
-    """What a server with Adam has of the device after a step on all of its threads."""
+    """Return a server's device memory with Adam after a step on all of its threads."""
     before, (free_before, _) = device.allocated, device.memory()
     dense = _filled(DeviceParameters(_entry(optim.Adam(), options.elements), Lanes(device)))
     with ThreadPoolExecutor(options.threads) as pool:
@@ -163,7 +165,7 @@ def memory(device: Device, options: argparse.Namespace) -> Rows:
 
 
 def exactness(device: Device, options: argparse.Namespace) -> Rows:
-    """100 steps of each optimizer, beside the processor's."""
+    """Make 100 steps of each optimizer, and compare them with the processor's."""
     rows = []
     for name, spec in EXACT.items():
         entry = _entry(spec, _EXACT_ELEMENTS, _EXACT_SLICE)
@@ -184,7 +186,7 @@ def exactness(device: Device, options: argparse.Namespace) -> Rows:
 
 
 def relative(one: NDArray[np.float32], other: NDArray[np.float32]) -> float:
-    """The largest difference of two elements, over the larger of both."""
+    """Return the largest difference of two elements, over the larger of both."""
     size = np.maximum(np.abs(one), np.abs(other)).astype(np.float64)
     difference = np.abs(one.astype(np.float64) - other)
     return float(np.max(np.divide(difference, size, out=np.zeros_like(difference), where=size > 0), initial=0.0))

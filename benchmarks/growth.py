@@ -1,13 +1,13 @@
-"""What grows with the size of a run: ``python -m benchmarks.growth``.
+"""Growth of costs with the size of a run: ``python -m benchmarks.growth``.
 
-Curves of a step: its time by the number of workers, servers, parameters, tensors and copies, while all else stays as it
-is; over shared memory and direct connections. All points of a curve take turns, so that a slow minute of the machine
-does not bend it; those of one curve need up to 12 GB. And the curve of the scheduler, by the number of its sessions
-(``sessions``). ``--page`` writes a page with tables, and a picture of each curve beside it; what a page says from
+Curves of a step: its time by the number of workers, servers, parameters, tensors and copies, while everything else is
+constant; over shared memory and TCP connections. All points of a curve take turns, so that a slow minute of the machine
+does not bend it; those of one curve need up to 12 GB. Another curve shows the scheduler by the number of its sessions
+(``sessions``). ``--page`` writes a page with tables, and a picture of each curve beside it; the part of the page from
 ``## Notes`` on is written by hand, and kept. Results are kept in ``.bench/growth.json``, so that one curve can be
-measured again, over one transport if need be.
+measured again, over one transport if needed.
 
-What it is not: a test; it asserts nothing. All processes share the cores of this machine.
+It asserts nothing. All processes share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.turns import Settings
 
 TRANSPORTS = ("shm", "tcp")
 RESULTS = PEER_VENVS / "growth.json"
-#: Turns of each point, how long one is, and of how many steps.
+#: Turns of each point, their length in seconds, and their smallest and largest number of steps.
 ROUNDS = 3
 TURN_SECONDS = 0.8
 STEPS_MIN, STEPS_MAX = 2, 100
@@ -35,7 +35,10 @@ STEPS_MIN, STEPS_MAX = 2, 100
 
 @dataclass(frozen=True)
 class Curve:
-    """A step's time by one number. ``settings`` makes those of a point of it and the number of parameters."""
+    """Time of a step by one number.
+
+    settings: returns the settings of a point and the number of parameters.
+    """
 
     label: str
     values: tuple[int, ...]
@@ -59,8 +62,10 @@ SESSIONS = "sessions"
 
 
 def measure_points(contenders: Mapping[int, Contender]) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step at each point: the median of all workers' steps, and the 10th and 90th percentile. Raises
-    ContenderError."""
+    """Return the milliseconds of a step at each point.
+
+    They are the median of all workers' steps, and the 10th and 90th percentile. Raises ContenderError.
+    """
     times: dict[int, list[float]] = {value: [] for value in contenders}
     with ExitStack() as stack:
         running = {value: stack.enter_context(Running(one)) for value, one in contenders.items()}
@@ -69,7 +74,7 @@ def measure_points(contenders: Mapping[int, Contender]) -> dict[str, dict[str, f
         steps = {value: _steps_of(one) for value, one in running.items()}
         for _ in range(ROUNDS):
             for value, one in running.items():
-                # The first step wakes processes whose memory the others' turns drove out of the caches.
+                # The first step wakes processes whose memory the others' turns evicted from the caches.
                 times[value] += [1e3 * second for seconds in one.turn(steps[value] + 1) for second in seconds[1:]]
     return {
         str(value): dict(zip(("low", "high"), figures.spread(mine), strict=True)) | {"ms": statistics.median(mine)}
@@ -78,7 +83,7 @@ def measure_points(contenders: Mapping[int, Contender]) -> dict[str, dict[str, f
 
 
 def _steps_of(running: Running) -> int:
-    """How many steps fit into a turn."""
+    """Return how many steps fit into a turn."""
     seconds = statistics.median(one[-1] for one in running.turn(2))
     return min(max(STEPS_MIN, round(TURN_SECONDS / seconds)), STEPS_MAX)
 
@@ -107,7 +112,7 @@ def measure_sessions(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def measure(wanted: Sequence[str], options: argparse.Namespace, results: dict[str, Any]) -> Iterator[None]:
-    """Adds to ``results`` what is measured, and yields after each part of it. Raises ContenderError."""
+    """Add measurements to ``results``, and yield after each part. Raises ContenderError."""
     for name in wanted:
         if name == SESSIONS:
             results[name] = []
@@ -122,7 +127,7 @@ def measure(wanted: Sequence[str], options: argparse.Namespace, results: dict[st
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.growth", description="What grows with the size of a run.")
     line.add_argument("curve", nargs="*", help=f"{', '.join([*CURVES, SESSIONS])} (default: all)")
     line.add_argument(
@@ -140,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the files."""
+    """Measure, prints, and writes the files."""
     command_line = parser()
     options = command_line.parse_args(arguments)
     wanted = options.curve or [*CURVES, SESSIONS]

@@ -22,7 +22,7 @@ _HEADINGS: Mapping[str, str] = {
 
 
 def write(results: Mapping[str, Any], path: Path) -> None:
-    """Writes the page and its pictures, and keeps the page's notes."""
+    """Write the page and its pictures, and keeps the page's notes."""
     notes = notes_of(path.read_text(encoding="utf-8")) if path.exists() else ""
     path.write_text(page(results, path.stem, notes), encoding="utf-8")
     for name, text in pictures(results).items():
@@ -30,12 +30,12 @@ def write(results: Mapping[str, Any], path: Path) -> None:
 
 
 def picture(stem: str, name: str) -> str:
-    """The name of a curve's file."""
+    """Return the name of a curve's file."""
     return f"{stem}-{name}.svg"
 
 
 def pictures(results: Mapping[str, Any]) -> dict[str, str]:
-    """The SVG of each curve that was measured."""
+    """Return the SVG of each curve that was measured."""
     found = {}
     for name, heading in _HEADINGS.items():
         if name in results:
@@ -53,10 +53,10 @@ def pictures(results: Mapping[str, Any]) -> dict[str, str]:
 
 
 def page(results: Mapping[str, Any], stem: str, notes: str) -> str:
-    """The whole text; curves without a result are left out."""
+    """Return the whole text; curves without a result are left out."""
     facts = results["machine"]
     introduction = f"""
-        `python -m benchmarks.growth --page docs/growth.md` measures each curve anew, or those that are named, and
+        `python -m benchmarks.growth --page docs/growth.md` measures all curves again, or the named ones, and
         writes this page and its pictures. Two workers, two servers, 25,000,000 float32 parameters, Adam and BSP, unless
         it is what grows. Both axes of the pictures are logarithmic. Medians; in brackets the 10th and the 90th
         percentile. Measured on one machine, whose cores all processes share: {facts["processor"]}, {facts["cores"]}
@@ -85,8 +85,9 @@ def _cell(one: Mapping[str, float] | None) -> str:
 
 def _sessions(points: list[Mapping[str, Any]], stem: str) -> str:
     text = """
-        Sessions of real clients with one scheduler, all joining at once. *Told* is from the moment at which one more
-        worker begins to register until all have the new cluster map; CPU at rest is of one core, with heartbeats."""
+        Sessions of real clients with one scheduler, all joining concurrently. *Told* is from the moment at which
+        one more worker begins to register until all have the new cluster map; CPU at rest is of one core, with
+        heartbeats."""
     titles = (
         "sessions", "joined, s", "epochs", "told, s", "worst", "CPU to join, s", "at rest", "MB", "status, ms",
         "left, s",

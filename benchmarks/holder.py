@@ -1,11 +1,11 @@
-"""A process that holds many sessions with one scheduler, for ``growth``: real ones of the client, without scripts.
+"""Process that holds many sessions with one scheduler, for ``growth``: real ones of the client, without scripts.
 
 It takes orders from its benchmark (``turns``), one after another, and answers each when it is done, with the time of
 the system's monotonic clock, which all processes of a machine share:
 
-* ``{"join": [0, 1, ...]}``: workers of these ranks register at a time; done when all sessions are accepted.
-* ``{"epoch": 7}``: done when all have that cluster map, or a newer one.
-* ``{"leave": true}``: all leave at a time.
+* ``{"join": [0, 1, ...]}``: workers of these ranks register concurrently; done when all sessions are accepted.
+* ``{"epoch": 7}``: done when all hold that cluster map, or a newer one.
+* ``{"leave": true}``: all leave concurrently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Holder:
         self._sessions: list[WorkerSession] = []
 
     async def carry_out(self, order: dict[str, Any]) -> dict[str, Any]:
-        """One order. Returns what it is answered."""
+        """Carry out one order. Returns its answer."""
         began = time.monotonic()
         if "join" in order:
             await self._join(order["join"])

@@ -1,15 +1,15 @@
 """Update kernels beside numpy and torch, one thread: ``python -m benchmarks.kernels``.
 
-What it is: for each optimizer, the time of one update of a flat float32 vector by the kernel that the server calls
-(``psdist_server.kernels.fused``), by two numpy versions and by torch.optim where it has the optimizer. What it is not:
-a test; it asserts nothing, and its figures are those of this machine at this moment.
+For each optimizer it measures the time of one update of a flat float32 vector by the kernel that the server calls
+(``psdist_server.kernels.fused``), by two numpy versions, and by torch.optim if it has the optimizer. It asserts
+nothing, and its figures are those of this machine at this moment.
 
-- numpy: what one writes by hand, in place where that is natural, with temporaries where not (Adam only);
-- reference: tests/support/reference.py, plain numpy whose bytes the kernel gives;
-- torch: ``fused=True`` where torch has it, else ``foreach=True``.
+- numpy: hand-written, in place if that is natural, else with temporaries (Adam only);
+- reference: tests/support/reference.py, plain numpy with the same bytes as the kernel;
+- torch: ``fused=True`` if torch has it, else ``foreach=True``.
 
-All take turns, round by round, so that a noisy moment hits all alike; medians are compared. GB/s counts each array once
-per read and once per write, as the kernel needs: weights and state are read and written, the gradient is read.
+All take turns, round by round, so that a noisy moment affects all equally; medians are compared. GB/s counts each array
+once per read and once per write, as the kernel needs: weights and state are read and written, the gradient is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Floats = NDArray[np.float32]
 Update = Callable[[], object]
 Result = dict[str, Any]
 
-#: What is measured: a title, the specification, and torch's optimizer.
+#: Measured cases: a title, the specification, and torch's optimizer.
 CASES: list[tuple[str, optim.Optimizer, Callable[..., torch.optim.Optimizer] | None, dict[str, Any]]] = [
     ("Adam", optim.Adam(), torch.optim.Adam, {"fused": True}),
     ("AdamW", optim.AdamW(), torch.optim.AdamW, {"fused": True}),
@@ -66,14 +66,14 @@ CASES: list[tuple[str, optim.Optimizer, Callable[..., torch.optim.Optimizer] | N
 
 
 class NumpyAdam:
-    """Adam as one writes it in numpy."""
+    """Adam hand-written in numpy."""
 
     def __init__(self, weights: Floats, spec: optim.Adam) -> None:
         self.weights, self.spec, self.step = weights, spec, 0
         self.m, self.v = np.zeros_like(weights), np.zeros_like(weights)
 
     def update(self, gradient: Floats) -> None:
-        """One step, in place."""
+        """Make one step, in place."""
         self.step += 1
         beta1, beta2 = self.spec.betas
         self.m *= beta1
@@ -86,7 +86,7 @@ class NumpyAdam:
 
 
 def contenders(title: str, gradient: Floats) -> tuple[dict[str, Update], int]:
-    """The updates of case ``title`` by name, each on arrays of its own, and the bytes that one must move."""
+    """Return the updates of case ``title`` by name, each on its own arrays, and the bytes that one must move."""
     _, spec, torch_class, options = next(case for case in CASES if case[0] == title)
     size = gradient.size
     rule = Rule(spec)
@@ -123,7 +123,7 @@ def interleaved(updates: dict[str, Update], rounds: int) -> dict[str, list[float
 
 
 def measure(title: str, gradient: Floats, rounds: int) -> Result:
-    """One line of the table: medians in milliseconds, ratios to psdist's, and psdist's GB/s."""
+    """Return one line of the table: medians in milliseconds, ratios to psdist's, and psdist's GB/s."""
     updates, moved = contenders(title, gradient)
     times = interleaved(updates, rounds)
     medians = {name: statistics.median(values) for name, values in times.items()}
@@ -138,7 +138,7 @@ def measure(title: str, gradient: Floats, rounds: int) -> Result:
 
 
 def line(result: Result) -> str:
-    """The result as a line of the table."""
+    """Return the result as a line of the table."""
     cells = [f"{result['optimizer']:17}{result['milliseconds']['psdist']:8.1f}{result['gigabytes_per_second']:8.1f}"]
     for name in ("torch", "numpy", "reference"):
         if name in result["milliseconds"]:
@@ -149,7 +149,7 @@ def line(result: Result) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the table, and writes it as JSON if asked."""
+    """Print the table, and write it as JSON if requested."""
     titles = [case[0] for case in CASES]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description="Update kernels, one thread.")
     parser.add_argument("--elements", type=int, default=25_000_000, help="float32 parameters (default: %(default)s)")

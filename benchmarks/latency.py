@@ -1,8 +1,8 @@
 """Round trip of a small ``push_pull``, and its percentiles: ``python -m benchmarks.latency``.
 
 One worker and one server; psdist's ``Client`` and ``AsyncClient`` beside raw ``grpc.aio`` with messages of the same
-size, by a call each and on a stream that stays open, all in turns. What it is not: a test; it asserts nothing, and its
-figures are those of this machine at this moment.
+size, with one call each and on an open stream, all in turns. It asserts nothing, and its figures are those of this
+machine at this moment.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TITLES = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.latency", description="Round trip of a small push_pull.")
     line.add_argument("--params", type=int, default=1000)
     line.add_argument("--transport", choices=("auto", "shm", "tcp", "grpc"), default="auto")
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs all contenders and returns what ``--json`` writes."""
+    """Run all contenders and returns what ``--json`` writes."""
     settings = Settings(params=options.params, workers=1, servers=1, copy=options.copy)
     contenders = [
         registry.psdist(settings, options.transport),
@@ -58,7 +58,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text."""
+    """Return the result as text."""
     lines = [f"{'milliseconds':28}{'p50':>8}{'p90':>8}{'p99':>8}{'p99.9':>8}"]
     for name, points in result["milliseconds"].items():
         cells = "".join(f"{points[point]:8.2f}" for point in ("p50", "p90", "p99", "p99.9"))
@@ -67,7 +67,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

@@ -18,7 +18,7 @@ _COPY_BYTES = 1 << 27
 
 
 def processor() -> str:
-    """The processor's name."""
+    """Return the processor's name."""
     for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
@@ -26,7 +26,7 @@ def processor() -> str:
 
 
 def copy_gigabytes_per_second(threads: int) -> float:
-    """Bytes read and written by memcpy, with so many threads at once; the best of five."""
+    """Return the bytes read and written by memcpy on ``threads`` concurrent threads; the best of five."""
     arrays = [(np.ones(_COPY_BYTES, np.uint8), np.ones(_COPY_BYTES, np.uint8)) for _ in range(threads)]
     best = 0.0
     with ThreadPoolExecutor(threads) as pool:

@@ -1,8 +1,8 @@
 """Memory of a server: ``python -m benchmarks.memory``.
 
-One worker and one server: what is resident before the parameters come, and the peak after some steps, of which the
-weights, and with shared memory the gradients, are pages that worker and server share. What it is not: a test
-(``tests/integration/test_memory.py`` has the bound).
+One worker and one server: the resident memory before the parameters arrive, and the peak after some steps. The weights
+and, with shared memory, the gradients are pages that worker and server share. ``tests/integration/test_memory.py``
+tests the bound; this module asserts nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FIELDS = ("VmHWM", "VmRSS", "RssAnon", "RssShmem")
 
 
 def sizes(pid: int) -> dict[str, int]:
-    """What the system says of a process, in bytes."""
+    """Return the system's sizes of a process, in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     split = (line.partition(":") for line in lines)
     return {name: int(rest.split()[0]) * 1024 for name, _, rest in split if name in _FIELDS}
@@ -34,7 +34,9 @@ def measure(params: int, transport: TransportName) -> dict[str, int]:
     cluster = EmbeddedCluster(servers=1)
     try:
         with Client(cluster.address, cluster.token, transport=transport) as client:
-            StepBench(client, BenchSettings(params=1)).measure(1)  # so the server is there, and has what any step needs
+            StepBench(client, BenchSettings(params=1)).measure(
+                1
+            )  # so the server has started, and holds everything that a step needs
             members = client.status().members
             (pid,) = [member.pid for member in members if member.member_id == "server-0"]
             idle = sizes(pid)["VmRSS"]
@@ -51,7 +53,7 @@ def measure(params: int, transport: TransportName) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Memory of a server.")
     line.add_argument("--params", type=int, default=25_000_000)
     line.add_argument("--json", type=Path, metavar="FILE")

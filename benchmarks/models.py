@@ -1,7 +1,7 @@
 """Small models that ``convergence`` trains, with numpy alone: digits, and characters of Python's standard library.
 
-A model is a set of pure functions of its weights. Both are cross-entropies of a few thousand samples that training does
-not see, and take seconds to train on one core.
+A model is a set of pure functions of its weights. Both losses are cross-entropies of a few thousand samples that
+training does not see. Both models train in seconds on one core.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ from numpy.typing import NDArray
 from examples import digits
 
 Arrays = dict[str, NDArray[np.float32]]
-#: Of one worker's batch: its mean loss, and the gradient by each tensor.
+#: Mean loss of one worker's batch, and the gradient of each tensor.
 Gradients = Callable[[Arrays, NDArray[np.int64]], tuple[float, Arrays]]
 
 
 @dataclass(frozen=True)
 class Model:
-    """samples: how many there are to train on. gradients: of the samples of these numbers. loss: of what training does
-    not see. lr: of SGD without momentum, with 0.5 and with 0.9, and of Adam. steps: of one run."""
+    """Model of ``convergence``.
+
+    samples: number of training samples.
+    gradients: gradients of the samples of these numbers.
+    loss: loss of samples that training does not see.
+    lr: rates of SGD without momentum, with 0.5 and with 0.9, and of Adam.
+    steps: steps of one run.
+    """
 
     name: str
     initial: Callable[[int], Arrays]
@@ -37,7 +43,7 @@ class Model:
 
 
 def _lr(sgd: float, adam: float) -> dict[str, float]:
-    """A momentum of 0.5 doubles each step in the end, and one of 0.9 makes it ten times as long."""
+    """Return a rate per momentum: 0.5 eventually doubles each step, and 0.9 makes it ten times as long."""
     return {"plain": 2 * sgd, "sgd": sgd, "momentum": sgd / 5, "adam": adam}
 
 
@@ -46,7 +52,7 @@ def _lr(sgd: float, adam: float) -> dict[str, float]:
 
 @cache
 def digits_model() -> Model:
-    """``examples/digits.py``: 9,610 parameters. Raises SystemExit without scikit-learn, whose images these are."""
+    """Return ``examples/digits.py``: 9,610 parameters. Raises SystemExit without scikit-learn, which has the images."""
     images, labels = digits.load()
     seen, count = digits.TRAIN_IMAGES, len(images)
 
@@ -63,14 +69,14 @@ def digits_model() -> Model:
 # --- characters -------------------------------------------------------------------------------------------------------
 
 _CONTEXT, _EMBEDDING, _HIDDEN = 12, 24, 160
-#: Printable ASCII and the end of a line; all else is one more.
+#: Printable ASCII and the end of a line; all other characters share one more number.
 _FIRST, _LAST = 32, 126
 _SYMBOLS = _LAST - _FIRST + 3
 _TEXT_BYTES, _HELD_OUT = 1_000_000, 8192
 
 
 def symbols(text: bytes) -> NDArray[np.int64]:
-    """The number of each character."""
+    """Return the number of each character."""
     codes = np.frombuffer(text, np.uint8).astype(np.int64)
     numbers = np.where((codes >= _FIRST) & (codes <= _LAST), codes - _FIRST, _SYMBOLS - 1)
     numbers[codes == ord("\n")] = _SYMBOLS - 2
@@ -79,8 +85,10 @@ def symbols(text: bytes) -> NDArray[np.int64]:
 
 @cache
 def characters_model() -> Model:
-    """The next character of source code from the twelve before it: an embedding and two dense layers, as in Bengio et
-    al. 2003; 64,185 parameters."""
+    """Return a model of the next character of source code from the twelve before it, with 64,185 parameters.
+
+    It is an embedding and two dense layers, as in Bengio et al. 2003.
+    """
     library = Path(sysconfig.get_path("stdlib"))
     text = b"".join(path.read_bytes() for path in sorted(library.glob("*.py")))[:_TEXT_BYTES]
     numbers = symbols(text)

@@ -1,19 +1,18 @@
 """Hosts with links of a given speed: ``python -m benchmarks.network --rate 1gbit``, as root.
 
-Hosts are network namespaces (``shaped_hosts``), of which each has one worker and one server; psdist's scheduler is
-outside, and its own link has no limit. psdist, with each transport, wire dtype and codec of ``VARIANTS``, takes turns
-with torch's all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. A few contenders at a
-time take turns with psdist, because all of them together need more memory than most machines have; each ratio is one to
-psdist's steps of the same turns. Measured are the time of a step, the bytes that the hosts' interfaces counted
-meanwhile, and the processor time of all hosts together. A raw TCP transfer, from each host to the next, all at once,
-shows beforehand what a link carries.
+Hosts are network namespaces (``shaped_hosts``), each with one worker and one server; psdist's scheduler is outside, and
+its own link has no limit. psdist, with each transport, wire dtype and codec of ``VARIANTS``, takes turns with torch's
+all-reduce and DistributedDataParallel over gloo, with and without its fp16 hook. A few contenders at a time take turns
+with psdist, because all of them together need more memory than most machines have; each ratio refers to psdist's steps
+of the same turns. It measures the time of a step, the bytes that the hosts' interfaces counted in it, and the processor
+time of all hosts together. A raw TCP transfer from each host to the next, all concurrently, first shows the capacity of
+a link.
 
-Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result.
-Nothing is left behind: no namespace, interface or process, whatever ends the benchmark (after SIGKILL, the next one
-removes the namespaces).
+Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result. No
+    namespace, interface or process is left behind, however the benchmark ends (after SIGKILL, the next one removes the
+    namespaces).
 
-All hosts share this machine's cores, so at 10 Gbit/s these are the limit. What it is not: a test; it asserts nothing
-about its figures.
+All hosts share this machine's cores, so at 10 Gbit/s these are the limit. It asserts nothing about its figures.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from psdist.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class Rate:
-    """Speed of links, and a number of parameters with which a step takes half a second or more."""
+    """Speed of links, and a number of parameters for which a step takes half a second or more."""
 
     bits_per_second: float
     params: int
@@ -56,8 +55,11 @@ RATES: Mapping[str, Rate] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """psdist in one way. ``own`` and ``others``: the transports to the server of the worker's own host and to others
-    that ``transport`` must lead to. slice_elements: 0 is psdist's choice."""
+    """One way to run psdist.
+
+    own, others: expected transports to the server of the worker's own host, and to the others.
+    slice_elements: 0 is psdist's choice.
+    """
 
     transport: str
     own: str
@@ -79,12 +81,12 @@ VARIANTS: Mapping[str, Variant] = {
     "psdist_chunked": Variant("auto", "shm", "tcp", "float32", *2 * ("ChunkedTopK(64, 4096, bits=2)",)),
 }
 
-#: Of the raw transfer.
+#: Seconds of the raw transfer.
 _TRANSFER_SECONDS = 1.0
 _TRANSFER = "benchmarks.peers.transfer"
-#: Peers beside psdist at a time.
+#: Number of peers beside psdist in one part.
 _AT_ONCE = 3
-#: All contenders start on this machine's cores at a time.
+#: All contenders start on this machine's cores together.
 _FAILURE_TIMEOUT_SECONDS = 15
 _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; worker()")
 
@@ -93,7 +95,7 @@ _PSDIST_WORKER = (sys.executable, "-c", "from psdist.cli.main import worker; wor
 
 
 def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
-    """psdist as a user starts it on several machines: a server and a ``psdist-worker`` on each host."""
+    """Run psdist as a user starts it on several machines: a server and a ``psdist-worker`` on each host."""
     variant = VARIANTS[name]
     text = replace(
         settings,
@@ -125,7 +127,7 @@ def psdist(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
 
 
 def on_hosts(hosts: ShapedHosts, commands: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """The commands, each on a host of its own."""
+    """Return the commands, each on a host of its own."""
     return tuple((*hosts.inside(host), *command) for host, command in enumerate(commands))
 
 
@@ -138,17 +140,17 @@ def _torch(settings: Settings, hosts: ShapedHosts, name: str, peer: str, role: s
 
 
 def gloo(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
-    """One all-reduce of the whole gradient, and fused Adam on each worker."""
+    """Run one all-reduce of the whole gradient, and fused Adam on each worker."""
     return _torch(settings, hosts, name, "gloo")
 
 
 def ddp(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
-    """DistributedDataParallel over gloo, and fused Adam on each worker."""
+    """Run DistributedDataParallel over gloo, and fused Adam on each worker."""
     return _torch(settings, hosts, name, "ddp")
 
 
 def ddp_fp16(settings: Settings, hosts: ShapedHosts, name: str) -> Contender:
-    """The same with torch's fp16 hook."""
+    """Run the same with torch's fp16 hook."""
     return _torch(settings, hosts, name, "ddp", "fp16")
 
 
@@ -164,7 +166,7 @@ CONTENDERS: Mapping[str, Callable[[Settings, ShapedHosts, str], Contender]] = {
 
 
 class Counted:
-    """A contender whose turns are counted at the hosts' interfaces."""
+    """Contender whose turns are counted at the hosts' interfaces."""
 
     def __init__(self, running: Running, hosts: ShapedHosts) -> None:
         self.name = running.name
@@ -175,7 +177,7 @@ class Counted:
         self._steps = 0
 
     def turn(self, steps: int) -> list[list[float]]:
-        """As that of ``Running``."""
+        """See ``Running.turn``."""
         before, processor = self._counters(), self._running.processor_seconds()
         seconds = self._running.turn(steps)
         self._processor_seconds += self._running.processor_seconds() - processor
@@ -185,7 +187,7 @@ class Counted:
         return seconds
 
     def bytes_per_step(self) -> dict[str, float]:
-        """What the busiest host sent and received."""
+        """Bytes that the busiest host sent and received."""
         return {
             "sent": max(moved.sent for moved in self._moved) / self._steps,
             "received": max(moved.received for moved in self._moved) / self._steps,
@@ -200,7 +202,7 @@ class Counted:
 
 
 def check_transports(running: Running) -> None:
-    """Raises ContenderError where a worker of psdist reached a server in another way than its variant says."""
+    """Raise ContenderError if a worker of psdist reached a server by another transport than its variant says."""
     variant = VARIANTS[running.name]
     expected = Counter({variant.own: 1}) + Counter({variant.others: len(running.facts) - 1})
     for facts in running.facts:
@@ -209,7 +211,7 @@ def check_transports(running: Running) -> None:
 
 
 def transfer(hosts: ShapedHosts, seconds: float = _TRANSFER_SECONDS) -> list[float]:
-    """Bits per second of raw TCP from each host to the next, all at once."""
+    """Return the bits per second of raw TCP from each host to the next, all concurrently."""
     with ExitStack() as stack:
 
         def start(host: int, *arguments: str) -> subprocess.Popen[str]:
@@ -233,7 +235,7 @@ def transfer(hosts: ShapedHosts, seconds: float = _TRANSFER_SECONDS) -> list[flo
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The result for one rate. Raises ContenderError and ConfigurationError."""
+    """Return the result for one rate. Raises ContenderError and ConfigurationError."""
     rate = RATES[name]
     settings = Settings(params=options.params or rate.params, workers=options.hosts, servers=options.hosts)
     with ExitStack() as stack:
@@ -256,7 +258,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 def _measure_part(
     settings: Settings, hosts: ShapedHosts, peers: Sequence[str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The result of psdist and a few peers, whose memory this machine has at a time."""
+    """Return the result of psdist and of as many peers as fit into this machine's memory."""
     with ExitStack() as stack:
         names = ("psdist", *peers)
         started = [stack.enter_context(Running(CONTENDERS[one](settings, hosts, one))) for one in names]
@@ -274,7 +276,7 @@ def _measure_part(
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """The result for one rate as text."""
+    """Return the result for one rate as text."""
     lines = [f"{'':14}{'ms':>9}{'x psdist':>10}{'MB sent':>10}{'received':>10}{'of the link':>13}{'processor ms':>14}"]
     for name, one in {"psdist": result["psdist"] | {"ratio": 1.0}, **result["peers"]}.items():
         moved = one["bytes_per_step"]
@@ -286,7 +288,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(
         prog="python -m benchmarks.network",
         description="A step between hosts with shaped links, as root. Bytes are those of the busiest host, a step.",
@@ -305,11 +307,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     if reason := hosts_missing():
         raise SystemExit(f"benchmarks.network cannot run here: {reason}")
-    # So that the blocks below are left.
+    # Lets the blocks below exit.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = {}
     for name in options.rate:

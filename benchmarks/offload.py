@@ -1,12 +1,12 @@
 """Training of an offloaded model beside DistributedOptimizer: ``python -m benchmarks.offload``.
 
-Two figures. Memory: in a process of its own, the peak of what the worker itself holds, above what it holds when psdist
-and torch have trained a model of a few bytes, as a part of the bytes of the model's parameters. What it holds is its
-private memory (Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights
-are read from the memory of servers on this host, and that is theirs. Another process reads it every few milliseconds.
-Time: both trainings in one process, in turns, each with the settings of malloc that a process of its own has.
+Two figures. Memory: the peak memory of a worker in its own process, above its memory after psdist and torch have
+trained a model of a few bytes, relative to the bytes of the model's parameters. Counted are its private memory
+(Anonymous of each mapping) and the memory files of its gradients, which it shares with servers. Weights are read from
+the memory of servers on this host, which is theirs. Another process samples it every few milliseconds. Time: both
+trainings in one process, in turns, each with the malloc settings of a separate process.
 
-The model is a stack of residual blocks. It is made on the meta device, and has never all of its values in the worker.
+The model is a stack of residual blocks. It is made on the meta device, and the worker never holds all of its values.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ import torch
 from torch import Tensor, nn
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: Names the folder of a run to its workers.
+#: Variable with the folder of a run, for its workers.
 VARIABLE: Final = "BENCH_OFFLOAD"
 _SAMPLE_SECONDS: Final = 0.004
-#: Of each turn: caches and pages are another contender's.
+#: Uncounted steps of each turn, which start with the caches and pages of another contender.
 UNTIMED: Final = 1
-#: What psdist calls the memory file of gradients.
+#: Name of psdist's memory file of gradients.
 _GRADIENTS: Final = re.compile(r"memfd:psdist-?grad", re.I)
 
 
 class Block(nn.Module):
-    """Float[batch, width] to the same."""
+    """Map of float[batch, width] to the same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -47,13 +47,13 @@ class Block(nn.Module):
         self.fall = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's part is added to ``x``."""
+        """Add the block's output to ``x``."""
         out: Tensor = x + self.fall(torch.relu(self.rise(self.norm(x))))
         return out
 
 
 def stack(width: int, layers: int) -> nn.Module:
-    """The model."""
+    """Return the model."""
     return nn.Sequential(*[Block(width) for _ in range(layers)])
 
 
@@ -63,7 +63,7 @@ def bytes_of(model: nn.Module) -> int:
 
 
 def held(pid: int) -> int:
-    """Bytes that a process itself holds."""
+    """Return the bytes that a process itself holds."""
     total, counts = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text(errors="replace").splitlines():
         first, _, rest = line.partition(" ")
@@ -78,7 +78,7 @@ def held(pid: int) -> int:
 
 
 def batches(options: argparse.Namespace) -> Iterator[Tensor]:
-    """Inputs without an end."""
+    """Yield inputs endlessly."""
     generator = torch.Generator().manual_seed(1)
     while True:
         yield torch.randn(options.batch, options.width, generator=generator)
@@ -94,13 +94,13 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor)
 
 
 def remember(options: argparse.Namespace) -> None:
-    """Trains an offloaded model that another process watches."""
+    """Train an offloaded model while another process watches."""
     import psdist
     import psdist.torch
 
     folder = Path(os.environ[VARIABLE])
     context = psdist.init()
-    small = stack(8, 2)  # so that all code is there that is loaded when it is first used
+    small = stack(8, 2)  # loads all code that is loaded on first use
     one_step(small, psdist.torch.offload(small, _adamw(small), name="small"), torch.randn(1, 8))
     (folder / "begin").write_text(str(os.getpid()))
     while not (folder / "watched").exists():
@@ -117,7 +117,7 @@ def remember(options: argparse.Namespace) -> None:
 
 
 def compare(options: argparse.Namespace) -> None:
-    """Takes turns with both trainings."""
+    """Take turns with both trainings."""
     import psdist
     import psdist.torch
     from psdist.wire import malloc_options
@@ -152,7 +152,7 @@ def _adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def run(options: argparse.Namespace, transport: str, role: str, folder: str) -> subprocess.Popen[bytes]:
-    """Starts a run of this script."""
+    """Start a run of this script."""
     command = [
         sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(options.servers), "--nproc-per-node", "1",
         "--storage-path", "none", "--max-restarts", "0", "-m", "benchmarks.offload", "--role", role,
@@ -165,7 +165,7 @@ def run(options: argparse.Namespace, transport: str, role: str, folder: str) -> 
 
 
 def memory(options: argparse.Namespace, transport: str) -> dict[str, Any]:
-    """The peak of what a worker holds, and the bytes of its model."""
+    """Return the peak memory of a worker, and the bytes of its model."""
     with tempfile.TemporaryDirectory() as name:
         folder, process = Path(name), run(options, transport, "memory", name)
         begin, end, peak, base, pid = folder / "begin", folder / "end", 0, 0, 0
@@ -185,7 +185,7 @@ def memory(options: argparse.Namespace, transport: str) -> dict[str, Any]:
 
 
 def times(options: argparse.Namespace, transport: str) -> dict[str, Any]:
-    """Medians of both in seconds, and the ratio in each round: its median, the least and the largest."""
+    """Return the medians of both in seconds, and the ratio of each round: its median, minimum and maximum."""
     with tempfile.TemporaryDirectory() as name:
         if status := run(options, transport, "times", name).wait():
             raise SystemExit(f"the run ended with status {status}")
@@ -197,7 +197,7 @@ def times(options: argparse.Namespace, transport: str) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments."""
+    """Return the arguments."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.offload", description="An offloaded model.")
     line.add_argument("--width", type=int, default=1024)
     line.add_argument("--layers", type=int, default=24)
@@ -214,7 +214,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parse(arguments)
     if options.role:
         torch.set_num_threads(options.threads)

@@ -1,4 +1,4 @@
-"""What the report measures: each run with its command, and the goals that are judged by it. Values only."""
+"""Plan of the report: each run with its command, and the goals that it is judged by. Values only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ Result = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a benchmark. ``short`` and ``full`` are the arguments that say how long it measures. ``missing`` says
-    what a machine lacks for it; then it is left out."""
+    """One call of a benchmark.
+
+    short, full: arguments that set how long it measures.
+    missing: returns the reason why the machine cannot run it; the run is then omitted.
+    """
 
     name: str
     module: str
@@ -41,7 +44,7 @@ def _step(name: str, text: str, *peers: str) -> Run:
 RUNS: tuple[Run, ...] = (
     _step("shm-2", "--workers 2 --transport shm", "gloo", "kernel", "memcpy"),
     _step("shm-4", "--workers 4 --transport shm", "gloo", "kernel"),
-    # Ray's own processes do not rest while others have their turn, so it is not beside the rest.
+    # Ray's own processes are not idle while others have their turn, so it is measured apart.
     _step("shm-2-ray", "--workers 2 --transport shm", "ray", "ray_dataflow"),
     _step("shm-4-ray", "--workers 4 --transport shm", "ray", "ray_dataflow"),
     _step("shm-8", "--workers 8 --transport shm", "gloo", "kernel"),
@@ -72,7 +75,7 @@ RUNS: tuple[Run, ...] = (
 
 @dataclass(frozen=True)
 class Measured:
-    """A figure for the table of goals: in words, and whether the goal is met (None: there is no goal)."""
+    """Figure for the table of goals: its text, and True if the goal is met (None: there is no goal)."""
 
     text: str
     met: bool | None
@@ -80,7 +83,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Goal:
-    """A line of the table: ``judge`` gets the result of the run; KeyError says that it does not hold the figure."""
+    """Line of the table.
+
+    judge: called with the result of the run. KeyError says that the result lacks the figure.
+    """
 
     case: str
     target: str
@@ -129,7 +135,7 @@ def _scaling(result: Result) -> Measured:
     )
 
 
-#: Growth over a run that is called none: allocators round, and the interpreter's caches fill up.
+#: Growth over a run that counts as none: allocators round, and the interpreter's caches fill up.
 TRACED_GROWTH_BYTES, RESIDENT_GROWTH_BYTES = 64 << 10, 4 << 20
 
 
@@ -154,8 +160,8 @@ def _written(result: Result) -> Measured:
 
 GOALS: tuple[Goal, ...] = (
     Goal("2 workers, shared memory, against gloo + fused Adam", "2.5x faster", "shm-2", _faster("gloo", 2.5)),
-    Goal("4 workers, likewise", "3.5x faster", "shm-4", _faster("gloo", 3.5)),
-    Goal("8 workers, likewise", "4x faster", "shm-8", _faster("gloo", 4.0)),
+    Goal("the same with 4 workers", "3.5x faster", "shm-4", _faster("gloo", 3.5)),
+    Goal("the same with 8 workers", "4x faster", "shm-8", _faster("gloo", 4.0)),
     Goal("2 workers, against Ray's actors", "5x faster", "shm-2-ray", _faster("ray", 5.0)),
     Goal("4 workers, against Ray's actors", "5x faster", "shm-4-ray", _faster("ray", 5.0)),
     Goal("tcp, float32, 2 workers: time over a raw echo's", "at most 1.4x", "tcp-2", _at_most("echo_tcp", 1.4)),

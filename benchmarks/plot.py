@@ -1,6 +1,6 @@
 """Curves as SVG, with the standard library alone. Values in, text out.
 
-Both axes are logarithmic, so that what grows in proportion is a straight line of slope 1; values must be positive.
+Both axes are logarithmic, so that proportional growth is a straight line of slope 1; values must be positive.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ _FACTORS = (1, 2, 5)
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten between two positive values, thinned out where there are many; at least one at
-    each end, so the first may be below ``low`` and the last above ``high``."""
+    """Return 1, 2 and 5 times powers of ten between two positive values, thinned out if there are many.
+
+    At least one is at each end, so the first may be below ``low`` and the last above ``high``.
+    """
     powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 2)
     factors = _FACTORS if len(powers) <= 4 else (1,)
     every = [factor * 10.0**power for power in powers for factor in factors]
@@ -46,7 +48,7 @@ class _Axis:
 
 
 def short(value: float) -> str:
-    """A number of few characters: 200M, 20k, 0.5."""
+    """Format a number in few characters: 200M, 20k, 0.5."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= unit:
             return f"{value / unit:g}{name}"
@@ -54,7 +56,7 @@ def short(value: float) -> str:
 
 
 def svg(title: str, x_label: str, y_label: str, lines: Mapping[str, Line]) -> str:
-    """A picture of lines by name. Raises ValueError for no point, or one that is not positive."""
+    """Return a picture of lines by name. Raises ValueError for no point, or one that is not positive."""
     points = [point for line in lines.values() for point in line]
     if not points or min(min(point) for point in points) <= 0:
         raise ValueError("a plot needs points, and they must be positive")

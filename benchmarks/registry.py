@@ -1,4 +1,4 @@
-"""The contenders: psdist and its peers, and the environments of peers that psdist does not need."""
+"""Contenders: psdist and its peers, and the environments of peers that psdist does not need."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dataclasses import replace
 from benchmarks.contenders import PEER_VENVS, Contender, module
 from benchmarks.turns import Settings
 
-#: What is installed in each environment.
+#: Packages of each environment.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "ray": ("ray==2.60.*", "numpy", "torch"),
     "tensorflow": ("tensorflow-cpu==2.21.*",),
     "flight": ("pyarrow==26.*",),
 }
-#: The environment that a peer needs.
+#: Environment of each peer.
 ENVIRONMENTS: Mapping[str, str] = {
     "ray": "ray", "ray_dataflow": "ray", "tensorflow": "tensorflow", "flight": "flight",
 }  # fmt: skip
@@ -27,8 +27,10 @@ ENVIRONMENTS: Mapping[str, str] = {
 def psdist(
     settings: Settings, transport: str, name: str = "psdist", environment: Mapping[str, str] | None = None
 ) -> Contender:
-    """psdist as a user starts it: ``psdist run`` with its own choice of threads. Without a storage, so that nothing
-    writes a snapshot in another's turn, or leaves one."""
+    """Return psdist as a user starts it: ``psdist run`` with its own choice of threads.
+
+    It has no storage, so that it writes no snapshot in another's turn, and leaves none.
+    """
     command = module(
         "psdist.cli.main", "run", "--nservers", str(settings.servers), "--nproc-per-node", str(settings.workers),
         "--replicas", str(settings.replicas), "--storage-path", "none", "--max-restarts", "0",
@@ -90,7 +92,7 @@ def _kernel(settings: Settings, role: str) -> Contender:
 
 
 def kernel(settings: Settings) -> Contender:
-    """The lower bound: the step's arithmetic alone."""
+    """Return the lower bound: the step's arithmetic alone."""
     return _kernel(settings, "kernel")
 
 
@@ -110,7 +112,7 @@ def ray(settings: Settings) -> Contender:
 
 
 def ray_dataflow(settings: Settings) -> Contender:
-    """The same actors, driven by Ray's scheduler."""
+    """Return the same actors, driven by Ray's scheduler."""
     return _ray(settings, "ray_dataflow", "dataflow")
 
 
@@ -135,12 +137,12 @@ PEERS: Mapping[str, Callable[[Settings], Contender]] = {
 
 
 def python_of(environment: str) -> str:
-    """The interpreter of an environment."""
+    """Return the interpreter of an environment."""
     return str(PEER_VENVS / environment / "bin" / "python")
 
 
 def missing(peer: str) -> str:
-    """Why a peer cannot take part; empty if it can."""
+    """Return why a peer cannot take part; empty if it can."""
     if environment := ENVIRONMENTS.get(peer):
         if (PEER_VENVS / environment / "installed").exists():
             return ""
@@ -151,7 +153,7 @@ def missing(peer: str) -> str:
 
 
 def install(environment: str) -> None:
-    """Makes an environment. Raises CalledProcessError."""
+    """Make an environment. Raises CalledProcessError."""
     directory = PEER_VENVS / environment
     venv.create(directory, with_pip=True)
     subprocess.run([python_of(environment), "-m", "pip", "install", "--quiet", *PACKAGES[environment]], check=True)

@@ -29,7 +29,7 @@ Results = Mapping[str, Any]
 
 
 def run(one: plan.Run, *, full: bool, install: bool) -> dict[str, Any]:
-    """The result of a benchmark. Raises CalledProcessError."""
+    """Return the result of a benchmark. Raises CalledProcessError."""
     with tempfile.TemporaryDirectory(prefix="psdist-bench-") as directory:
         path = Path(directory, "result.json")
         command = [*one.command(full), "--json", str(path)]
@@ -44,13 +44,13 @@ def run(one: plan.Run, *, full: bool, install: bool) -> dict[str, Any]:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     lines = [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join([f"| {' | '.join(titles)} |", "|" + "---|" * len(titles), *lines])
 
 
 def page(results: Results, facts: Mapping[str, Any], notes: str) -> str:
-    """The whole text; parts without a result are left out."""
+    """Return the whole text, without the parts that have no result."""
     parts = [_introduction(facts), _goals(results)]
     writers = (_steps, _network, _latency, _scaling, _steady, _kernels, _startup, _memory, _snapshot)
     parts += [text for write in writers if (text := write(results))]
@@ -58,7 +58,7 @@ def page(results: Results, facts: Mapping[str, Any], notes: str) -> str:
 
 
 def section(heading: str, text: str, *tables: str) -> str:
-    """A heading, a paragraph that is broken into lines here, and what comes below it."""
+    """Return a heading, a paragraph that is broken into lines here, and what comes below it."""
     return "\n\n".join((heading, textwrap.fill(" ".join(text.split()), 124, break_on_hyphens=False), *tables))
 
 
@@ -261,7 +261,7 @@ def _snapshot(results: Results) -> str:
 
 
 def notes_of(text: str) -> str:
-    """The part of a page that is written by hand."""
+    """Return the part of a page that is written by hand."""
     return text[text.index(NOTES) :] if NOTES in text else ""
 
 
@@ -269,7 +269,7 @@ def notes_of(text: str) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     names = [one.name for one in plan.RUNS]
     line = argparse.ArgumentParser(prog="python -m benchmarks.report", description="All benchmarks, and their page.")
     line.add_argument("--full", action="store_true", help="measure longer")
@@ -285,7 +285,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and writes."""
+    """Measure and writes."""
     options = parser().parse_args(arguments)
     stored = json.loads(options.results.read_text()) if options.results.exists() else {"runs": {}}
     stored["machine"] = machine.facts()

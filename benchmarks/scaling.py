@@ -1,12 +1,12 @@
-"""How well training scales to more workers: ``python -m benchmarks.scaling``.
+"""Scaling of training to more workers: ``python -m benchmarks.scaling``.
 
 Each worker "computes" for a fixed time without using the CPU, as if it had an accelerator, and its gradient becomes
-ready bucket by bucket during the last two thirds of that time (``emulation``); what a step takes longer than that is
-communication that could not be hidden. psdist pushes each tensor as it becomes ready (``push_pull_async``); gloo
-reduces buckets of 25 MB as DistributedDataParallel does, then updates by torch's fused Adam. Both take turns.
+ready bucket by bucket during the last two thirds of that time (``emulation``). The rest of a step is communication that
+could not be hidden. psdist pushes each tensor as it becomes ready (``push_pull_async``); gloo reduces buckets of 25 MB
+as DistributedDataParallel does, then updates by torch's fused Adam. Both take turns.
 
-Efficiency is compute time / step time. What it is not: a test; it asserts nothing, and its figures are those of this
-machine at this moment, whose cores all workers share.
+Efficiency is compute time / step time. It asserts nothing, and its figures are those of this machine at this moment,
+whose cores all workers share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.turns import Settings
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Emulated accelerators.")
     line.add_argument("--workers", type=int, nargs="+", default=list(range(1, 9)), metavar="W", help="default: 1 to 8")
     line.add_argument("--servers", type=int, default=2)
@@ -47,14 +47,14 @@ def point(step_ms: float, compute_ms: float) -> dict[str, float]:
 
 
 def relative(points: dict[str, dict[str, Any]], first: str) -> None:
-    """Adds to each point its efficiency relative to that of the fewest workers."""
+    """Add to each point its efficiency relative to the point with the fewest workers."""
     for of_workers in points.values():
         for name, one in of_workers.items():
             one["relative_efficiency"] = one["efficiency"] / points[first][name]["efficiency"]
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs both for each number of workers and returns what ``--json`` writes."""
+    """Run both for each number of workers and returns what ``--json`` writes."""
     points: dict[str, dict[str, Any]] = {}
     for workers in options.workers:
         settings = Settings(
@@ -80,7 +80,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def row(workers: int, contenders: dict[str, Any]) -> str:
-    """A line of the text."""
+    """Return a line of the text."""
     cells = [
         f"{name} {one['step_ms']:7.1f} ms, efficiency {one['efficiency']:6.1%}" for name, one in contenders.items()
     ]
@@ -88,7 +88,7 @@ def row(workers: int, contenders: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

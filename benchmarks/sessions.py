@@ -1,9 +1,9 @@
-"""What the scheduler does with so many sessions, for ``growth``.
+"""Load of many sessions on the scheduler, for ``growth``.
 
-So many sessions of real clients, held by a few processes, join one scheduler at a time. Measured are the time until all
-have joined; the time from the moment at which one more begins to register until all have the new cluster map; CPU and
-memory of the scheduler while nothing happens but heartbeats; the report of ``psdist status``; and the time until all
-have left. What it is not: a test; it asserts nothing. The clients share the machine with the scheduler.
+Sessions of real clients, held by a few processes, join one scheduler concurrently. It measures the time until all have
+joined; the time from the start of another registration until all have the new cluster map; CPU and memory of the idle
+scheduler, which only receives heartbeats; the report of ``psdist status``; and the time until all have left. It asserts
+nothing. The clients share the machine with the scheduler.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from psdist.settings.config import await_address
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire.scheduler_client import scheduler_at
 
-#: Workers that join one after another, to see how long the others wait for a new map.
+#: Workers that join one after another, to measure how long the others wait for a new map.
 NEWCOMERS = 5
 _START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
 class Sessions:
-    """Figures of one number of sessions; seconds, bytes, and parts of one core."""
+    """Figures for one number of sessions; seconds, bytes, and shares of one core."""
 
     sessions: int
     joined_seconds: float
-    #: Epochs that their joining made.
+    #: Epochs created by their joining.
     epochs: int
     #: Median of ``NEWCOMERS``.
     told_seconds: float
@@ -60,7 +60,7 @@ HEADING = (
 
 
 class Scheduler:
-    """The scheduler of one run: its process, and what it answers."""
+    """Scheduler of one run: its process and its answers."""
 
     def __init__(self, running: Running) -> None:
         self._process = psutil.Process(running.processes[0].pid)
@@ -76,7 +76,7 @@ class Scheduler:
         return int(self._process.memory_info().rss)
 
     def status(self) -> pb.GetStatusResponse:
-        """The report of ``psdist status``."""
+        """Return the report of ``psdist status``."""
 
         async def ask() -> pb.GetStatusResponse:
             async with scheduler_at(self._address, "") as call:
@@ -87,7 +87,7 @@ class Scheduler:
 
 
 def contender(sessions: int, holders: int) -> Contender:
-    """A scheduler with its store on the disk, as ``psdist run`` starts it, and the processes that hold sessions."""
+    """Return a scheduler with its store on disk, as ``psdist run`` starts it, and processes that hold sessions."""
     scheduler = module(
         "psdist_scheduler", "--address-file", f"{DIRECTORY}/scheduler", "--store", f"{DIRECTORY}/store", "--log-level",
         "warning", "--min-workers", str(sessions),
@@ -111,7 +111,7 @@ def measure(sessions: int, processes: int, rest_seconds: float) -> Sessions:
             *heard, joins = running.carry_out(orders | {newcomer: {"join": [sessions + number]}})
             told.append(max(one["done"] for one in heard) - joins["began"])
         cpu, began = scheduler.cpu_seconds(), time.monotonic()
-        time.sleep(rest_seconds)  # What is measured is what it does meanwhile.
+        time.sleep(rest_seconds)  # Measures its work during this time.
         rest_cpu = (scheduler.cpu_seconds() - cpu) / (time.monotonic() - began)
         began = time.monotonic()
         status = scheduler.status()

@@ -1,17 +1,16 @@
-"""Hosts with links of a given speed, on one machine: network namespaces, of which each has one shaped link.
+"""Hosts with links of a given speed, on one machine: network namespaces, each with one shaped link.
 
 A host is a namespace of ``psdist.chaos.faults.WorkerNetwork`` with a name of its own, and a directory of its own for
 ``/dev/shm``, so that processes share memory within a host and not between hosts. ``tc tbf`` limits its link in both
-directions: where the host sends, and where the bridge sends to it. This process's own namespace, at ``gateway``, is a
-host without a limit.
+directions: at the host, and at the bridge. This process's own namespace, at ``gateway``, is a host without a limit.
 
-The bucket of a filter is no smaller than the largest packet that TCP hands to an interface (64 KiB, segmented later),
-which would otherwise be segmented by the filter. Above that it is 3 ms of the rate: the filter is that late at
-times, and what it could have sent meanwhile would be lost to it. The queue is what a switch of that speed has: at
-least 512 KiB, and 5 ms of the rate. TCP's congestion control is this machine's. Counters are those of the interfaces,
-whose bytes are without the headers of packets that are segmented later.
+The bucket of a filter is at least the largest packet that TCP hands to an interface (64 KiB, segmented later), which
+the filter would otherwise segment. Beyond that it is 3 ms of the rate: the filter is sometimes that late, and would
+lose this capacity. The queue matches a switch of that speed: at least 512 KiB, and 5 ms of the rate. TCP's congestion
+control is this machine's. Counters are those of the interfaces, whose bytes exclude the headers of packets that are
+segmented later.
 
-Needs root, ``ip`` and ``tc``: ``hosts_missing`` says what a machine lacks. Leaving the block removes all.
+Needs root, ``ip`` and ``tc``: ``hosts_missing`` tells if a machine lacks one. Leaving the block removes all.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _BECOME = 'mount --bind "$0" /dev/shm && echo "host-${0##*/}" > /proc/sys/kernel
 
 
 def hosts_missing() -> str:
-    """Why this machine cannot have such hosts; empty if it can."""
+    """Return why this machine cannot have such hosts; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     for program, package in (("ip", "iproute2"), ("tc", "iproute2"), ("unshare", "util-linux")):
@@ -67,7 +66,7 @@ class Counters:
 
 
 class ShapedHosts(WorkerNetwork):
-    """``hosts`` hosts whose links have ``bits_per_second``. Raises ConfigurationError, and then leaves none."""
+    """``hosts`` hosts whose links have ``bits_per_second``. Raises ConfigurationError, and then leaves none behind."""
 
     def __init__(self, hosts: int, bits_per_second: float) -> None:
         self.hosts = hosts
@@ -83,17 +82,17 @@ class ShapedHosts(WorkerNetwork):
             raise
 
     def inside(self, host: int) -> tuple[str, ...]:
-        """The prefix of a command line that runs on a host; the process keeps its id."""
+        """Return the prefix of a command line that runs on a host; the process keeps its id."""
         return (*super().inside(host), "unshare", "--uts", "sh", "-c", _BECOME, str(self._directory / str(host)))
 
     def counters(self, host: int) -> Counters:
-        """What has passed a host's link so far."""
+        """Return the bytes that have passed a host's link."""
         shown = run_command("ip", "-n", self.namespace(host), "-s", "-j", "link", "show", "dev", INTERFACE)
         found = json.loads(shown)[0]["stats64"]
         return Counters(sent=found["tx"]["bytes"], received=found["rx"]["bytes"])
 
     def close(self) -> None:
-        """Removes everything. Closing again does nothing."""
+        """Remove everything. Closing again does nothing."""
         super().close()
         shutil.rmtree(self._directory, ignore_errors=True)
 

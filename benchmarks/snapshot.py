@@ -1,11 +1,11 @@
-"""What a snapshot costs training, and how fast it is written: ``python -m benchmarks.snapshot``.
+"""Cost of a snapshot to training, and speed of writing it: ``python -m benchmarks.snapshot``.
 
-One run of ``psdist run`` whose workers make rounds of steps; in every second round a snapshot is taken, on demand, so
-that its cut is the next step that nobody has passed. Compared are all steps of the rounds with one and of the rounds
+In one run of ``psdist run`` the workers make rounds of steps; in every second round a snapshot is taken, on demand, so
+that its cut is the next step that no worker has passed. Steps of the rounds with a snapshot are compared with those
 without: the stall is the difference of their 99th percentiles. The files' time is from their directory to their
 manifest. Beside it, in the same run and on the same disk, one process writes files of the same sizes one after another
-and syncs each; both once while the worker trains, and once while it rests. What it is not: a test; it asserts nothing,
-and its figures are those of this machine at this moment.
+and syncs each; both once while the worker trains, and once while it is idle. It asserts nothing, and its figures are
+those of this machine at this moment.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from benchmarks.contenders import PEER_VENVS, ROOT
 _CHUNK_BYTES = 1 << 20
 _WARM_STEPS = 5
 _LOOK_SECONDS = 0.002
-#: Rounds are at least so many steps, and go on until their snapshot is committed.
+#: Smallest number of steps of a round, which lasts until its snapshot is committed.
 _COMMIT_SECONDS_MAX = 120.0
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    line = argparse.ArgumentParser(prog="python -m benchmarks.snapshot", description="What a snapshot costs training.")
+    """Return the command line."""
+    line = argparse.ArgumentParser(prog="python -m benchmarks.snapshot", description="Cost of a snapshot to training.")
     line.add_argument("--params", type=int, default=25_000_000)
     line.add_argument("--servers", type=int, default=1)
     line.add_argument("--rounds", type=int, default=6, help="rounds with a snapshot (default: %(default)s)")
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
 
 @dataclass
 class Worker:
-    """Makes the steps. storage: of the run, a directory."""
+    """Makes the steps. storage: directory of the run."""
 
     options: argparse.Namespace
     storage: Path
@@ -67,21 +67,21 @@ class Worker:
     def run(self) -> dict[str, Any]:
         """All rounds."""
         self.steps(_WARM_STEPS)
-        self.save(train=True)  # The first one loads libraries, compiles nothing any more, and is not counted.
+        self.save(train=True)  # The first one loads libraries, and is not counted.
         self.during.clear()
         self.written.clear()
         for _ in range(self.options.rounds):
             self.normal.append(self.steps(self.options.steps))
             self.save(train=True)
             self.write_plainly(train=True)
-            self.steps(1)  # Else there is nothing new to save.
+            self.steps(1)  # Otherwise there is nothing new to save.
             self.save(train=False)
             self.write_plainly(train=False)
         return {"normal": self.normal, "during": self.during, "written": self.written, "plain": self.plain}
 
     def step(self) -> float:
         if self.options.compute_ms:
-            time.sleep(self.options.compute_ms / 1e3)  # Stands for the computing of a gradient.
+            time.sleep(self.options.compute_ms / 1e3)  # Emulates the computation of a gradient.
         begin = time.perf_counter()
         self.bench.step()
         return time.perf_counter() - begin
@@ -90,7 +90,7 @@ class Worker:
         return [self.step() for _ in range(count)]
 
     def save(self, train: bool) -> None:
-        """A snapshot, during which steps are made, or none."""
+        """Take a snapshot, while steps are made or not."""
         before, deadline = self.commits(), time.perf_counter() + _COMMIT_SECONDS_MAX
         seconds: list[float] = []
         watch = _Watch(self.storage / "snapshots")
@@ -111,14 +111,14 @@ class Worker:
         )
 
     def commits(self) -> set[str]:
-        """Names of the commit records."""
+        """Name of the commit records."""
         try:
             return {name for name in os.listdir(self.storage / "commits") if name.endswith(".json")}
         except FileNotFoundError:
             return set()
 
     def write_plainly(self, train: bool) -> None:
-        """Files like those of the newest snapshot, during which steps are made, or none."""
+        """Write files like those of the newest snapshot, while steps are made or not."""
         newest = max((self.storage / "snapshots").iterdir(), key=lambda directory: directory.stat().st_mtime)
         sizes = [file.stat().st_size for file in newest.iterdir()]
         command = [sys.executable, "-c", _WRITE, str(self.storage.parent / "plain"), *map(str, sizes)]
@@ -133,7 +133,7 @@ class Worker:
 
 
 class _Watch(threading.Thread):
-    """Sees a snapshot begin and end: from its directory to its manifest, which comes when all files are durable."""
+    """Observer of a snapshot's start and end: its directory, and its manifest, which is written last."""
 
     def __init__(self, snapshots: Path) -> None:
         super().__init__(daemon=True)
@@ -146,7 +146,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         while not (new := self._names() - self._before):
-            time.sleep(_LOOK_SECONDS)  # In a thread of its own, which only looks.
+            time.sleep(_LOOK_SECONDS)  # In a thread of its own, which only observes.
         began = time.perf_counter()
         while not (self._snapshots / new.pop() / "manifest.json").exists():
             new = self._names() - self._before
@@ -154,7 +154,7 @@ class _Watch(threading.Thread):
         self.seconds = time.perf_counter() - began
 
 
-#: A process that writes plainly: it says that it is ready, begins when its input ends, and tells the seconds.
+#: Process that writes plainly: it reports that it is ready, starts when its input ends, and prints the seconds.
 _WRITE = f"""
 import os, shutil, sys, time
 data = os.urandom({_CHUNK_BYTES})
@@ -188,7 +188,7 @@ def work(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs it, and returns what ``--json`` writes."""
+    """Run it, and return the content of ``--json``."""
     parent = options.storage or PEER_VENVS
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="snapshot-", dir=parent) as directory:
@@ -216,7 +216,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def result(raw: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Figures of what the worker measured. Seconds by round; ``written`` and ``plain`` are files."""
+    """Return figures of the worker's measurements. Seconds by round; ``written`` and ``plain`` are files."""
     normal = [second for one in raw["normal"] for second in one]
     during = [second for one in raw["during"] for second in one]
     steps = {name: figures.latencies(seconds) for name, seconds in (("normal", normal), ("during", during))}
@@ -245,7 +245,7 @@ def result(raw: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The result as text."""
+    """Return the result as text."""
     lines = [f"{'milliseconds a step':24}{'p50':>9}{'p90':>9}{'p99':>9}{'slowest':>9}"]
     for name, title in (("normal", "without a snapshot"), ("during", "while one is taken")):
         points = found["steps_ms"][name]
@@ -262,7 +262,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     if options.worker is not None:
         work(options)

@@ -1,8 +1,8 @@
 """Time from the command to the first step: ``python -m benchmarks.startup``.
 
-Runs ``psdist run --nservers 2 --nproc-per-node 2 examples/digits.py`` several times and notes when the worker says that
-its first step is done. The first run may have to compile kernels and is reported apart. What it is not: a test; it
-asserts nothing, and its figures are those of this machine at this moment.
+Runs ``psdist run --nservers 2 --nproc-per-node 2 examples/digits.py`` several times and measures when the worker
+reports its first step. The first run may have to compile kernels and is reported separately. It asserts nothing, and
+its figures are those of this machine at this moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMAND = ["psdist.cli.main", "run", "--nservers", "2", "--nproc-per-node", "2",
 
 
 def first_step_seconds() -> float:
-    """Seconds from starting the command to the line that tells of the first step."""
+    """Return the seconds from starting the command to the line about the first step."""
     begin = time.perf_counter()
     with subprocess.Popen(
         [sys.executable, "-m", *COMMAND], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -38,7 +38,7 @@ def first_step_seconds() -> float:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and prints."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=first_step_seconds.__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="runs after the first")
     parser.add_argument("--json", type=Path, help="write the results there too")

@@ -1,8 +1,8 @@
 """Memory over many steps: ``python -m benchmarks.steady``.
 
 Runs two workers and two servers for a thousand steps with each transport, and looks at every process of the run after
-each tenth of them: what Python has allocated (tracemalloc, with its peak since the last look) and what is resident
-(RSS). Growth is that of the second half of the steps: what the first ones allocate may stay. What it is not: a test; it
+each tenth of them: the memory that Python has allocated (tracemalloc, with its peak since the last look) and the
+resident memory (RSS). Growth is that of the second half of the steps: allocations of the first ones may stay. It
 asserts nothing. Steps are slower than without tracemalloc; ``--untraced`` leaves it out, for runs of many steps.
 """
 
@@ -32,7 +32,7 @@ _MODULES = {"psdist_scheduler": "scheduler", "psdist_server": "server", "benchma
 
 @dataclass
 class Watched:
-    """One process of the run, and what was seen at each look, in bytes."""
+    """One process of the run, and its observations, in bytes."""
 
     role: str
     process: psutil.Process
@@ -41,8 +41,7 @@ class Watched:
     resident: list[int] = field(default_factory=list)
 
     def look(self, traces: Path | None) -> None:
-        """Asks the process, unless it is not traced, and the system. Raises ContenderError for one that does not
-        answer."""
+        """Query the process, unless it is not traced, and the system. Raises ContenderError if it does not answer."""
         if traces is not None:
             self._ask(traces)
         self.resident.append(self.process.memory_info().rss)
@@ -54,14 +53,14 @@ class Watched:
         deadline = time.monotonic() + _TELL_SECONDS
         while not path.exists():
             if time.monotonic() > deadline:
-                raise ContenderError(f"a {self.role} did not tell what it has allocated")
+                raise ContenderError(f"a {self.role} did not report its allocations")
             time.sleep(0.01)
         told = json.loads(path.read_text())
         self.current.append(told["current"])
         self.peak.append(told["peak"])
 
     def as_json(self) -> dict[str, Any]:
-        """Growth over the second half of the steps, and all that was seen."""
+        """Return growth over the second half of the steps, and all observations."""
         half = LOOKS // 2 - 1
         traced = {}
         if self.current:
@@ -89,7 +88,7 @@ def watched(running: Running) -> list[Watched]:
 
 
 def measure(options: argparse.Namespace, transport: str) -> list[dict[str, Any]]:
-    """The processes of one run."""
+    """Return the processes of one run."""
     settings = Settings(params=options.params, workers=options.workers, servers=options.servers, copy=options.copy)
     with tempfile.TemporaryDirectory(prefix="psdist-bench-") as name:
         traces = Path(name)
@@ -108,7 +107,7 @@ def measure(options: argparse.Namespace, transport: str) -> list[dict[str, Any]]
 
 
 def table(processes: list[dict[str, Any]]) -> str:
-    """The processes as text."""
+    """Return the processes as text."""
     columns = {
         "traced growth": "traced_growth_bytes",
         "a step above": "traced_above_bytes",
@@ -124,7 +123,7 @@ def table(processes: list[dict[str, Any]]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.steady", description="Memory over many steps.")
     line.add_argument("--steps", type=int, default=1000)
     line.add_argument("--workers", type=int, default=2)
@@ -138,7 +137,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     result: dict[str, Any] = {"steps": options.steps, "params": options.params, "processes": {}}
     for transport in options.transport:

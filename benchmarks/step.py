@@ -1,7 +1,7 @@
 """One training step beside its peers, in the same run, in turns: ``python -m benchmarks.step --peer gloo``.
 
-What it is: the time in which a step's gradients become new weights at all workers, from gradients that are there before
-the clock starts, for psdist and for what one could use instead. Ratios are peer / psdist: above 1 psdist is faster.
+It measures the time in which a step's gradients become new weights at all workers, from gradients that exist before the
+clock starts, for psdist and for its alternatives. Ratios are peer / psdist: above 1 psdist is faster.
 
 It asserts nothing, and its figures are those of this machine at this moment.
 """
@@ -23,7 +23,7 @@ from psdist.types import WIRE_DTYPES
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     line = argparse.ArgumentParser(prog="python -m benchmarks.step", description="One training step beside its peers.")
     line.add_argument("--workers", type=int, default=2)
     line.add_argument("--servers", type=int, default=2)
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
-    """The settings of the contenders."""
+    """Return the settings of the contenders."""
     return Settings(
         params=options.params,
         workers=options.workers,
@@ -61,7 +61,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
 
 
 def choose(wanted: Sequence[str], *, install: bool) -> tuple[list[str], dict[str, str]]:
-    """Peers that can take part, and why the others cannot."""
+    """Return the peers that can take part, and why the others cannot."""
     names = list(registry.PEERS) if "all" in wanted else list(dict.fromkeys(wanted))
     for name in names:
         if install and name in registry.ENVIRONMENTS and registry.missing(name):
@@ -73,7 +73,7 @@ def choose(wanted: Sequence[str], *, install: bool) -> tuple[list[str], dict[str
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Runs all contenders and returns what ``--json`` writes."""
+    """Run all contenders and return the content of ``--json``."""
     settings = settings_of(options)
     names, reasons = choose(options.peer, install=options.install_peers)
     contenders = [registry.psdist(settings, settings.transport), *(registry.PEERS[name](settings) for name in names)]
@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """The result as text."""
+    """Return the result as text."""
     lines = [f"{'psdist':12}{result['psdist_ms']:9.1f} ms   {transports(result)}"]
     for name, peer in result["peers"].items():
         if "missing" in peer:
@@ -101,12 +101,12 @@ def table(result: dict[str, Any]) -> str:
 
 
 def transports(result: dict[str, Any]) -> str:
-    """How psdist reached its servers."""
+    """Return how psdist reached its servers."""
     return ", ".join(sorted(set(result["psdist"]["transports"].values())))
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """A bar for each contender."""
+    """Draw a bar for each contender."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -130,7 +130,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures, prints, and writes the file of ``--json``."""
+    """Measure, prints, and writes the file of ``--json``."""
     options = parser().parse_args(arguments)
     try:
         result = measure(options)

@@ -1,5 +1,6 @@
-"""A training step of the character transformer through psdist, beside torch's DDP over gloo: in the same processes, in
-turns, so that a noisy moment of the machine hits all alike.
+"""A training step of the character transformer through psdist, beside torch's DDP over gloo.
+
+Both run in the same processes, in turns, so that a noisy moment of the machine affects all equally.
 
 python -m benchmarks.torch_step                 # two workers, two servers on this host
 python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dtype bfloat16
@@ -7,8 +8,8 @@ python -m benchmarks.torch_step --transport tcp --compression bfloat16 --pull-dt
 ``psdist`` is ``psdist.torch.DistributedOptimizer``, ``ddp`` the same script with torch's DistributedDataParallel and
 its defaults, ``ddp_tuned`` with ``gradient_as_bucket_view=True`` and fused AdamW, ``alone`` one process without
 communication. Phases are forward (with the batch), backward and optimizer step of rank 0, in ms. "processor" is the
-processor time of all processes of the run for one step, workers and servers, in ms: where workers share few cores it
-says more than the step does.
+processor time of all processes of the run for one step, workers and servers, in ms. If workers share few cores it tells
+more than the step's time.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ sys.path.insert(0, str(torch_workers.ROOT / "examples"))
 from torch_chargpt import CharGPT, loss_of, read_text, samples  # the examples are no package
 
 PHASES = ("forward", "backward", "step")
-#: Of each turn: caches and pages are another contender's.
+#: Uncounted steps of each turn, which start with the caches and pages of another contender.
 UNTIMED = 1
 
 Loop = tuple[nn.Module, torch.optim.Optimizer]
@@ -93,7 +94,7 @@ def processor_seconds() -> float:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Takes turns with all contenders; rank 0 writes the times."""
+    """Take turns with all contenders; rank 0 writes the times."""
     import psdist
 
     context = psdist.init()
@@ -128,8 +129,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def summary(times: dict[str, Any]) -> dict[str, Any]:
-    """Medians in ms by contender, and how many times as long as psdist each takes: the median over rounds, and the
-    least and largest."""
+    """Return medians in ms by contender, and their ratios to psdist: median over rounds, minimum and maximum."""
     rounds = times["rounds"]
     result: dict[str, Any] = {"parameters": times["parameters"], "transport": times["transport"], "contenders": {}}
     totals = {name: [median(sum(step) for step in one[name]) for one in rounds] for name in rounds[0]}
@@ -147,7 +147,7 @@ def summary(times: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Prints a table."""
+    """Print a table."""
     print(f"{result['parameters']:,} parameters by {result['transport']}")
     print(f"{'':10} {'total':>8} {'forward':>8} {'backward':>8} {'step':>8} {'processor':>9}   times psdist's")
     for name, one in result["contenders"].items():
@@ -157,7 +157,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments."""
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description="A step of the character transformer, beside DDP over gloo.")
     parser.add_argument("--batch", type=int, default=4, help="passages of a step, of all workers together")
     parser.add_argument("--context", type=int, default=64, help="characters of a passage")

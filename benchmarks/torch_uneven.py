@@ -1,12 +1,14 @@
-"""Steps whose workers have different numbers of micro-batches: through psdist, each worker makes its own; under torch's
-DDP, workers with fewer make up for them with padding. In the same processes, in turns.
+"""Steps whose workers have different numbers of micro-batches: through psdist, and under torch's DDP with padding.
+
+Through psdist each worker makes its own micro-batches; under DDP, workers with fewer make up for them with padding.
+Both run in the same processes, in turns.
 
 python -m benchmarks.torch_uneven                 # four workers that share this machine's cores
 python -m benchmarks.torch_uneven --sleep 20      # micro-batches of 20 ms without a core, as on hosts of their own
 
 Numbers of micro-batches are lognormal, the same for all contenders. ``psdist`` is one weighted step in BSP,
-``psdist_ssp`` is SSP(2), where a worker may be two steps ahead. ``ddp`` synchronizes in the last micro-batch of the
-slowest worker, and the others compute as many, of which the surplus counts for nothing.
+``psdist_ssp`` is SSP(2), in which a worker may be two steps ahead. ``ddp`` synchronizes in the last micro-batch of the
+slowest worker; the others compute equally many, and the surplus does not count.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ CONTENDERS: Final = ("psdist", "psdist_ssp", "ddp")
 
 
 def counts(step: int, workers: int, options: argparse.Namespace) -> list[int]:
-    """How many micro-batches each worker has in a step."""
+    """Return the number of micro-batches of each worker in a step."""
     drawn = np.random.default_rng((options.seed, step)).lognormal(np.log(options.median), options.sigma, workers)
     return [int(number) for number in np.clip(np.ceil(drawn), 1, MICRO_BATCHES_LAST)]
 
 
 def network(width: int) -> nn.Module:
-    """Three layers. 2.6 million parameters for a width of 1024."""
+    """Return three layers. 2.6 million parameters for a width of 1024."""
     return nn.Sequential(
         nn.Linear(256, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), nn.GELU(),
         nn.Linear(width, 16),
@@ -46,7 +48,7 @@ def network(width: int) -> nn.Module:
 
 
 class Work:
-    """What one worker does in a micro-batch: the sum of its samples' losses, and their gradients."""
+    """Work of one worker in a micro-batch: the sum of its samples' losses, and their gradients."""
 
     def __init__(self, options: argparse.Namespace, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -55,7 +57,7 @@ class Work:
         self._seconds = options.sleep / 1e3
 
     def backward(self, model: nn.Module, factor: float) -> None:
-        """factor: of the summed loss."""
+        """Compute the gradients. factor: factor on the summed loss."""
         if self._seconds:
             time.sleep(self._seconds)
         loss: Tensor = nn.functional.cross_entropy(model(self._inputs), self._classes, reduction="sum")
@@ -63,7 +65,7 @@ class Work:
 
 
 def through_psdist(work: Work, model: nn.Module, optimizer: Any, weighted: bool) -> Callable[[list[int], int], None]:
-    """A step of a worker's own micro-batches."""
+    """Make a step of a worker's own micro-batches."""
 
     def step(numbers: list[int], rank: int) -> None:
         mine = numbers[rank]
@@ -79,7 +81,7 @@ def through_psdist(work: Work, model: nn.Module, optimizer: Any, weighted: bool)
 
 
 def under_ddp(work: Work, model: Any, optimizer: torch.optim.Optimizer) -> Callable[[list[int], int], None]:
-    """A step of as many micro-batches as the slowest worker has."""
+    """Make a step of as many micro-batches as the slowest worker has."""
 
     def step(numbers: list[int], rank: int) -> None:
         total, most = sum(numbers) * SAMPLES, max(numbers)
@@ -93,7 +95,7 @@ def under_ddp(work: Work, model: Any, optimizer: torch.optim.Optimizer) -> Calla
 
 
 def steps_of(options: argparse.Namespace, rank: int, world: int) -> dict[str, Callable[[list[int], int], None]]:
-    """A step of each contender."""
+    """Return a step function of each contender."""
     import psdist.torch
 
     work, result = Work(options, rank), {}
@@ -114,7 +116,7 @@ def steps_of(options: argparse.Namespace, rank: int, world: int) -> dict[str, Ca
 
 
 def worker(options: argparse.Namespace) -> None:
-    """Takes turns with all contenders; rank 0 writes the seconds of a step in each turn."""
+    """Take turns with all contenders; rank 0 writes the seconds of a step in each turn."""
     import psdist
 
     context = psdist.init()
@@ -137,7 +139,7 @@ def worker(options: argparse.Namespace) -> None:
 
 
 def show(rounds: list[dict[str, float]], options: argparse.Namespace) -> None:
-    """Prints a table: the median step, and DDP's step beside each one's, in the same round."""
+    """Print a table: the median step, and DDP's step relative to each one's, in the same round."""
     drawn = [
         counts(step, options.workers, options) for step in range(options.steps, (options.rounds + 1) * options.steps)
     ]
@@ -150,7 +152,7 @@ def show(rounds: list[dict[str, float]], options: argparse.Namespace) -> None:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments."""
+    """Return the arguments."""
     parser = argparse.ArgumentParser(description="Steps of uneven work, beside DDP with padding.")
     parser.add_argument("--median", type=float, default=3.0, help="micro-batches of a worker's step")
     parser.add_argument("--sigma", type=float, default=1.0, help="of their logarithm")

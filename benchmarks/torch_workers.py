@@ -1,4 +1,4 @@
-"""Workers of a benchmark that are in a run of psdist and in a process group of torch over gloo at the same time."""
+"""Workers of a benchmark that belong to a run of psdist and to a process group of torch over gloo."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any, Final
 import torch.distributed as dist
 
 ROOT: Final = Path(__file__).resolve().parent.parent
-#: Names the folder of a run to its workers.
+#: Variable with the folder of a run, for its workers.
 _VARIABLE: Final = "BENCH_TORCH_WORKERS"
 
 
 def run(module: str, options: argparse.Namespace, arguments: Sequence[str]) -> Any:
-    """Starts ``options.workers`` processes of ``module`` with ``--worker``, and servers; what one of them wrote."""
+    """Start ``options.workers`` processes of ``module`` with ``--worker``, and servers. Returns one worker's output."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "psdist.cli.main", "run", "--nservers", str(options.servers),
@@ -34,11 +34,11 @@ def run(module: str, options: argparse.Namespace, arguments: Sequence[str]) -> A
 
 
 def join_gloo(rank: int, world: int) -> None:
-    """Makes torch's process group of all workers."""
+    """Make torch's process group of all workers."""
     store = f"file://{Path(os.environ[_VARIABLE]) / 'rendezvous'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
 
 
 def write(value: Any) -> None:
-    """Hands a JSON value to who started the workers."""
+    """Send a JSON value to the process that started the workers."""
     (Path(os.environ[_VARIABLE]) / "written.json").write_text(json.dumps(value))

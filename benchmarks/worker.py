@@ -1,7 +1,7 @@
 """psdist's own worker process in the benchmarks; ``psdist run`` starts it, scheduler and servers.
 
-Roles: ``""`` makes steps with ``psdist.Client``, overlapped with an emulated backward pass where ``compute_ms`` is set;
-``async`` makes them with ``psdist.AsyncClient`` in an asyncio program.
+Roles: ``""`` makes steps with ``psdist.Client``, overlapped with an emulated backward pass if ``compute_ms`` is set;
+    ``async`` makes them with ``psdist.AsyncClient`` in an asyncio program.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psdist.bench import BenchSettings, StepBench, vary
 
 
 def bench_settings(settings: turns.Settings) -> BenchSettings:
-    """What of the settings is psdist's."""
+    """Return psdist's part of the settings."""
     return BenchSettings(
         params=settings.params,
         wire_dtype=settings.wire_dtype,  # type: ignore[arg-type]
@@ -31,7 +31,7 @@ def bench_settings(settings: turns.Settings) -> BenchSettings:
 
 
 class OverlappedBench(StepBench):
-    """Steps whose gradients come bucket by bucket, a tensor each, the last layers first."""
+    """Steps whose gradients become ready bucket by bucket, a tensor each, the last layers first."""
 
     def __init__(self, client: psdist.Client, settings: turns.Settings) -> None:
         super().__init__(client, bench_settings(settings))
@@ -39,7 +39,7 @@ class OverlappedBench(StepBench):
         self.schedule = emulation.Schedule(settings.compute_ms / 1e3, len(self.names))
 
     def step(self) -> None:
-        """One step: each tensor is handed over as it becomes ready, beside the rest of the backward pass."""
+        """Make one step: push each tensor as it becomes ready, beside the rest of the backward pass."""
         vary(self.gradients)
         begin = time.perf_counter()
         handles = []
@@ -51,7 +51,7 @@ class OverlappedBench(StepBench):
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     if settings.role == "async":
         asyncio.run(_main_async(settings))
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 async def _main_async(settings: turns.Settings) -> None:
-    """Turns come to a thread, because a client's loop must never be blocked."""
+    """Take turns in a thread, because a client's loop must never be blocked."""
     own = bench_settings(settings)
     async with psdist.AsyncClient() as client:
         parameters = await client.parameters(**own.arguments())

@@ -1,1 +1,1 @@
-"""What psdist is compared with: each module is the worker process of one peer (see ``benchmarks.turns``)."""
+"""Peers of psdist: each module is the worker process of one of them (see ``benchmarks.turns``)."""

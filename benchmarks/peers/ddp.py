@@ -1,7 +1,7 @@
 """torch's DistributedDataParallel over gloo, then torch's fused Adam on each worker.
 
-The model is a list of tensors whose gradients are there already: its backward pass hands them over and computes
-nothing, so that a step is what DistributedDataParallel takes by itself, with its buckets of 25 MB and its hooks. Role
+The gradients of the model, a list of tensors, exist before the step: its backward pass hands them over and computes
+nothing. A step is therefore the time of DistributedDataParallel itself, with its buckets of 25 MB and its hooks. Role
 ``fp16`` registers torch's own hook that sends gradients as float16.
 """
 
@@ -21,7 +21,7 @@ FP16 = "fp16"
 
 
 class _Given(torch.autograd.Function):
-    """Its gradients are given."""
+    """Function whose gradients are given."""
 
     @staticmethod
     def forward(context: Any, gradients: list[torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
         self.gradients = [torch.full((size,), 1e-3) for size in sizes]
 
     def forward(self) -> torch.Tensor:
-        """A loss."""
+        """Return a loss."""
         return _Given.apply(self.gradients, *self.layers)  # type: ignore[no-any-return] - torch has no type for it
 
 
@@ -64,7 +64,7 @@ class Replica:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     torch.set_num_threads(1)
     store = f"file://{turns.directory() / 'rendezvous'}"

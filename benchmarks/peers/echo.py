@@ -1,10 +1,10 @@
-"""Raw ``grpc.aio``: as many bytes as a step sends go up to servers that send the very messages back. No psdist in it.
+"""Raw ``grpc.aio``: the bytes of a step travel to servers that return the same messages. No psdist in it.
 
 Roles: ``server`` echoes; ``client`` (the worker) opens a stream to every server, writes its share of the bytes in
-messages of 1 MiB and reads as many, all at once. ``unary`` and ``stream`` send one small message to one server and wait
-for it to come back, by a call of its own or on a stream that stays open. Peers ``echo``: gRPC's default options but for
-the message size, and ``echo_tuned``: psdist's options for channels and servers, and its tuning of malloc, in clients
-and servers.
+    messages of 1 MiB and reads equally many, all concurrently. ``unary`` and ``stream`` send one small message to one
+    server and wait for its return, by a separate call or on an open stream. Peer ``echo`` has gRPC's default options
+    except for the message size. ``echo_tuned`` has psdist's options for channels and servers, and its tuning of malloc,
+    in clients and servers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DEFAULT_OPTIONS = [("grpc.max_receive_message_length", 4 << 20), ("grpc.max_sen
 
 
 def messages(settings: turns.Settings) -> list[list[bytes]]:
-    """What a client sends to each server."""
+    """Return the messages that a client sends to each server."""
     total = settings.params * ITEM_BYTES[settings.wire_dtype]
     block = bytes(MESSAGE_BYTES)
     sizes = [min(MESSAGE_BYTES, total - start) for start in range(0, total, MESSAGE_BYTES)]
@@ -47,7 +47,7 @@ async def _answer(request: bytes, context: Any) -> bytes:
 
 
 def make_server(tuned: bool) -> grpc.aio.Server:
-    """A server that echoes streams and single messages."""
+    """Return a server that echoes streams and single messages."""
     if tuned:
         from psdist.wire import channels
 
@@ -63,7 +63,7 @@ def make_server(tuned: bool) -> grpc.aio.Server:
 
 
 def open_channel(address: str, tuned: bool) -> grpc.aio.Channel:
-    """A channel to an echo server."""
+    """Return a channel to an echo server."""
     if tuned:
         from psdist.wire import channels
 
@@ -72,12 +72,12 @@ def open_channel(address: str, tuned: bool) -> grpc.aio.Channel:
 
 
 def address_file(number: int) -> Path:
-    """Where server ``number`` leaves its address."""
+    """Return the file to which server ``number`` writes its address."""
     return turns.directory() / f"server-{number}"
 
 
 async def serve_echo(settings: turns.Settings) -> None:
-    """An echo server, until the process is ended by the benchmark, or its directory is gone."""
+    """Run an echo server until the benchmark ends the process, or its directory disappears."""
     server = make_server(settings.role.endswith(TUNED))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -85,13 +85,13 @@ async def serve_echo(settings: turns.Settings) -> None:
     draft = path.with_suffix(".draft")
     draft.write_text(f"127.0.0.1:{port}")
     draft.rename(path)
-    # The connection to the benchmark is only held: it ends with the benchmark, however that ends.
+    # The connection to the benchmark is only held: it ends with the benchmark.
     await asyncio.to_thread(turns.serve, lambda steps: [])
     await server.stop(None)
 
 
 async def await_address(number: int) -> str:
-    """The address of server ``number``, once it is there."""
+    """Wait for the address of server ``number``."""
     path = address_file(number)
     while not path.exists():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(0.02)
@@ -99,7 +99,7 @@ async def await_address(number: int) -> str:
 
 
 async def exchange(call: Any, parts: list[bytes]) -> None:
-    """Writes all messages and reads as many, both at once."""
+    """Write all messages and read equally many, concurrently."""
 
     async def write() -> None:
         for part in parts:
@@ -139,7 +139,7 @@ async def _round_trip(stream: Any, message: bytes) -> None:
 
 
 async def take_turns(settings: turns.Settings) -> None:
-    """The client."""
+    """Run the client."""
     tuned = settings.role.endswith(TUNED)
     channels = [open_channel(await await_address(number), tuned) for number in range(settings.servers)]
     step = make_step(settings, channels)
@@ -159,7 +159,7 @@ async def take_turns(settings: turns.Settings) -> None:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     work = serve_echo if settings.role.startswith("server") else take_turns
     if not settings.role.endswith(TUNED):

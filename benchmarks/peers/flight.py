@@ -1,8 +1,8 @@
-"""``pyarrow.flight``, gRPC in C++: as many bytes as a step sends go up to servers that send them back. No psdist in it.
+"""``pyarrow.flight``, gRPC in C++: the bytes of a step travel to servers that return them. No psdist in it.
 
 Runs in an environment of its own. Role ``server`` echoes each record batch of a DoExchange; ``client`` (the worker)
-has an exchange with every server, which stays open, writes its share of the bytes in batches of 1 MiB and reads as
-many. Writing and reading have a thread each, since Flight's calls block; they let other threads run.
+keeps an exchange open with every server, writes its share of the bytes in batches of 1 MiB and reads equally many.
+Writing and reading have a thread each, since Flight's calls block; they let other threads run.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def batch_sizes(settings: turns.Settings) -> list[list[int]]:
 
 
 class Echo(flight.FlightServerBase):  # type: ignore[misc] - pyarrow has no types
-    """Sends back what comes."""
+    """Server that returns every batch."""
 
     def do_exchange(self, context: Any, descriptor: Any, reader: Any, writer: Any) -> None:
-        """Called by Flight, in a thread of each exchange."""
+        """Echo one exchange. Flight calls this in a thread per exchange."""
         writer.begin(reader.schema)
         for batch in _batches(reader):
             writer.write_batch(batch)
@@ -61,18 +61,18 @@ class Exchange:
         self._batches = [by_size[size] for size in sizes]
 
     def write(self) -> None:
-        """Writes the batches of one step."""
+        """Write the batches of one step."""
         for batch in self._batches:
             self._writer.write_batch(batch)
 
     def read(self) -> None:
-        """Reads the batches of one step."""
+        """Read the batches of one step."""
         for batch in self._batches:
             assert self._reader.read_chunk().data.num_rows == batch.num_rows
 
 
 def _batch(size: int) -> Any:
-    """A record batch of so many bytes."""
+    """Return a record batch of so many bytes."""
     return pa.record_batch([pa.Array.from_buffers(pa.uint8(), size, [None, pa.py_buffer(bytes(size))])], schema=SCHEMA)
 
 
@@ -88,27 +88,27 @@ def make_step(exchanges: list[Exchange], pool: ThreadPoolExecutor) -> Callable[[
 
 
 def address_file(number: int) -> Path:
-    """Where server ``number`` leaves its address."""
+    """Return the file to which server ``number`` writes its address."""
     return turns.directory() / f"server-{number}"
 
 
 def serve(settings: turns.Settings) -> None:
-    """A server, until the benchmark ends."""
+    """Run a server until the benchmark ends."""
     server = Echo("grpc://127.0.0.1:0")
     threading.Thread(target=server.serve, daemon=True).start()
     draft = address_file(settings.rank).with_suffix(".draft")
     draft.write_text(f"127.0.0.1:{server.port}")
     draft.rename(address_file(settings.rank))
     turns.serve(lambda steps: [])
-    os._exit(0)  # Flight's own end waits for the exchanges.
+    os._exit(0)  # Flight's own shutdown waits for the exchanges.
 
 
 def take_turns(settings: turns.Settings) -> None:
-    """The client."""
+    """Run the client."""
     sizes = batch_sizes(settings)
     for number in range(settings.servers):
         while not address_file(number).exists():
-            time.sleep(0.02)  # Nothing tells when a server has written its address.
+            time.sleep(0.02)  # There is no event when a server has written its address.
     addresses = [address_file(number).read_text() for number in range(settings.servers)]
     exchanges = [Exchange(address, mine) for address, mine in zip(addresses, sizes, strict=True)]
     with ThreadPoolExecutor(2 * settings.servers) as pool:
@@ -118,7 +118,7 @@ def take_turns(settings: turns.Settings) -> None:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     if settings.role == "server":
         serve(settings)

@@ -1,13 +1,13 @@
-"""A stranger without a token who floods a port: ``python -m benchmarks.peers.flooder KIND HOST PORT COUNT``.
+"""Stranger without a token who floods a port: ``python -m benchmarks.peers.flooder KIND HOST PORT COUNT``.
 
-It speaks just enough HTTP/2 by hand to cost little processor time of its own, so that what a flood takes is taken by
-the process under attack. It runs until its standard input ends, then prints a line of JSON: what was answered, how
-often a connection was closed by the other side, and the processor time that it used itself.
+It speaks a minimal hand-written HTTP/2 to use little processor time of its own, so that the load is on the attacked
+process. It runs until its standard input ends, then prints a line of JSON: the answers, how often the other side closed
+a connection, and its own processor time.
 
 ``calls``: complete calls without a token, one at a time on each connection. ``ping``: PING frames, 64 at a time.
-``reset``: calls that are reset as soon as they have begun. ``churn``: connections that say hello and hang up.
-``idle``: connections that say hello and then only answer pings. ``silent``: connections that say nothing.
-A connection that the other side closes is opened again, after a pause if that happens at once.
+``reset``: calls that are reset as soon as they have started. ``churn``: connections that say hello and hang up.
+``idle``: connections that say hello and then only answer pings. ``silent``: connections that say nothing. A connection
+that the other side closes is reopened, after a pause if it was closed immediately.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
 _PINGS_AT_ONCE: Final = 64
 _RESETS_AT_ONCE: Final = 16
 _STREAM_IDS: Final = 1 << 30
-#: Before a connection is opened again that was refused or closed without an answer.
+#: Pause before reopening a connection that was refused or closed without an answer.
 _RETRY_SECONDS: Final = 0.1
-#: Connections that are opened at a time: the queue of a listening socket is short.
+#: Connections that are opened concurrently: the queue of a listening socket is short.
 _OPENING_AT_ONCE: Final = 100
 KINDS: Final = ("calls", "ping", "reset", "churn", "idle", "silent")
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
-    """An HTTP/2 frame."""
+    """Return an HTTP/2 frame."""
     return struct.pack("!IBBI", len(payload), kind, flags, stream)[1:] + payload
 
 
@@ -44,7 +44,7 @@ def _literal(name: bytes, value: bytes) -> bytes:
     return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
-#: Of a PushPull without a token, in literals that need no table.
+#: Headers of a PushPull without a token, in literals that need no table.
 _CALL_HEADERS: Final = b"".join(
     _literal(name, value)
     for name, value in (
@@ -74,7 +74,7 @@ class _Connection:
         self._unsent = b""
 
     def send(self, data: bytes) -> None:
-        """Sends as much as the other side takes, and the rest when it takes more."""
+        """Send as much as the other side accepts, and the rest later."""
         self._unsent += data
         try:
             sent = self.socket.send(self._unsent)
@@ -88,7 +88,7 @@ class _Connection:
             self.flood.next[self.flood.kind](self)
 
     def on_readable(self) -> None:
-        """Takes what came. Raises ConnectionError at the end."""
+        """Read the received bytes. Raises ConnectionError at the end."""
         if self._unsent:
             self.send(b"")
         data = self.socket.recv(1 << 16)
@@ -118,7 +118,7 @@ class _Connection:
 
 
 class Flood:
-    """``count`` connections that are kept open, whatever the other side does."""
+    """``count`` connections that are kept open, however the other side reacts."""
 
     def __init__(self, kind: str, address: tuple[str, int], count: int) -> None:
         self.kind, self.address, self.count = kind, address, count
@@ -133,7 +133,7 @@ class Flood:
         self._retry_at = 0.0
 
     def run(self) -> None:
-        """Floods until the standard input ends."""
+        """Flood until the standard input ends."""
         self._selector.register(sys.stdin, selectors.EVENT_READ)
         while True:
             self._refill()

@@ -1,7 +1,7 @@
 """torch.distributed with gloo: all-reduce of one flat gradient, then torch's fused Adam on each worker.
 
-That is what DistributedDataParallel does on CPUs, less the cost of its hooks. One thread per process, as torchrun sets
-it. With ``compute_ms`` the gradient becomes ready bucket by bucket during an emulated backward pass, and each bucket's
+DistributedDataParallel does the same on CPUs, plus its hooks. There is one thread per process, as torchrun sets it.
+With ``compute_ms`` the gradient becomes ready bucket by bucket during an emulated backward pass, and each bucket's
 all-reduce runs beside the rest of it: buckets of 25 MB, the default of DistributedDataParallel.
 """
 
@@ -31,12 +31,12 @@ class Replica:
         self.buckets = buckets[::-1]  # the last layers' gradients come first
 
     def step(self) -> None:
-        """All gradients are there: one all-reduce."""
+        """Make a step whose gradients are all ready: one all-reduce."""
         dist.all_reduce(self.gradient)
         self._update()
 
     def overlapped_step(self) -> None:
-        """The gradients come during the backward pass."""
+        """Make a step whose gradients become ready during the backward pass."""
         begin = time.perf_counter()
         works = []
         for bucket, ready in zip(self.buckets, self.schedule.ready_seconds, strict=True):
@@ -52,7 +52,7 @@ class Replica:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     torch.set_num_threads(1)
     # The file is in the benchmark's own directory, so no port has to be found.

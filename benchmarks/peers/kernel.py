@@ -1,8 +1,8 @@
-"""What no parameter server can beat on this machine: the step's arithmetic alone, and a plain copy of the same bytes.
+"""Lower bounds of a step on this machine: its arithmetic alone, and a plain copy of the same bytes.
 
 Role ``kernel``: the gradients of all workers are summed, divided, and Adam updates the weights, in one pass over memory
-(each worker's gradient, both moments and the weights), by a thread for each core, in one process; nobody sends or waits
-for anything. Role ``memcpy``: as many bytes as one gradient are copied by a thread for each core.
+(each worker's gradient, both moments and the weights), by a thread for each core, in one process, without
+communication. Role ``memcpy``: the bytes of one gradient are copied by a thread for each core.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from benchmarks import turns
 Floats = NDArray[np.float32]
 
 LEARNING_RATE, BETA1, BETA2, EPSILON = 1e-3, 0.9, 0.999, 1e-8
-#: Most elements that a thread takes at once: small enough to share the work evenly, large enough not to feel the
-#: threads.
+#: Largest number of elements of a thread's work: small enough to share the work evenly, large enough to hide the
+#: threads' cost.
 CHUNK_MAX = 1 << 20
 _BLOCK = 2048  # the sum of a block stays in the first-level cache
 
@@ -30,16 +30,16 @@ _BLOCK = 2048  # the sum of a block stays in the first-level cache
 def update(
     gradients: tuple[Floats, ...], weights: Floats, mean: Floats, square: Floats, step: int, start: int, stop: int
 ) -> None:
-    """Adam on the elements [start, stop) with the mean of the gradients; compiled by ``compiled``."""
+    """Apply Adam to the elements [start, stop) with the mean of the gradients; compiled by ``compiled``."""
     lr, beta1, beta2 = np.float32(LEARNING_RATE), np.float32(BETA1), np.float32(BETA2)
     eps, one = np.float32(EPSILON), np.float32(1)
     size, shrink = lr / (one - np.float32(BETA1**step)), one / (one - np.float32(BETA2**step))
     share = one / np.float32(len(gradients))
-    several = np.float32(len(gradients) > 1)  # of one gradient, the first is the last too
+    several = np.float32(len(gradients) > 1)  # with one gradient, the first is also the last
     total = np.empty(_BLOCK, np.float32)
     for low in range(start, stop, _BLOCK):
         high = min(low + _BLOCK, stop)
-        # Views, so that all loops count from 0, which the compiler turns into wide instructions.
+        # Views let all loops count from 0, which the compiler turns into wide instructions.
         w, m, v, first = weights[low:high], mean[low:high], square[low:high], gradients[0][low:high]
         last = gradients[-1][low:high]
         for i in range(high - low):
@@ -58,7 +58,7 @@ def update(
 def reference(
     gradients: tuple[Floats, ...], weights: Floats, mean: Floats, square: Floats, step: int, start: int, stop: int
 ) -> None:
-    """The same in numpy."""
+    """Do the same in numpy."""
     part = slice(start, stop)
     g = np.sum([gradient[part] for gradient in gradients], axis=0, dtype=np.float32) / np.float32(len(gradients))
     mean[part] = BETA1 * mean[part] + (1 - BETA1) * g
@@ -68,7 +68,7 @@ def reference(
 
 
 def compiled() -> Callable[..., None]:
-    """``update``, which runs without the interpreter's lock once it is compiled at its first call."""
+    """Return the compiled ``update``, which runs without the interpreter's lock after its first call."""
     return numba.njit(nogil=True, error_model="numpy", fastmath=True)(update)  # type: ignore[no-any-return]
 
 
@@ -86,13 +86,13 @@ class LowerBound:
         self._chunks = [(start, min(start + chunk, params)) for start in range(0, params, chunk)]
 
     def step(self) -> None:
-        """One update of all elements."""
+        """Update all elements once."""
         self.count += 1
         arrays = (self.gradients, self.weights, self.mean, self.square, self.count)
         list(self._threads.map(lambda chunk: self._kernel(*arrays, *chunk), self._chunks))
 
     def copy(self) -> None:
-        """One gradient copied."""
+        """Copy one gradient."""
 
         def part(chunk: tuple[int, int]) -> None:
             np.copyto(self.weights[slice(*chunk)], self.gradients[0][slice(*chunk)])
@@ -101,7 +101,7 @@ class LowerBound:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     bound = LowerBound(settings.params, 1 if settings.role == "memcpy" else settings.workers)
     turns.serve(partial(turns.timed, bound.copy if settings.role == "memcpy" else bound.step))

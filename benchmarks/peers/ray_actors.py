@@ -1,15 +1,15 @@
-"""A sharded parameter server of Ray actors: runs in an environment of its own.
+"""Sharded parameter server of Ray actors. Runs in an environment of its own.
 
 Server actors hold a shard each, sum the workers' parts, which they read in Ray's shared memory without a copy, and
-update by torch's fused Adam. Two ways to use them:
+update by torch's fused Adam. There are two ways to use them:
 
 - role ``""``: as with psdist, each worker actor makes its own steps: it calls ``push_pull`` of every server actor and
-  waits for the new weights; the call returns once all workers have made theirs;
+waits for the new weights; the call returns once all workers have made theirs;
 - role ``dataflow``: the driver makes the steps, as in Ray's own example: the workers' gradients are arguments of the
-  servers' updates, whose results are arguments of the workers' next gradients. Ray's scheduler waits, no actor does,
-  and weights are written once for all workers; the fastest way found.
+servers' updates, whose results are arguments of the workers' next gradients. Ray's scheduler waits, no actor does, and
+weights are written once for all workers; this is the fastest way found.
 
-A step ends when the new weights are there.
+A step ends when the workers hold the new weights.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Worker:
         self._servers = servers
 
     def gradient(self, *weights: Any) -> Any:
-        """The gradient for ``weights``, which arrive as arrays."""
+        """Return the gradient for ``weights``, which arrive as arrays."""
         return tuple(self._parts) if len(self._parts) > 1 else self._parts[0]
 
     def turn(self, steps: int) -> list[float]:
-        """Makes steps."""
+        """Make steps."""
         return turns.timed(self._step, steps)
 
     def _step(self) -> None:
@@ -61,7 +61,7 @@ class Server:
         self._changed = threading.Condition()
 
     def update(self, *gradients: Any) -> Any:
-        """Applies the mean of the gradients and returns the new weights."""
+        """Apply the mean of the gradients and returns the new weights."""
         total = self._weights.grad
         assert total is not None
         parts = [torch.from_numpy(gradient) for gradient in gradients]
@@ -76,7 +76,10 @@ class Server:
         return self._weights.detach().numpy()
 
     def push_pull(self, gradient: Any) -> Any:
-        """Takes a worker's gradient and returns the weights once all workers' are in them; for a thread per worker."""
+        """Add a worker's gradient, and return the weights once they include all workers'.
+
+        Runs in a thread per worker.
+        """
         with self._changed:
             self._gradients.append(gradient)
             version = self._version
@@ -114,13 +117,13 @@ class Training:
         ray.wait(self.weights, num_returns=parts, fetch_local=False)
 
     def turn(self, steps: int) -> list[float]:
-        """Lets all workers make steps of their own; the slowest worker's time of each step."""
+        """Let all workers make steps of their own. Returns the slowest worker's time of each step."""
         times = ray.get([worker.turn.remote(steps) for worker in self.workers])
         return [max(step) for step in zip(*times, strict=True)]
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     # Room for two steps of all gradients and of weights for each worker.

@@ -1,8 +1,9 @@
-"""Raw TCP under uvloop: as many bytes as a step sends go up to servers that send them back. No psdist in it.
+"""Raw TCP under uvloop: the bytes of a step travel to servers that return them. No psdist in it.
 
-Roles: ``server`` receives messages of 1 MiB into memory that is there, and sends each back from there when it is whole;
-``client`` (the worker) sends its share of the bytes to every server from where they lie, and receives as many into
-place, all at once. This is what the interpreter, the event loop and the kernel's TCP cost for a step's bytes.
+Roles: ``server`` receives messages of 1 MiB into preallocated memory, and returns each from there when it is complete;
+    ``client`` (the worker) sends its share of the bytes to every server without copying, and receives equally many in
+    place, all concurrently. This is the cost of the interpreter, the event loop and the kernel's TCP for a step's
+    bytes.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import uvloop
 from benchmarks import turns
 from benchmarks.peers.echo import ITEM_BYTES, MESSAGE_BYTES, address_file, await_address
 
-#: Messages that a server may hold: those that it sends back, and the one that it receives.
+#: Messages that a server may hold: those being returned, and the one being received.
 _HELD = 8
 
 
 class _Echo(asyncio.BufferedProtocol):
-    """The server's end of a connection."""
+    """Server's end of a connection."""
 
     def __init__(self) -> None:
         self._free = deque(memoryview(bytearray(MESSAGE_BYTES)) for _ in range(_HELD))
@@ -51,7 +52,7 @@ class _Echo(asyncio.BufferedProtocol):
 
 
 class _Client(asyncio.BufferedProtocol):
-    """The worker's end of a connection: ``size`` bytes there and back, in whole messages."""
+    """Worker's end of a connection: ``size`` bytes there and back, in whole messages."""
 
     def __init__(self, size: int) -> None:
         self._out, self._in = memoryview(bytearray(size)), memoryview(bytearray(size))
@@ -75,7 +76,7 @@ class _Client(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(2 * MESSAGE_BYTES)
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        # The loop wants some memory even where nothing is to come.
+        # The loop requests a buffer even if nothing is expected.
         return self._in[self._filled :] if self._filled < len(self._in) else self._spare
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -122,7 +123,7 @@ async def _take_turns(settings: turns.Settings) -> None:
 
 
 def main() -> None:
-    """Takes turns until the benchmark ends."""
+    """Take turns until the benchmark ends."""
     settings = turns.settings()
     uvloop.run(_serve(settings) if settings.role == "server" else _take_turns(settings))
 

@@ -1,9 +1,9 @@
-"""TensorFlow's ParameterServerStrategy, asynchronous: runs in an environment of its own.
+"""TensorFlow's ParameterServerStrategy, asynchronous. Runs in an environment of its own.
 
 Roles: ``ps`` and ``worker`` are TensorFlow's servers (C++, gRPC); ``chief`` schedules the steps and takes the turns.
-The weights and Adam's moments are sharded over the ps. A worker's step sends a gradient that lies in its memory, has
-TensorFlow's fused Adam apply it on the ps, and reads the new weights into the worker's memory. All workers step at
-once, each as fast as it can; a turn gives one time, that of a worker's step on average.
+    The weights and Adam's moments are sharded over the ps. A worker's step sends a gradient from its memory, applies it
+    with TensorFlow's fused Adam on the ps, and reads the new weights into the worker's memory. All workers step
+    concurrently, each at its own speed; a turn returns one time, the average of a worker's step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ VARIABLES_PER_SERVER = 2
 
 
 def cluster(settings: turns.Settings) -> dict[str, list[str]]:
-    """Addresses of all processes, chosen by the chief and left in a file."""
+    """Return the addresses of all processes, chosen by the chief and written to a file."""
     path = turns.directory() / "cluster.json"
     if settings.role == "chief":
         count = settings.workers + settings.servers
@@ -52,11 +52,11 @@ class Training:
         count = VARIABLES_PER_SERVER * settings.servers
         self.size = settings.params // count
         with self.strategy.scope():
-            # Variables go to the ps in turn, so that each weight comes to lie beside its own moments.
+            # Variables are placed on the ps in turn, so that each weight is beside its own moments.
             self.weights, self.means, self.squares = (
                 [tf.Variable(tf.fill([self.size], value)) for _ in range(count)] for value in (1.0, 0.0, 0.0)
             )
-        # The same tensor again and again: the step's only work is the exchange and the update.
+        # Always the same tensor: the step's only work is the exchange and the update.
         dataset = self.coordinator.create_per_worker_dataset(self._gradients)
         self.gradients = iter(dataset)
         self.function = tf.function(self._step)
@@ -83,7 +83,7 @@ class Training:
         return read
 
     def turn(self, steps: int) -> list[float]:
-        """Average time of ``steps`` steps of each worker, twice: the first time of a turn does not count."""
+        """Return the average time of ``steps`` steps of each worker, twice: the first time of a turn does not count."""
         begin = time.perf_counter()
         for _ in range(steps * self.settings.workers):
             self.coordinator.schedule(self.function, args=(self.gradients,))
@@ -93,7 +93,7 @@ class Training:
 
 
 def main() -> None:
-    """A server of TensorFlow, or the chief, until the benchmark ends."""
+    """Run a server of TensorFlow, or the chief, until the benchmark ends."""
     settings = turns.settings()
     addresses = cluster(settings)
     if settings.role == "chief":

@@ -1,5 +1,7 @@
-"""Raw TCP by blocking sockets, to see what a link carries: ``receive HOST`` prints its port, then bits per second;
-``send HOST PORT SECONDS`` sends for so long. Only the standard library is imported.
+"""Raw TCP by blocking sockets, to measure the capacity of a link.
+
+``receive HOST`` prints its port, then bits per second; ``send HOST PORT SECONDS`` sends for that time. Only the
+standard library is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ BLOCK_BYTES = 1 << 20
 
 
 def receive(host: str) -> None:
-    """Receives from one sender until it ends; the first block, while TCP starts, does not count."""
+    """Receive from one sender until it ends; the first block, while TCP starts, does not count."""
     block = bytearray(BLOCK_BYTES)
     with socket.create_server((host, 0)) as listener:
         print(listener.getsockname()[1], flush=True)
@@ -28,7 +30,7 @@ def receive(host: str) -> None:
 
 
 def send(host: str, port: int, seconds: float) -> None:
-    """Sends for so long."""
+    """Send for ``seconds``."""
     block = bytes(BLOCK_BYTES)
     with socket.create_connection((host, port)) as connection:
         end = time.perf_counter() + seconds

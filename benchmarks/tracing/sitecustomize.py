@@ -1,7 +1,7 @@
-"""Imported by every Python of a run that has this directory on its path: tells on SIGUSR2 what Python has allocated.
+"""Imported by every Python of a run that has this directory on its path: reports Python's allocations on SIGUSR2.
 
-The figures, of ``tracemalloc`` (which ``PYTHONTRACEMALLOC`` starts), go to the file ``<pid>.json`` of the directory
-``BENCH_TRACES``; the peak begins anew with each. So processes are watched that know nothing of benchmarks.
+The figures, of ``tracemalloc`` (which ``PYTHONTRACEMALLOC`` starts), are written to the file ``<pid>.json`` of the
+directory ``BENCH_TRACES``; each report resets the peak. Processes need not know about benchmarks to be watched.
 """
 
 import gc
@@ -14,8 +14,8 @@ from types import FrameType
 
 
 def tell(number: int, frame: FrameType | None) -> None:
-    """Writes the figures; the file appears complete."""
-    gc.collect()  # what waits for the collector is not kept
+    """Write the figures; the file appears complete."""
+    gc.collect()  # garbage does not count
     current, peak = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     draft = Path(os.environ["BENCH_TRACES"], f"{os.getpid()}.draft")

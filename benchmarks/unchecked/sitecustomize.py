@@ -1,8 +1,7 @@
-"""Imported by every Python of a run that has this directory on its path: servers take whatever comes, unchecked.
+"""Imported by every Python of a run that has this directory on its path: servers accept every push, unchecked.
 
-Who sends, in which life, whether it was taken before, and whether its step is the open one are not looked at, and what
-is only needed to look at them is not kept. Such a server is wrong as soon as anything is sent twice; it is here to be
-compared with.
+They do not check sender, incarnation, duplicates or the open step, and do not store what only these checks need. Such a
+server is wrong as soon as anything is sent twice; it exists for comparison.
 """
 
 import sys
@@ -32,7 +31,7 @@ def _no_refusal(self: Any, event: Any) -> None:
 
 
 def install() -> None:
-    """Replaces the checks of this process's shard machines."""
+    """Replace the checks of this process's shard machines."""
     from psdist_server.core.async_shard import AsyncShard
     from psdist_server.core.bsp_shard import BspShard
 

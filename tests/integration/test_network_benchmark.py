@@ -45,8 +45,8 @@ def test_a_step_between_two_hosts(tmp_path: Path, contenders: list[str]) -> None
     result = json.loads(path.read_text())["rates"]["1gbit"]
     shown = {"psdist": result["psdist"], **result["peers"]}
     assert list(shown) == contenders
-    # Each worker sends half of its gradient to the other host, whose server sends that half of the weights back, and
-    # answers the other worker likewise.
+    # Each worker sends half of its gradient to the other host. The server there returns that half of the weights, and
+    # answers the other worker in the same way.
     for name in contenders:
         size = 2 if name == "psdist_bf16" else 4
         assert shown[name]["ms"] > 0
@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_by_an_interrupt(signum: int) -> None:
     command = [*COMMAND, "--rate", "100mbit", "--contender", "--rounds", "100000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "raw TCP" in process.stdout.readline()  # The hosts are there, and contenders start.
+        assert "raw TCP" in process.stdout.readline()  # The hosts exist, and contenders start.
         assert len(namespaces_of(process.pid)) == 3
         os.kill(process.pid, signum)
         process.wait(120)
