@@ -1,5 +1,7 @@
-"""Mixed precision with torch's GradScaler: a step in which one worker overflows is skipped by all. Two workers in
-threads of this process, with real servers."""
+"""Mixed precision with torch's GradScaler: all workers skip a step in which one overflows.
+
+Two workers in threads of this process, with real servers.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def alone() -> Iterator[Context]:
 
 @pytest.fixture
 def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Does the same in both workers; what they return."""
+    """Do the same in both workers. Returns their results."""
 
     def run(work: Work) -> list[Any]:
         with ThreadPoolExecutor(2) as threads:
@@ -60,7 +62,7 @@ def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
 
 
 def loss_at(model: nn.Module, step: int, rank: int) -> Tensor:
-    """The loss of a worker's part of a batch; one that overflows where it should."""
+    """Return the loss of a worker's part of a batch, which overflows in the chosen step."""
     loss = loss_of(model, part(BATCHES(step), rank, 2))
     return loss * 1e38 * 1e3 if step == BAD and rank == 1 else loss
 
@@ -77,7 +79,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: GradScaler
 
 
 def expected_of(model: nn.Module) -> nn.Module:
-    """One process with both parts, which leaves the step out."""
+    """Return the result of one process with both parts, which omits the step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
         if step != BAD:

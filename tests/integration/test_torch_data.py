@@ -71,7 +71,7 @@ if __name__ == "__main__":
 
 
 def uses(tmp_path: Path, kind: str, start_method: str, end: str = "well", *options: str) -> list[float]:
-    """How often each sample was trained on by two workers."""
+    """Return how often each sample was trained on by two workers."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     done = subprocess.run(
@@ -93,14 +93,17 @@ def test_leased_batches_use_every_sample_once(tmp_path: Path, start_method: str)
 
 
 def test_no_sample_is_lost_with_a_worker(tmp_path: Path) -> None:
-    """What it had read ahead, and not trained on, is given to others; what it trained on last may be used again."""
+    """Samples that it had read ahead are given to others; those that it trained on last may be used again."""
     counts = Counter(uses(tmp_path, "leased", "fork", "killed"))
     assert min(counts) >= 2.0 and counts[2.0] > SIZE / 2
 
 
 def test_the_processes_of_a_loader_live_until_a_stopped_script_has_ended(tmp_path: Path) -> None:
-    """A script trains on until the workers have agreed on their last step. torch raises where its loader has lost a
-    process, and a range that is given back then must not raise in the loader's own ``finally``."""
+    """A script trains until the workers have agreed on their last step.
+
+    torch raises if its loader has lost a process, and a range that is returned then must not raise in the loader's own
+    ``finally``.
+    """
     run = Run(tmp_path, SCRIPT, "leased", "fork", "stopped")
     try:
         run.until("trains", 2)
@@ -143,7 +146,7 @@ def test_a_loop_that_ends_early_gives_back_what_it_did_not_use(client: psdist.Cl
 
 
 def test_it_reads_ahead_without_reporting(client: psdist.Client) -> None:
-    """With processes all ranges are held at once, and those are done whose samples were used."""
+    """With processes all ranges are held together, and only those whose samples were used are done."""
     leases = client.dataset("ahead", size=20, range_size=2, data_epochs=1)
     batches = iter(LeasedDataLoader(TensorDataset(torch.arange(20)), leases, 1, num_workers=2, prefetch_factor=3))
     for _ in range(4):

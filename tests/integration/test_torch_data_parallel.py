@@ -1,5 +1,6 @@
-"""``DistributedDataParallel``: two workers, in two threads of this process with real servers, against one process that
-has both of their batches.
+"""``DistributedDataParallel``: two workers, in two threads of this process with real servers.
+
+They are compared with one process that has both of their batches.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def contexts() -> Iterator[list[Context]]:
 
 @pytest.fixture
 def both(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Does the same in both workers; what they return."""
+    """Do the same in both workers. Returns their results."""
 
     def run(work: Work) -> list[Any]:
         with ThreadPoolExecutor(2) as threads:
@@ -56,7 +57,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_equal_gradients_are_no_reason_for_a_warning(
     both: Callable[[Work], list[Any]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody but psdist.torch writes to its buffers, whose remedies a script could not follow."""
+    """Only psdist.torch writes to its buffers, so a script could not follow the remedy."""
 
     def worker(context: Context) -> int:
         model = mlp()
@@ -111,11 +112,11 @@ def test_micro_batches_and_an_optimizer_of_the_script(
         torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("wrapper", ["optimizer", "all at once", "data parallel"])
+@pytest.mark.parametrize("wrapper", ["optimizer", "without overlap", "data parallel"])
 def test_uneven_batches_make_the_step_of_one_process(
     both: Callable[[Work], list[Any]], name: str, wrapper: str
 ) -> None:
-    """Each worker's loss is the mean of its samples, of which it has another number in each step."""
+    """Each worker's loss is the mean of its samples, whose number differs in each step."""
     at_first, sizes = mlp(), [(1, 9), (4, 4), (7, 0), (30, 2)]
     random = torch.Generator().manual_seed(7)
     batches = [(torch.randn(sum(size), 12, generator=random), torch.arange(sum(size)) % 4) for size in sizes]
@@ -158,7 +159,7 @@ def test_uneven_batches_make_the_step_of_one_process(
 
 
 class Branches(nn.Module):
-    """Uses one of its layers, by what it is told; and keeps statistics."""
+    """Uses one of its layers on request, and keeps statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -367,7 +368,7 @@ def test_a_layer_that_is_added_or_replaced_later_is_told(
 
 
 def replace(model: nn.Sequential, at: int) -> None:
-    """Puts a new layer in the place of one."""
+    """Replace a layer by a new one."""
     model[at] = nn.Linear(4, 4)
 
 

@@ -1,5 +1,6 @@
-"""BSP through ``psdist.torch`` equals a single process that trains on the workers' batches together, and torch's DDP;
-and it is the same, byte for byte, on any number of servers. Real processes, started by ``psdist run``.
+"""BSP through ``psdist.torch`` equals a single process that trains on the workers' batches, and torch's DDP.
+
+It is the same, byte for byte, on any number of servers. Real processes, started by ``psdist run``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ MODELS = "mlp,cnn,transformer"
 
 
 def compare(path: Path, servers: int, *arguments: str, transport: str = "auto") -> dict[str, dict[str, str]]:
-    """What the script printed: values by name, by model."""
+    """Return the script's output: values by name, by model."""
     run = Run(path, SCRIPT.read_text(), str(ROOT), *arguments, transport=transport, flags=("--nservers", str(servers)))
     try:
         status, output = run.end()

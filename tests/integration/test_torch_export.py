@@ -1,4 +1,4 @@
-"""Snapshots of PyTorch models, read without a cluster: what a script trained is what ``load_state_dict`` gets."""
+"""Snapshots of PyTorch models, read without a cluster: ``load_state_dict`` gets the trained state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from psdist.torch.kept_buffers import KeptBuffers
 
 
 class Model(nn.Module):
-    """With everything that a ``state_dict`` may have beside float32 weights."""
+    """Model with everything that a ``state_dict`` may contain beside float32 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
 def test_a_snapshot_without_a_description_gives_no_bytes_as_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As older ones are. What may be bytes is left out and named."""
+    """Older snapshots have none. Tensors that may be bytes are omitted and named."""
     save = KeptBuffers._save
     monkeypatch.setattr(KeptBuffers, "_save", lambda self: {n: a for n, a in save(self).items() if n != DESCRIPTION})
     cluster = EmbeddedCluster(servers=1, storage=tmp_path / "storage", run_id="old")

@@ -39,7 +39,7 @@ def contexts() -> Iterator[list[Context]]:
 
 @pytest.fixture
 def everywhere(contexts: list[Context]) -> Callable[[Work], list[Any]]:
-    """Does the same in all workers; what they return."""
+    """Do the same in all workers. Returns their results."""
 
     def run(work: Work) -> list[Any]:
         with ThreadPoolExecutor(WORLD) as threads:
@@ -95,8 +95,10 @@ def made(model: nn.Module, kind: type[LRScheduler]) -> tuple[torch.optim.Optimiz
 def test_with_an_optimizer_on_the_servers(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool, overlap: bool, kind: type[LRScheduler]
 ) -> None:
-    """Twice, and with a scheduler, which follows the steps of the others, too. One is known to the servers, the rates
-    of the other are sent."""
+    """Twice, and with a scheduler, which also follows the steps of the others.
+
+    One is known to the servers; the rates of the other are sent.
+    """
     at_first = mlp()
 
     def worker(context: Context) -> nn.Module:
@@ -123,7 +125,7 @@ def test_with_an_optimizer_on_the_servers(
 
 
 @pytest.mark.parametrize("divide", [True, False])
-def test_rates_that_nobody_was_told_of_are_those_of_who_has_batches(
+def test_sent_rates_are_those_of_the_workers_with_batches(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool
 ) -> None:
     """The scheduler of a worker without batches makes no more steps."""
@@ -154,7 +156,7 @@ def test_rates_that_nobody_was_told_of_are_those_of_who_has_batches(
 def test_a_worker_without_batches_skips_the_steps_that_overflow(
     everywhere: Callable[[Work], list[Any]], name: str, kind: type[LRScheduler]
 ) -> None:
-    """So do the schedulers, also where the loop has stepped them."""
+    """So do the schedulers, even if the loop has stepped them."""
     at_first, bad = mlp(), 2
 
     def worker(context: Context) -> nn.Module:
@@ -233,7 +235,7 @@ def test_buffers_are_those_of_the_last_worker(everywhere: Callable[[Work], list[
         return model.state_dict()
 
     states = everywhere(worker)
-    # Two steps of rank 0, whose statistics all go on with, and two of rank 2.
+    # Two steps of rank 0, whose statistics all continue with, and two of rank 2.
     assert int(states[0]["layers.1.num_batches_tracked"]) == 4
     for state in states[1:]:
         assert all(torch.equal(state[key], states[0][key]) for key in state)

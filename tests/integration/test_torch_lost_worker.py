@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of a backward pass, with real processes: the others go on, and it comes back."""
+"""A worker that dies in the middle of a backward pass, with real processes: the others continue, and it comes back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 from tests.support.launched import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Rank 1 dies in its first life when the last layers' gradients are pushed, and the first layer's are not yet made.
+#: Rank 1 dies in its first incarnation when the last layers' gradients are pushed, before the first layer's are
+#: computed.
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path
@@ -77,7 +78,7 @@ def test_the_others_go_on_and_it_comes_back(tmp_path: Path, consistency: str) ->
     assert ends[0][2] == ends[1][2], "the weights that both have at the end"
 
 
-#: Rank 1 dies in its first life. Rank 0 goes on when the second life has ended.
+#: Rank 1 dies in its first incarnation. Rank 0 continues when the second one has ended.
 AVERAGED = """
 import os, signal
 import torch
@@ -111,8 +112,8 @@ for step in range(8):
 """
 
 
-def test_a_worker_of_data_parallel_training_that_is_started_again_ends_and_the_others_go_on(tmp_path: Path) -> None:
-    """Its weights would be those of the beginning, and its gradients would count in the mean of the others."""
+def test_a_restarted_worker_of_data_parallel_training_ends_and_the_others_continue(tmp_path: Path) -> None:
+    """Its weights would be the initial ones, and its gradients would count in the mean of the others."""
     run = Run(tmp_path, AVERAGED)
     try:
         status, output = run.end()

@@ -1,5 +1,6 @@
-"""``offload`` in a world of one: the bytes of ``DistributedOptimizer``, where weights are at which time, and what is
-refused. Processes of their own are in ``test_torch_offload_exact``.
+"""``offload`` in a world of one: the bytes of ``DistributedOptimizer``, loading of weights, and refused arguments.
+
+Separate processes are in ``test_torch_offload_exact``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Steps(nn.Module):
-    """Blocks that may be computed again in the backward pass, of which one comes twice where that is possible."""
+    """Blocks that may be recomputed in the backward pass; one is used twice if possible."""
 
     def __init__(self, *, checkpoints: bool | None = None, width: int = 8, twice: bool = True) -> None:
         super().__init__()
@@ -42,11 +43,11 @@ class Steps(nn.Module):
         self.order = (0, 1, 2, 3, 1) if twice else (0, 1, 2, 3)
 
     def reset_parameters(self) -> None:
-        """Gives the own parameter its first values."""
+        """Initialize the module's own parameter."""
         nn.init.ones_(self.scale)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Float[batch, 8] to the same."""
+        """Map float[batch, 8] to the same shape."""
         x = self.first(x) * self.scale
         for block in [self.blocks[number] for number in self.order]:
             x = block(x) if self.checkpoints is None else checkpoint(block, x, use_reentrant=self.checkpoints)
@@ -81,12 +82,12 @@ def assert_same(optimizer: OffloadedOptimizer, whole: nn.Module) -> None:
 
 
 def is_away(model: nn.Module) -> bool:
-    """Whether no weight has memory."""
+    """Return True if no weight has memory."""
     return not any(is_here(one) for one in model.parameters() if one.requires_grad)
 
 
 def is_here(parameter: Tensor) -> bool:
-    """Whether a parameter's memory can be read."""
+    """Return True if a parameter's memory can be read."""
     with torch._C.DisableTorchFunctionSubclass():
         return parameter.untyped_storage().nbytes() > 0 and is_readable(parameter.data_ptr())
 
@@ -122,7 +123,7 @@ def test_it_trains_as_a_whole_model(name: str, kind: str) -> None:
 
 
 def test_it_does_where_pages_cannot_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on another system than Linux: torch's allocator gives and takes the memory."""
+    """On other systems than Linux torch's allocator allocates and frees the memory."""
     monkeypatch.setattr("psdist.torch.offloaded.memory.is_supported", lambda: False)
     make, batch_of, optimizer_of = MODELS["transformer"]
     model = make()
@@ -248,7 +249,7 @@ def test_values_come_from_a_callable_and_ties_are_kept(name: str) -> None:
 
 
 class NoReset(nn.Module):
-    """Has no reset_parameters."""
+    """Module without reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +412,7 @@ def test_a_loop_that_is_not_possible(name: str) -> None:
 
 
 class Hidden(nn.Module):
-    """Gives its result in an object that nobody can look into."""
+    """Returns its result in an object that cannot be inspected."""
 
     def __init__(self) -> None:
         super().__init__()

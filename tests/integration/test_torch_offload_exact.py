@@ -1,5 +1,6 @@
-"""An offloaded model has the very bytes of one that ``DistributedOptimizer`` trains: two workers in processes of their
-own, on any number of servers, over each transport, and when a server is killed.
+"""An offloaded model has the very bytes of one that ``DistributedOptimizer`` trains.
+
+Two workers in processes of their own, on any number of servers, over each transport, and when a server is killed.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def test_it_does_so_everywhere(tmp_path: Path, servers: int, transport: str) -> 
     compare(tmp_path, servers, transport)
 
 
-@pytest.mark.long  # What servers do when one of them dies has tests of its own.
+@pytest.mark.long  # The failover of servers has tests of its own.
 def test_a_server_that_is_killed_changes_no_byte(tmp_path: Path) -> None:
     flags = ("--nservers", "3", "--replicas", "2")
     run = Run(tmp_path, SCRIPT.read_text(), str(ROOT), "40", MODELS, flags=flags)

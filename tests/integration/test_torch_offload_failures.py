@@ -1,6 +1,4 @@
-"""``offload`` in a world of one: how training goes on after a backward pass that failed, and what is refused before it
-goes wrong in silence.
-"""
+"""``offload`` in a world of one: training after a failed backward pass, and errors in place of silent failures."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ def train(model: nn.Module, optimizer: Any, steps: int, loss: Callable[[nn.Modul
 
 def assert_as_whole(name: str, optimizer: OffloadedOptimizer, whole: nn.Module, steps: int,
                     loss: Callable[[nn.Module, int], Tensor] = loss_of) -> None:  # fmt: skip
-    """The weights are those that ``whole`` has after so many steps."""
+    """Check that the weights are those of ``whole`` after ``steps`` steps."""
     train(whole, DistributedOptimizer(whole, sgd(whole), name=f"{name}-whole"), steps, loss)
     weights = dict(optimizer.weights())
     for key, one in whole.named_parameters():
@@ -160,12 +158,12 @@ def test_gradients_that_were_sent_cannot_be_clipped(name: str, use: Callable[[nn
 
 
 def unfreeze(model: nn.Sequential) -> None:
-    """Of the first layer."""
+    """Unfreeze the first layer."""
     model[0].requires_grad_(True)
 
 
 def replace(model: nn.Sequential) -> None:
-    """The second layer, by a new one."""
+    """Replace the second layer by a new one."""
     model[1] = nn.Linear(4, 4)
 
 

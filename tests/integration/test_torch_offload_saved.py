@@ -1,5 +1,7 @@
-"""What autograd keeps of an offloaded layer's forward pass: weights that a backward pass reads come back, by whatever
-way it reaches the layer, or an error says why they cannot. Without that the process would end by a fault.
+"""Tensors that autograd saves in an offloaded layer's forward pass.
+
+Weights that a backward pass reads are reloaded, whichever way it reaches the layer, or an error says why they cannot
+be. Otherwise the process would end with a fault.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ X = torch.arange(6.0).reshape(2, 3)
 
 
 class WithLoss(nn.Module):
-    """Keeps a loss of its own in an attribute, as mixtures of experts do."""
+    """Module with a loss of its own in an attribute, as in mixtures of experts."""
 
     extra: Tensor
 
@@ -50,7 +52,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("of", ["weights", "results"])
 @pytest.mark.parametrize("alone_too", [False, True])
 def test_a_loss_that_a_layer_keeps_in_an_attribute_counts(name: str, of: str, alone_too: bool) -> None:
-    """Also where nothing but that leads to the layer."""
+    """Even if only the attribute leads to the layer."""
     model = nn.Sequential(*(WithLoss(of) for _ in range(3)))
     other = copy.deepcopy(model)
 
@@ -85,7 +87,7 @@ def test_a_gradient_of_gradients_is_refused_and_training_goes_on(name: str) -> N
 
 
 class Changed(nn.Module):
-    """Writes to what autograd kept of it."""
+    """Module that writes to a tensor that autograd saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +109,7 @@ def test_a_result_that_was_written_to_is_refused_as_by_torch(name: str) -> None:
 
 
 class Given(nn.Module):
-    """Gives its weight beside its result."""
+    """Module that returns its weight beside its result."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""``offload``: layers of equal size take turns with the memory of their gradients, in whatever order a model uses them.
-The bytes stay those of ``DistributedOptimizer``, and a worker whose pass failed does not keep the others waiting.
+"""``offload``: layers of equal size take turns with the memory of their gradients, in any order of use.
+
+The bytes equal those of ``DistributedOptimizer``, and a worker whose pass failed does not keep the others waiting.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 class Pair(nn.Module):
-    """Two linear layers, one of which is used at a time."""
+    """Two linear layers that are used one at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +29,14 @@ class Pair(nn.Module):
         self.other = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, which: int) -> Tensor:
-        """Float[batch, 4] to the same. which: 0, 1, or 2 for both."""
+        """Map float[batch, 4] to the same shape. which: 0, 1, or 2 for both."""
         for number, layer in enumerate((self.one, self.other)):
             x = torch.tanh(layer(x)) if which in (number, 2) else x
         return x
 
 
 class Pairs(nn.Module):
-    """Five layers of equal size. uses: in each step, the layer's number and what of it is used."""
+    """Five layers of equal size. uses: in each step, numbers of layers and the parts used."""
 
     def __init__(self, uses: Sequence[Sequence[tuple[int, int]]]) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Pairs(nn.Module):
         self.uses = uses
 
     def loss(self, step: int) -> Tensor:
-        """Of a batch."""
+        """Return the loss of a batch."""
         return self(torch.randn(6, 4, generator=torch.Generator().manual_seed(step)), step)
 
     def forward(self, x: Tensor, step: int) -> Tensor:
@@ -65,7 +66,7 @@ def train(model: Pairs, optimizer: DistributedOptimizer | OffloadedOptimizer, st
 
 
 def places(optimizer: OffloadedOptimizer) -> list[int]:
-    """Where each layer's gradients lie."""
+    """Return the gradient memory of each layer."""
     addresses = []
     for handle in optimizer.handles.values():
         buffer = next(iter(handle.gradient_buffers().values()))
@@ -75,7 +76,7 @@ def places(optimizer: OffloadedOptimizer) -> list[int]:
 
 
 ALL = [(number, 2) for number in range(5)]
-#: By what the order does, and how many layers have a place of their own after it.
+#: By description of the order: the order, and the number of layers with a place of their own after it.
 ORDERS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "one after the other": ([ALL], 0),
     "backwards": ([ALL[::-1]], 0),

@@ -1,5 +1,6 @@
-"""Models whose gradients lie on a CUDA device train as those whose gradients are copied to main memory first, byte for
-byte. The device is the processor here; where there is a real one, the last test uses it.
+"""Models with gradients on a CUDA device train byte for byte as those with gradients in main memory.
+
+The device is the processor here; the last test uses a real one if it exists.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.support.torch_models import MODELS, loss_of
 
 BATCHES = MODELS["mlp"][1]
 STEPS = 4
-#: Wraps a model for one parameter set: what a loop is given, and its optimizer.
+#: Wraps a model for one parameter set; returns the loop's model and its optimizer.
 Wrap = Callable[[nn.Module, str, Codec, Context], tuple[nn.Module, torch.optim.Optimizer]]
 
 

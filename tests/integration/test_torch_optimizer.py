@@ -1,5 +1,7 @@
-"""``DistributedOptimizer`` in a world of one, as a script without a launcher has it: the arithmetic of torch's own
-optimizers, and what a loop may and may not do. And two workers in two threads, for what workers share.
+"""``DistributedOptimizer`` in a world of one, as in a script without a launcher.
+
+The arithmetic is that of torch's own optimizers. Tests cover allowed and forbidden operations of a loop, and, with two
+workers in two threads, everything that workers share.
 """
 
 from __future__ import annotations
@@ -171,7 +173,7 @@ def test_other_modes_of_one_worker_are_the_same(
     assert distance(model, other) < 1e-5
 
 
-# --- what a loop may not do -------------------------------------------------------------------------------------------
+# --- forbidden in a loop ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -207,7 +209,7 @@ def test_a_weight_is_one_number(alone: Context, name: str, wrap: Callable[..., A
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
 def test_the_optimizer_that_was_given_makes_no_steps(alone: Context, name: str, wrap: Callable[..., Any]) -> None:
-    """Until it has its model back. Nothing is changed, so that the step can still be made as it should."""
+    """Until its model is returned to it. Nothing is changed, so the step can still be made correctly."""
     model = mlp()
     other = copy.deepcopy(model)
     given = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -338,7 +340,7 @@ def test_non_finite_gradients_are_refused(wrapped: tuple[nn.Module, DistributedO
 
 
 class Fragile(nn.Module):
-    """A model of two layers. The backward pass fails between them when it is told to."""
+    """Model of two layers. The backward pass fails between them on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -381,7 +383,7 @@ def test_a_backward_pass_that_failed_before_anything_was_pushed_leaves_nothing(
 
 
 def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_it(alone: Context, name: str) -> None:
-    """The gradient of the second layer is pushed; that of the first never comes."""
+    """The gradient of the second layer is pushed; that of the first is never computed."""
     model = Fragile()
     torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.ExponentialLR(torch_optimizer, 0.9)
@@ -415,7 +417,7 @@ def test_training_goes_on_after_gradients_that_are_not_finite(alone: Context, na
 
 
 def test_steps_that_were_made_elsewhere_take_the_scheduler_along(alone: Context, name: str) -> None:
-    """As after this worker had been expelled, and the others had gone on."""
+    """This happens after this worker had been expelled and the others had continued."""
     model = mlp()
     torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.CosineAnnealingLR(torch_optimizer, T_max=100)

@@ -1,4 +1,4 @@
-"""Training that goes on without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
+"""Training that continues without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("consistency", [BSP(), ASP()])
 def test_updates_are_counted_since_the_state_began(tmp_path: Path, consistency: Consistency) -> None:
-    """A run that went on with another optimizer has its state since then."""
+    """The state of a run that resumed with another optimizer starts then."""
     run(tmp_path, OPTIMIZERS["momentum"], DistributedOptimizer, 3, consistency=consistency)
     with saved(tmp_path) as context:
         model = mlp()

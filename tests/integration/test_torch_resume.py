@@ -1,5 +1,6 @@
-"""PyTorch scripts whose run goes on from a snapshot under its run id, with real servers: two lives of a cluster with
-two workers, which are threads of this process.
+"""PyTorch scripts whose run resumes from a snapshot under its run id, with real servers.
+
+Two lives of a cluster with two workers, which are threads of this process.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Work = Callable[[Context], Any]
 
 @contextmanager
 def life(storage: Path, first_rank: int = 0) -> Iterator[Callable[[Work], list[Any]]]:
-    """One life of the run. Gives what does the same in both workers, and returns what they return."""
+    """One life of the run. Yields a function that does the same in both workers and returns their results."""
     cluster = EmbeddedCluster(servers=1, storage=storage, run_id="resumed")
     clients = [psdist.Client(cluster.address, cluster.token, rank=first_rank + number) for number in range(2)]
     contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
@@ -48,10 +49,10 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)) * 5
 
 
-def test_data_parallel_training_goes_on_from_what_the_script_loaded(
+def test_data_parallel_training_resumes_from_the_scripts_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And not from the values of the first start, which the snapshot has. Each worker says so."""
+    """It does not use the values of the first start, which are in the snapshot. Each worker logs this."""
 
     def train(context: Context, loaded: dict[str, Any] | None, first: int) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(context.rank)
@@ -100,8 +101,10 @@ def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
-def test_rates_that_the_servers_do_not_know_go_on_with_the_weights(tmp_path: Path, wrap: Callable[..., Any]) -> None:
-    """The scheduler of the second life is brought to the step of the first: the bytes of a run that never stopped."""
+def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
+    tmp_path: Path, wrap: Callable[..., Any]
+) -> None:
+    """The scheduler of the second life is advanced to the step of the first: the bytes of an uninterrupted run."""
 
     # Made once, as the workers' threads share the random numbers.
     at_first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -129,10 +132,10 @@ def test_rates_that_the_servers_do_not_know_go_on_with_the_weights(tmp_path: Pat
 
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
-def test_running_statistics_go_on_with_the_weights(
+def test_running_statistics_resume_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each worker's own. One that was not there before is told that it has none."""
+    """Each worker resumes its own. A new worker is warned that it has none."""
 
     def train(context: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model = statistics_and_weights()

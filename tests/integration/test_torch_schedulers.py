@@ -1,5 +1,6 @@
-"""Learning rates of torch's schedulers, and of the script, with ``DistributedOptimizer`` in a world of one: those that
-become a schedule of the servers, and those that are sent to them.
+"""Learning rates of torch's schedulers, and of the script, with ``DistributedOptimizer`` in a world of one.
+
+Some become a schedule of the servers; the others are sent to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Several models, or several optimizers, in one script: what trains beside each other, and what is refused."""
+"""Several models, or several optimizers, in one script: combinations that train, and those that are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
-    """But for the rounding of sums."""
+    """Check equality up to the rounding of sums."""
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Optimizers, parameter groups and schedulers of torch as specifications; and what is refused, by name."""
+"""Optimizers, parameter groups and schedulers of torch as specifications; and those that are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of a model are trained, what is refused, and what of a wrapped model may not change."""
+"""Trained tensors of a model, refused models, and forbidden changes of a wrapped model."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_models_that_cannot_be_trained_are_refused(
 
 
 def test_several_devices_are_refused() -> None:
-    """A machine without an accelerator has only one real device, so the second parameter says that it is elsewhere."""
+    """A machine without an accelerator has only one real device, so the second parameter claims another one."""
 
     class Elsewhere(nn.Parameter):
         device = torch.device("cuda", 1)
@@ -157,8 +157,8 @@ def test_changes_of_a_wrapped_model_are_seen(change: Callable[[nn.Module], objec
         watch.check()
 
 
-def test_a_batch_norm_that_synchronizes_nothing_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Where the model is wrapped, and not where an optimizer's state is loaded for it."""
+def test_a_batch_norm_that_synchronizes_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """When the model is wrapped, but not when an optimizer's state is loaded for it."""
     model = torch.compile(nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3), nn.SyncBatchNorm(3)), backend="eager")
     inspect(model)
     ModelParameters(nn.Sequential(nn.BatchNorm1d(3)))

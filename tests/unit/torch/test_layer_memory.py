@@ -1,4 +1,4 @@
-"""The pages of layers that are here by turns: they move, nobody else keeps any, and what is away cannot be read."""
+"""Pages of layers: they move between layers, no other layer keeps any, and freed memory cannot be read."""
 
 from __future__ import annotations
 

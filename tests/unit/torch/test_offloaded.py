@@ -1,4 +1,4 @@
-"""How an offloaded model is divided into layers, in which order they are expected, and whose gradients are where."""
+"""Division of an offloaded model into layers, their expected order, and the places of gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psdist.torch.offloaded.turns import GradientPlace
 
 
 class Model(nn.Module):
-    """An embedding that the last module shares, blocks in a list, and what is around them."""
+    """An embedding that the last module shares, blocks in a list, and modules around them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_a_layer_that_is_used_again_at_once_changes_nothing() -> None:
 
 
 def test_a_place_without_memory_is_asked_again() -> None:
-    """As a step that failed, because connecting took too long, is made again."""
+    """A step that failed, because connecting took too long, is retried."""
     buffers, layer = {"w": np.zeros(3, np.float32)}, Mock()
     layer.handle.gradient_buffers.side_effect = [WaitTimeoutError("slow"), buffers]
     place = GradientPlace(is_shared=True)

@@ -1,4 +1,4 @@
-"""A scheduler of torch beside the servers' steps: it follows them where they made others than the script's loop."""
+"""A torch scheduler beside the servers' steps: it follows them if they made others than the script's loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
         [8],
     ),
 }
-#: Those that the servers have no schedule for.
+#: Schedulers without a schedule of the servers.
 SENT: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 8) * 0.99**step),
     "multiplied": lambda optimizer: lr_scheduler.MultiplicativeLR(optimizer, lambda step: 0.9 + 0.01 * (step % 3)),
@@ -47,7 +47,7 @@ ALL = SCHEDULERS | SENT
 
 
 class Loop:
-    """A training loop whose servers are a number."""
+    """Training loop whose servers are a number."""
 
     def __init__(self, make: Callable[[Any], lr_scheduler.LRScheduler], lr: Any = 0.1, step: int = 0) -> None:
         names = {nn.Parameter(torch.zeros(2)): "w", nn.Parameter(torch.zeros(2)): "b"}
@@ -68,7 +68,7 @@ class Loop:
         return self.optimizer.param_groups
 
     def steps(self, count: int, jump: int = 0) -> None:
-        """Makes steps. jump: by so many the servers are elsewhere after the last of them."""
+        """Make steps. jump: difference of the servers' step after the last of them."""
         for number in range(count):
             self.rates.check(self.groups)
             self.handle.step += 1
@@ -78,7 +78,7 @@ class Loop:
             self.scheduler.step()
 
     def assert_following(self) -> None:
-        """The servers have the rates that the script shows, which are those of torch."""
+        """Check that the servers use the rates that the script shows, which are torch's."""
         sent = self.rates.check(self.groups)
         factor = self.spec.schedule.factor(self.handle.step) if sent is None else sent
         shown = [float(group["lr"]) for group in self.groups]
@@ -96,7 +96,7 @@ class Loop:
 @pytest.mark.parametrize("make", ALL.values(), ids=ALL)
 @pytest.mark.parametrize("jump", [5, -4, -10, 0])
 def test_a_scheduler_follows_the_servers(make: Callable[[Any], lr_scheduler.LRScheduler], jump: int) -> None:
-    """They are elsewhere after this worker had been expelled, or the run went back to a snapshot."""
+    """The servers' step differs after this worker had been expelled, or the run rolled back to a snapshot."""
     loop = Loop(make)
     loop.steps(10, jump)
     loop.assert_following()
@@ -151,7 +151,7 @@ def test_a_rate_that_is_a_tensor_stays_the_script_s_tensor() -> None:
 
 
 def rates_of(optimizer: torch.optim.Optimizer, spec: optim.Optimizer | None = None, step: int = 0) -> LearningRates:
-    """Of an optimizer whose scheduler, if it has one, is not given."""
+    """Return the rates of an optimizer whose scheduler, if it has one, was not passed."""
     parameters = {str(number): one for number, one in enumerate(optimizer.param_groups[0]["params"])}
     spec = specification_of(optimizer, parameters, None) if spec is None else spec
     rates = LearningRates(spec, optimizer, None, cast(Parameters, SimpleNamespace(step=step)))
@@ -268,10 +268,10 @@ def test_a_scheduler_that_is_sent_is_stepped_with_the_optimizer() -> None:
 
 
 @pytest.mark.parametrize("has_scheduler", [False, True])
-def test_a_worker_that_begins_later_is_told_of_its_rates_once(
+def test_a_worker_that_starts_later_is_warned_of_its_rates_once(
     caplog: pytest.LogCaptureFixture, has_scheduler: bool
 ) -> None:
-    """A constant rate is as good there as at the beginning."""
+    """A constant rate is as good then as at the beginning."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.5)
     if has_scheduler:
         lr_scheduler.StepLR(optimizer, 5)

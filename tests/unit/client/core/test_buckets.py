@@ -1,5 +1,4 @@
-"""The plan of a step in buckets: each slice once, after the last of its tensors, whatever the cut, the order and the
-failures."""
+"""Plan of a step in buckets: each slice once, after the last of its tensors, for any cut, order and failures."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def test_a_cut_agrees_with_the_elements(sizes: list[int], slice_elements: int) -
 def test_every_slice_goes_once_after_its_last_tensor(
     data: st.DataObject, sizes: list[int], slice_elements: int
 ) -> None:
-    """A worker that gives buckets, servers that answer or break them in any order, and a worker that gives again."""
+    """A worker gives buckets, servers answer or break them in any order, and the worker gives broken ones again."""
     cut = make_cut(sizes, slice_elements)
     plan = StepPlan(cut, whole=False)
     given_now: dict[int, bool] = {}
@@ -74,7 +73,7 @@ def test_every_slice_goes_once_after_its_last_tensor(
                 plan.take_back(numbers, sent[good:])
                 given_now = {number: how for number, how in given_now.items() if number not in numbers}
         waiting = set(range(cut.slicing.count)) - answered - {index for _, slices in under_way for index in slices}
-        for index in waiting:  # Else it would never be sent.
+        for index in waiting:  # Otherwise it would never be sent.
             assert plan.missing_for([index])
     assert answered == set(range(cut.slicing.count))
     assert plan.is_complete(answered) and not under_way and not plan.missing_for(answered)

@@ -1,4 +1,4 @@
-"""The encoder of differences (EF21): what is sent whole, and what cannot be sent."""
+"""Encoder of differences (EF21): slices that are sent whole, and gradients that cannot be sent."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def begun(one: GradientEncoder, flat: np.ndarray, slices: range = EVERY) -> Enco
 
 
 def whole(push: EncodedDifferences, index: int) -> np.ndarray:
-    """What the payload of a slice adds to zeros."""
+    """Return the decoded payload of a slice."""
     values = np.zeros(SLICING.size(index), np.float32)
     accumulate(push.payload(index), values)
     return values
@@ -66,7 +66,7 @@ def test_slices_are_sent_whole_where_a_server_has_no_estimate() -> None:
     assert np.count_nonzero(found) > 3 and whole(push, 0).tobytes() == found.tobytes()
     with pytest.raises(InternalError, match="takes a whole gradient for a difference"):
         push.send_whole([1, 2])
-    # A push that is made again sends all in one call.
+    # A repeated push sends all slices in one call.
     assert push.difference([0, 1, 2]).from_zeros and np.count_nonzero(whole(push, 1)) > 3
     one.end_push()
     assert not begun(one, gradient(2)).difference(EVERY).from_zeros
@@ -84,7 +84,7 @@ def test_the_first_push_after_a_resume_is_whole() -> None:
         expected.decode_into(index, found)
         assert whole(push, index).tobytes() == found.tobytes()
     assert push.norm() == expected.norm() > 0
-    # The state of another run, of a model of another size, is none.
+    # The state of a run of another model size is discarded.
     other.restore({"estimate": np.ones(7, np.float32)})
     assert not other.state()["estimate"].any()
 

@@ -1,4 +1,4 @@
-"""The encoder: what is sent of gradients, what is kept of them, and what happens to that."""
+"""Encoder of gradients: payloads, residual, and state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from psdist.compression.segments import accumulate
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, Slicing, TensorSpec
 
-#: Tensors that begin and end anywhere in slices of 500 elements.
+#: Tensors that start and end anywhere in slices of 500 elements.
 LAYOUT = Layout(
     (
         TensorSpec("w1", (30, 41)),
@@ -61,7 +61,7 @@ def decoded(push: EncodedSlices) -> np.ndarray:
 
 
 def pushed(encoder: GradientEncoder, flat: np.ndarray, slices: Any = EVERY) -> np.ndarray:
-    """What servers get of a push."""
+    """Return a push as servers decode it."""
     push = encoder.begin_push()
     assert encoder.encode(push, flat, slices)
     got = decoded(push)
@@ -77,7 +77,7 @@ def test_what_was_sent_and_the_residual_are_all_that_was_given() -> None:
     np.testing.assert_allclose(sent + encoder.residual, given, atol=1e-5)
     assert encoder.residual_norm == pytest.approx(np.linalg.norm(encoder.residual), rel=1e-6) and encoder.residual_norm
     assert 3.4 < encoder.totals.ratio < 4
-    # Tensors that are not compressed leave nothing.
+    # Uncompressed tensors have no residual.
     assert not encoder.residual[LAYOUT.offsets[1] : LAYOUT.offsets[2]].any()
 
 
@@ -90,7 +90,7 @@ def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
     again = encoder.begin_push()
     encoder.encode(again, gradient(2), EVERY)
     assert again.payloads == before
-    # Nothing of it was sent: it is another one then, and the residual is that of the pushes before.
+    # Nothing of it was sent: the next push replaces it, and the residual is that of the pushes before.
     residual = encoder.residual.copy()
     encoder.discard_push()
     assert encoder.residual.tobytes() == residual.tobytes()
@@ -108,7 +108,7 @@ def test_slices_that_abstain_keep_their_residual() -> None:
     ready = push.decide(ReadySlices((0, 1, 3), (2, 4)))
     assert ready == ReadySlices((0, 1, 3), (2, 4))
     encoder.encode(push, gradient(1), ready.valued)
-    # What was decided stays decided.
+    # Decisions do not change.
     assert push.decide(ReadySlices((2, 5), (1, 6))) == ReadySlices((1, 5), (2, 6))
     assert encoder.end_push()
     for index in EVERY:
@@ -150,7 +150,7 @@ def test_an_encoder_goes_on_from_its_state(codec: Codec) -> None:
     for step in range(3):
         pushed(one, gradient(step))
     under_way = one.begin_push()
-    one.encode(under_way, gradient(7), EVERY)  # A state has nothing of it.
+    one.encode(under_way, gradient(7), EVERY)  # The state does not include it.
     other.restore({name: array.copy() for name, array in one.state().items()})
     one.discard_push()
     for step in range(3, 6):
@@ -219,8 +219,8 @@ def test_of_another_codecs_state_the_residual_is_used() -> None:
     ],
     ids=repr,
 )
-def test_what_could_not_be_encoded_is_encoded_anew_with_what_is_given_then(first: Codec) -> None:
-    """Regions before the one that the codec cannot hold, and slices before it, had been encoded."""
+def test_a_refused_gradient_is_encoded_again_from_its_replacement(first: Codec) -> None:
+    """Regions and slices before the one that the codec cannot represent had been encoded."""
     codec = PerTensor({"w3": Float16(), "*": first}, min_elements=64, min_vector=64)
     encoder, other = encoder_of(codec), encoder_of(codec)
     pushed(encoder, gradient(0))
@@ -228,7 +228,7 @@ def test_what_could_not_be_encoded_is_encoded_anew_with_what_is_given_then(first
     too_large = gradient(1)
     too_large[-1] = 1e6
     push = encoder.begin_push()
-    # It is on its way, so it stays as it is, and so do the regions that it has a part of.
+    # It is under way, so it does not change, nor do the regions that it shares.
     assert encoder.encode(push, gradient(2), (0,))
     with pytest.raises(NonFiniteGradientError):
         encoder.encode(push, too_large, EVERY)

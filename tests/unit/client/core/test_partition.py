@@ -1,4 +1,4 @@
-"""What is wrong with tensors is said before anything is sent: name, what was given, what is expected."""
+"""Errors of invalid tensors, before anything is sent: the name, the given value, and the expected one."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def test_bad_init(init: object, error: type[Exception]) -> None:
         partition.layout_of(init)
 
 
-def test_values_that_arrays_make_anew_are_copied() -> None:
-    """An array that asarray makes is gone when flatten returns; sharing its memory would read freed memory."""
+def test_values_that_asarray_converts_are_copied() -> None:
+    """The converted array is freed when flatten returns; sharing its memory would read freed memory."""
 
     class Fresh:
         def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The order of a script's pushes: where its iterations start, inferred or declared."""
+"""Order of a script's pushes: starts of its iterations, inferred or declared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Script:
             self.sequences[name].end_push(push, seen=True)
 
     def begin(self, name: str) -> None:
-        """Begin a push that is not answered yet."""
+        """Start a push that is not answered yet."""
         self.order.begin_push(name)
         self.sequences[name].send(0)
 
@@ -163,7 +163,7 @@ def test_an_order_that_repeats_nothing_for_long_is_not_skipped() -> None:
 
 
 def lose_course(script: Script, names: str) -> None:
-    """The run goes back to a snapshot, which the script learns by a push or pull of ``names``."""
+    """Roll the run back to a snapshot, which the script learns by a push or pull of ``names``."""
     script.order.lose_place()
     for name in script.sequences:
         script.order.lose_course(name)

@@ -1,4 +1,4 @@
-"""The session counts steps so that every push is made exactly once, also when calls break half way."""
+"""Push numbers: every push is made exactly once, even if calls break half way."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
 
 @pytest.mark.parametrize(("heartbeat", "longest"), [(0.02, 0.02), (0.25, 0.25), (4.0, LONGEST_SECONDS)])
 def test_a_member_whose_session_broke_tries_again_within_a_heartbeat(heartbeat: float, longest: float) -> None:
-    """Of which its lease has four."""
+    """A lease lasts four heartbeats."""
     backoff = Backoff.of_session(random.Random(1), heartbeat)
     pauses = [backoff.next_seconds() for _ in range(12)]
     assert longest / 2 <= pauses[-1] <= max(pauses) <= longest
@@ -146,7 +146,7 @@ def test_news_of_a_loss_come_before_the_map() -> None:
     plan = routing.plan(_cluster(A, B), "p", [0, 1, 2], news)
     assert [route.slices for route in plan.routes] == [(1,)] and plan.orphans == (0, 2)
     assert plan.reason == "for a new primary of shards 0, 2 of 'p' in place of a (lost: its process was killed)"
-    # Of another life of that server.
+    # Another incarnation of that server.
     assert routing.plan(_cluster(A, B), "p", news=routing.ServerNews(gone={Replica("b", 1): "old"})).orphans == ()
 
 

@@ -1,4 +1,4 @@
-"""Arrays of scripts by CuPy, which is a module of the test: what is asked of it, and what is refused."""
+"""Arrays of scripts by CuPy, which is a module of the test: calls to it, and refused arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from psdist.errors import (
 
 
 class FakeError(RuntimeError):
-    """An error of CUDA. status: its number."""
+    """Error of CUDA. status: its number."""
 
     def __init__(self, text: str, status: int = 719) -> None:
         super().__init__(text)
@@ -33,11 +33,11 @@ class FakeError(RuntimeError):
 
 
 class CompileException(Exception):
-    """NVRTC refuses what CuPy gives it."""
+    """Error of NVRTC that refuses CuPy's source."""
 
 
 class FakeArray:
-    """An array of CuPy: its memory is numpy's."""
+    """CuPy's array with numpy's memory."""
 
     def __init__(self, values: NDArray[Any], number: int = 0) -> None:
         self.values = values
@@ -54,7 +54,7 @@ class FakeArray:
 
 
 class FakeTorchTensor:
-    """A tensor of torch that has a graph: only without it can others have its memory, and bfloat16 never."""
+    """torch's tensor with a graph. Without it, other libraries can use its memory, except for bfloat16."""
 
     def __init__(self, values: NDArray[Any], dtype: str, *, has_graph: bool = True) -> None:
         self.values, self.dtype, self.has_graph = values, dtype, has_graph
@@ -76,9 +76,14 @@ class FakeTorchTensor:
 
 
 class FakeCupy(ModuleType):
-    """CuPy, as far as arrays go. current: the number of the thread's device. failure: what every call raises.
-    conversion: the error of CuPy's own kernels, if they have one. devices: by address, those of memory that does not
-    lie on device 0. context: the thread's."""
+    """CuPy's part for arrays.
+
+    current: number of the thread's device.
+    failure: raised by every call.
+    conversion: error of CuPy's own kernels, if any.
+    devices: by address, the device of memory that is not on device 0.
+    context: the thread's context.
+    """
 
     def __init__(self) -> None:
         super().__init__("cupy")
@@ -109,7 +114,7 @@ class FakeCupy(ModuleType):
 
     def asarray(self, value: Any) -> FakeArray:
         assert self.current == 0
-        if isinstance(value, FakeArray):  # What lies on another device is copied to the current one.
+        if isinstance(value, FakeArray):  # CuPy copies arrays of other devices to the current one.
             return value if value.device.id == self.current else FakeArray(value.values.copy(), self.current)
         return FakeArray(np.asarray(SimpleNamespace(__array_interface__=value.__cuda_array_interface__)))
 
@@ -127,7 +132,7 @@ class FakeCupy(ModuleType):
         return array if values is array.values else self.converted(values)
 
     def converted(self, values: NDArray[Any]) -> FakeArray:
-        """What a kernel of CuPy's own makes."""
+        """Return the result of a kernel of CuPy."""
         if self.conversion is not None:
             raise self.conversion
         return FakeArray(values)
@@ -198,14 +203,14 @@ def test_what_has_only_dlpack_is_taken_by_that(cupy: FakeCupy) -> None:
 def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
     with pytest.raises(DTypeMismatchError, match="'w' has dtype int32: use float32"):
         CupyArrays("cuda").take("w", FakeArray(np.arange(6, dtype=np.int32)))
-    tensor = FakeTorchTensor(np.zeros(6, np.uint8), "torch.float8_e4m3fn")  # torch has no array interface for it.
+    tensor = FakeTorchTensor(np.zeros(6, np.uint8), "torch.float8_e4m3fn")  # torch provides no array interface for it.
     with pytest.raises(DTypeMismatchError, match="'w' has dtype float8_e4m3fn: use float32"):
         CupyArrays("cuda").take("w", tensor)
     assert cupy.current == 5
 
 
-def test_what_lies_on_another_device_is_refused(cupy: FakeCupy) -> None:
-    """Before CuPy copies it to this one."""
+def test_arrays_on_another_device_are_refused(cupy: FakeCupy) -> None:
+    """Before CuPy copies the array to this one."""
     values = np.zeros(3, np.float32)
     cupy.devices[values.ctypes.data] = 1
     no_dlpack = SimpleNamespace(__cuda_array_interface__=values.__array_interface__)

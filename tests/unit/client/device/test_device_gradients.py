@@ -1,4 +1,4 @@
-"""Gradients and weights in the memory of a device: what is sent, what is copied, and what is refused."""
+"""Gradients and weights in the memory of a device: payloads, copies, and refused arguments."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def joined(values: dict[str, Any]) -> np.ndarray:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> HostArrays:
-    """The arrays of device 0."""
+    """Return the arrays of device 0."""
     found = HostArrays()
     monkeypatch.setattr(device_arrays, "open_arrays", {0: found}.__getitem__)
     return found
@@ -119,7 +119,7 @@ async def test_buffers_are_pushed_where_they_are(start: Start, made: HostArrays)
         launches.append(made.device.launches - before)
         await host.weights.push(gradient(seed))
     assert sent(device) == sent(host)
-    assert launches[1:] == [3, 3]  # The search for NaN, whole numbers and casts: nothing was gathered.
+    assert launches[1:] == [3, 3]  # The NaN check, whole numbers and casts: nothing was gathered.
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -210,7 +210,7 @@ async def test_a_device_that_is_lost_does_not_keep_a_client_from_closing(start: 
 
 
 async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place(made: HostArrays) -> None:
-    """As a push that failed, and the end of a client, have it: copies would go to the pages that were there before."""
+    """After a failed push, or the end of a client, copies would otherwise go to the former pages."""
     arena, registered = OfferedArena(ELEMENTS, "float32"), list[int]()
     assert await arena.prepare() == ""
     layout = layout_of(INIT)
@@ -247,15 +247,15 @@ async def test_registered_memory_lasts_until_that_is_taken_back(made: HostArrays
 
 @pytest.mark.parametrize("codec", [CODEC, BFloat16(), None], ids=["int8", "bfloat16", "raw"])
 async def test_the_event_loop_never_waits_for_a_device(start: Start, made: HostArrays, codec: Any) -> None:
-    """A script may have given it work for minutes, and this worker would miss its heartbeats."""
+    """A script may have queued minutes of work, and this worker would miss its heartbeats."""
     setup = await start(compression=codec)
     buffers = await setup.weights.gradient_buffers(device="cuda")
     await setup.weights.push(buffers)
     await setup.weights.push_pull(there(gradient(0)), device="cuda")
     await setup.weights.pull(copy=False, device="cuda")
-    if codec is not CODEC:  # What was left out would move to the host, once.
+    if codec is not CODEC:  # The residual would move to the host, once.
         await setup.weights.push_pull(gradient(0), device="cuda")
-    else:  # Others copy what was gathered to the host's vector, when all that this waits for is done.
+    else:  # Other codecs copy the gathered vector to the host's when all work that this waits for is done.
         for name, values in gradient(1).items():
             bucket = await setup.weights.push_pull_async(there({name: values}) if name == "v" else {name: values})
         await bucket
@@ -385,7 +385,7 @@ async def test_one_step_ends_with_weights_in_the_memory_of_a_device(start: Start
 async def test_weights_are_overwritten_once_what_reads_them_is_done(
     start: Start, made: HostArrays, pushes: bool
 ) -> None:
-    """That is, what the script gave to its streams before the call."""
+    """The script queued this work on its streams before the call."""
     setup = await start(compression=None)
     call = partial(setup.weights.push_pull, gradient(0)) if pushes else setup.weights.pull
     for _ in range(2):
@@ -430,7 +430,7 @@ async def test_without_cupy_a_device_is_refused(start: Start) -> None:
         with pytest.raises(errors.DeviceUnavailableError, match=r"CuPy is not installed.*cupy-cuda12x") as caught:
             await call(device="cuda")
         assert caught.value.details["missing"] == "cupy"
-    with pytest.raises(errors.InvalidArgumentError, match="call that first"):  # There are no buffers to name.
+    with pytest.raises(errors.InvalidArgumentError, match="call that first"):  # No buffers exist to name.
         await setup.weights.push_pull_async(["v"])
     with pytest.raises(errors.DeviceUnavailableError, match="CuPy is not installed"):
         await setup.weights.push(there(gradient(0)))

@@ -1,4 +1,4 @@
-"""How the loop of the synchronous clients ends."""
+"""End of the synchronous clients' loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from psdist.client.process.loop import LoopThread
 
 
 class Client:
-    """Is closed when it was asked so often whether it needs a snapshot; 0: never."""
+    """Client that is closed after this many requests for a last snapshot; 0: never."""
 
     def __init__(self, saving: int) -> None:
         self.saving = saving
@@ -20,25 +20,25 @@ class Client:
         self._end = asyncio.Event()
 
     async def claim(self) -> None:
-        """Is open on the running loop."""
+        """Register as open on the running loop."""
         self._loop = asyncio.get_running_loop()
-        loop.claim(self)  # type: ignore[arg-type]  # has what is used here
+        loop.claim(self)  # type: ignore[arg-type]  # has the members used here
 
     @property
     def snapshots(self) -> Client:
-        """As a client."""
+        """See ``Closable``."""
         return self
 
     @property
     def needs_last(self) -> bool:
-        """As a client's snapshots."""
+        """See ``LastSnapshot``."""
         self.asked += 1
         if self.asked == self.saving:
             self._loop.call_soon_threadsafe(self._end.set)
         return self.saving > 0
 
     async def close(self, reason: str = "closed") -> None:
-        """As a client."""
+        """See ``Closable``."""
         await self._end.wait()
         self.closed = True
 

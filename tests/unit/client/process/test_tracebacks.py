@@ -1,4 +1,4 @@
-"""Tracebacks of launched scripts: which frames are left out, and the exit status of errors that would come again."""
+"""Tracebacks of launched scripts: removed frames, and the exit status of errors that would recur."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LAYOUT = Layout((TensorSpec("w", (4,)),))
 
 
 def ended(path: Path, script: str, **environ: str) -> tuple[int, str]:
-    """Status and standard error of a script that believes that a launcher started it."""
+    """Return status and standard error of a script that believes that a launcher started it."""
     (path / "train.py").write_text(script)
     environment = {**os.environ, "PSDIST_CONNECTED_FILE": str(path / "connected"), **environ}
     done = subprocess.run(
@@ -46,7 +46,7 @@ def ended(path: Path, script: str, **environ: str) -> tuple[int, str]:
 
 
 def printed(call: Callable[[], object]) -> str:
-    """The traceback of what ``call`` raises, shortened."""
+    """Return the shortened traceback of an error of ``call``."""
     with pytest.raises(BaseException) as caught:
         call()
     tracebacks.shorten(caught.value)
@@ -94,7 +94,7 @@ def test_without_a_launcher_init_installs_it_unless_there_is_one(before: str) ->
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
     command = [sys.executable, "-c", _ALONE.format(before=before)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
-    assert done.returncode == 1, "Python's own, as nobody is told not to start the script again"
+    assert done.returncode == 1, "Python's own, since a launcher may restart the script"
     if before:
         assert done.stdout == "mine: ConfigurationError\n" and not done.stderr
     else:
@@ -170,7 +170,7 @@ def test_an_error_of_an_installed_library_is_printed_whole() -> None:
     def call() -> None:
         psutil.Process(-1)
 
-    # As if it stood in a module of psdist.
+    # As if it were in a module of psdist.
     inside = FunctionType(call.__code__, {"__name__": "psdist.somewhere", "psutil": psutil}, "inside_psdist")
     text = printed(inside)
     assert "psutil.Process(-1)" in text and "pid must be a positive integer" in text and "left out" not in text

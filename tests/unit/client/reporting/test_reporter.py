@@ -1,4 +1,4 @@
-"""Reports on their way: intervals, trackers, and a pipe that is full, closed or another one."""
+"""Delivery of reports: intervals, trackers, and a pipe that is full, closed or foreign."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Worker:
 
 
 class Log:
-    """A tracker that keeps what it gets."""
+    """Tracker that stores its input."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

@@ -1,4 +1,4 @@
-"""Pushes and waits of the last seconds: what heartbeats say of a worker's speed."""
+"""Pushes and waits of the last seconds: a worker's speed as heartbeats report it."""
 
 from __future__ import annotations
 
