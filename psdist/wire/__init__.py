@@ -1,1 +1,1 @@
-"""The wire: frames, conversions, errors, tokens, channels and limits. Both sides must agree on all of it."""
+"""Shared by both ends of a connection: frames, message conversion, errors, tokens, channels and limits."""

@@ -1,11 +1,11 @@
-"""The join token: metadata of every call, compared in constant time before the body is read.
+"""Join token: sent in the metadata of every call, and compared in constant time before the server reads the body.
 
-A stream-shaped handler answers a refused call, because gRPC reads and parses the request of a unary handler before the
-handler runs. The health check is open: probes have no token, and it answers only "serving". The other methods of the
-health service are not open, because they keep what the caller sent.
+Refused calls are answered by a stream-shaped handler, because gRPC reads and parses the request of a unary handler
+before the handler runs. The health check is open to probes without a token; its only answer is "serving". Other methods
+of the health service need the token, because they store data for the caller.
 
-Calls that anybody can make are paced (``backoff``): a stranger who repeats them as fast as possible waits for the
-answers, and members have the event loop. Calls with the token are never paced.
+Calls that need no token are paced (``backoff``). A stranger who repeats them in a tight loop waits for answers, and
+members keep the event loop. Calls with the token are never paced.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ logger = logging.getLogger("psdist.auth")
 
 
 def make_token() -> str:
-    """A new random token (256 bits)."""
+    """Return a new random token (256 bits)."""
     return secrets.token_urlsafe(32)
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """Call metadata that carries ``token``; none where it is empty."""
+    """Return call metadata that carries ``token``, or no metadata if the token is empty."""
     return ((KEY, f"Bearer {token}"),) if token else ()
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Refuses every call whose token is not ``token``. An empty ``token`` lets all calls pass (loopback only)."""
+    """Server interceptor that refuses calls without ``token``. An empty ``token`` accepts all calls (loopback only)."""
 
     def __init__(self, token: str) -> None:
         self._expected = f"Bearer {token}".encode() if token else b""
@@ -54,7 +54,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
     ) -> Any:
-        """Passes the call on, or answers it with the refusal."""
+        """Pass the call to its handler, or answer it with the refusal."""
         if not self._expected:
             return await continuation(handler_call_details)
         given = dict(handler_call_details.invocation_metadata or ()).get(KEY, "")
@@ -76,7 +76,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         now = asyncio.get_running_loop().time()
         if count := self._log.note(now):
             logger.warning("refused %d calls without the token of this run, the last from %s", count, context.peer())
-        # Without a place in the queue the refusal costs the least when it is sent immediately.
+        # If the queue is full, refusing immediately is the cheapest answer.
         if wait := self._refused.wait_seconds(now):
             await asyncio.sleep(wait)
         await status.abort(context, _REFUSAL)

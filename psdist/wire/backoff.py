@@ -1,6 +1,6 @@
-"""Pauses: before the next attempt, and before strangers are answered. Pure: randomness and time are arguments.
+"""Pauses between attempts and before answers to strangers. Pure: randomness and time are arguments.
 
-Not here: what may be tried again (``data_path``, ``scheduler_session``), whom a pause holds up (``auth``).
+The callers decide what to retry (``data_path``, ``scheduler_session``) and which calls to pace (``auth``).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ LONGEST_SECONDS: Final = 1.0
 
 
 class Random(Protocol):
-    """What is needed of ``random.Random``."""
+    """Subset of ``random.Random`` that ``Backoff`` needs."""
 
     def random(self) -> float:
-        """A number in [0, 1)."""
+        """Return a number in [0, 1)."""
 
 
 class Backoff:
-    """Pauses that double from 50 ms to ``longest`` seconds, each shortened by up to half, so that clients do not come
-    in step."""
+    """Exponential backoff: pauses double from 50 ms to ``longest`` seconds. Each is shortened by a random factor of up
+    to one half, so that clients do not retry in lockstep."""
 
     def __init__(self, rng: Random, longest: float = LONGEST_SECONDS) -> None:
         self._rng = rng
@@ -30,35 +30,37 @@ class Backoff:
 
     @classmethod
     def of_session(cls, rng: Random, heartbeat_seconds: float) -> Backoff:
-        """The pauses of a member whose session broke. Its lease goes on: it tries several times before that is over."""
+        """Return the backoff of a member whose session broke. It allows several attempts within the lease."""
         return cls(rng, min(LONGEST_SECONDS, heartbeat_seconds))
 
     def next_seconds(self) -> float:
-        """The next pause, in seconds."""
+        """Return the next pause, in seconds."""
         pause = self._ceiling * (1.0 - 0.5 * self._rng.random())
         self._ceiling = min(self._ceiling * 2, self._longest)
         return pause
 
     def reset(self) -> None:
-        """Something went well: the next pause is short again."""
+        """Restart with a short pause, after a success."""
         self._ceiling = min(FIRST_SECONDS, self._longest)
 
 
 @dataclass(slots=True)
 class Pacer:
-    """A queue that releases ``per_second`` events.
+    """Queue that releases ``per_second`` events.
 
-    burst: events that pass without a wait after a quiet time. held_max: events that may wait at a time.
+    burst: number of events that pass without waiting after a quiet period.
+    held_max: largest number of waiting events.
     """
 
     per_second: float
     burst: int
     held_max: int
-    #: Release time of the last event, had there been no burst.
+    #: Release time of the last event if bursts were not allowed.
     _last: float = float("-inf")
 
     def wait_seconds(self, now: float) -> float | None:
-        """Time until an event that happens now may pass. None if too many wait already; such an event is not queued."""
+        """Return the time until an event at ``now`` may pass, or None if too many already wait. A rejected event is not
+        queued."""
         gap = 1.0 / self.per_second
         turn = max(self._last, now - self.burst * gap) + gap
         wait = max(0.0, turn - now)
@@ -70,14 +72,14 @@ class Pacer:
 
 @dataclass(slots=True)
 class LogPacer:
-    """Counts events of a kind that strangers can cause at will, so that the log gets one line each ``seconds``."""
+    """Rate limit for log lines that strangers can trigger: counts events and releases one line per ``seconds``."""
 
     seconds: float
     _count: int = 0
     _logged: float = float("-inf")
 
     def note(self, now: float) -> int:
-        """Count an event. Returns the number of events since the last line if a line is due, otherwise 0."""
+        """Count an event. Return the number of events since the last line if a line is due, otherwise 0."""
         self._count += 1
         if now - self._logged < self.seconds:
             return 0

@@ -1,11 +1,11 @@
-"""Channels and servers with the options that matter, in one place.
+"""gRPC channels and servers, with every option that psdist relies on.
 
-* Retries off: gRPC would send a push again behind the session layer's back, which has ids for that.
-* The HTTP proxy is off: an ``http_proxy`` variable must not reroute cluster traffic.
-* ``so_reuseport`` off: a second process on a taken port must fail, not share it silently.
-* Keepalive with ``ping_timeout_ms``: without it a frozen peer is noticed after a minute (grpcio 1.85). It is the second
-  line; application heartbeats are the first.
-* The stream windows are fixed and the bandwidth probe off, so that what the transport reads ahead is bounded.
+* Retries are off. gRPC would resend a push behind the session layer, which numbers pushes for that purpose.
+* The HTTP proxy is off. An ``http_proxy`` variable must not reroute cluster traffic.
+* ``so_reuseport`` is off. A second process on a taken port must fail instead of sharing the port silently.
+* Keepalive sets ``ping_timeout_ms``. Without it grpcio 1.85 takes a minute to notice a frozen peer. Keepalive is the
+  second line of defence; application heartbeats are the first.
+* Stream windows are fixed and the bandwidth probe is off. This bounds how much the transport reads ahead.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ def open_channel(
     message_bytes: int = limits.DATA_MESSAGE_BYTES,
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Channel:
-    """A plaintext channel to ``address`` (host:port). Connects on first use. silence_seconds: a peer that is
-    silent for this long is pinged, and disconnected if it does not answer for as long again."""
+    """Return a plaintext channel to ``address`` (host:port). It connects on first use.
+
+    silence_seconds: ping a peer after this much silence, and disconnect if it stays silent for as long again.
+    """
     options = [
         *_shared_options(message_bytes, limits.CLIENT_WINDOW_BYTES, silence_seconds),
         ("grpc.enable_retries", 0),
@@ -68,8 +70,10 @@ def make_server(
     interceptors: Sequence[Any] = (),
     silence_seconds: float = limits.KEEPALIVE_SECONDS,
 ) -> grpc.aio.Server:
-    """A server that lets calls with ``token`` in, and no more of anything than ``psdist.wire.limits`` says.
-    silence_seconds: see ``open_channel``."""
+    """Return a server that accepts calls with ``token`` and enforces the limits of ``psdist.wire.limits``.
+
+    silence_seconds: see ``open_channel``.
+    """
     options = [
         *_shared_options(message_bytes, limits.SERVER_WINDOW_BYTES, silence_seconds),
         ("grpc.so_reuseport", 0),
@@ -81,7 +85,7 @@ def make_server(
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
-    # Calls that wait to be refused take no place from members.
+    # Calls waiting for a refusal must not use up the members' share.
     strangers = limits.REFUSALS_HELD_MAX + limits.PROBES_HELD_MAX if token else 0
     return grpc.aio.server(
         interceptors=(TokenInterceptor(token), *interceptors),
@@ -91,10 +95,9 @@ def make_server(
 
 
 def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: str = "--port") -> int:
-    """Binds ``server`` and returns the port (a free one for port 0).
+    """Bind ``server`` and return its port; port 0 picks a free one.
 
-    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError where the port is
-    taken.
+    Raises InsecureBindError for a host beyond loopback without ``insecure``, ConfigurationError if the port is taken.
     """
     if host not in _LOOPBACK_HOSTS and not insecure:
         raise InsecureBindError(
@@ -117,10 +120,10 @@ def bind(server: grpc.aio.Server, host: str, port: int, insecure: bool, flag: st
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit on open files of this process to the highest number that the system allows and psdist can use.
+    """Raise this process's limit on open files as far as the system allows and psdist can use.
 
-    Each connection is an open file. Many systems let a process open 1,024 unless it asks for more, so a thousand idle
-    connections of strangers would keep it from opening its store, a snapshot, or a connection of its own.
+    Each connection is an open file. Many systems default to 1,024 files. A thousand idle connections of strangers would
+    then keep the process from opening its store, a snapshot, or a connection of its own.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 2 * limits.CONNECTIONS_MAX + limits.FILES_RESERVED
@@ -131,7 +134,7 @@ def raise_open_files_limit() -> None:
 
 
 def _connections_max() -> int:
-    """Connections that a gRPC port of this process may accept: files stay free for everything else."""
+    """Return the number of connections that a gRPC port may accept while leaving files for everything else."""
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if soft == resource.RLIM_INFINITY:
         return limits.CONNECTIONS_MAX

@@ -1,8 +1,8 @@
-"""Between the frozen dataclasses of the machines and the protobuf messages of the wire.
+"""Conversion between the frozen dataclasses of the state machines and protobuf messages.
 
-There is one pair of functions per type, ``x_to_proto`` and ``x_from_proto``. Fields have the same names on both sides.
-What comes from the wire is checked here: names, sizes and kinds that are out of range raise InvalidArgumentError or
-LimitExceededError before any other code sees them.
+Each type has a pair of functions, ``x_to_proto`` and ``x_from_proto``. Fields have the same names on both sides.
+Everything received is checked here: names, sizes and kinds out of range raise InvalidArgumentError or
+LimitExceededError before other code sees them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from psdist.wire import limits
 
 M = TypeVar("M", bound=Message)
 D = TypeVar("D")
-#: Messages of ServerService that say who sends.
+#: Messages of ServerService that carry the sender's identity.
 HasIdentity = (
     server_pb2.PushHeader
     | server_pb2.InstallRequest
@@ -56,11 +56,12 @@ HasIdentity = (
     | server_pb2.ConnectRequest
 )
 
-#: Settings and shards in an epoch's map are mostly those of the one before: so many are kept as they were made.
+#: Cache size for settings and shards: most are unchanged from one epoch's map to the next.
 _KEPT: Final = 512
-#: A message of more bytes is not kept. Fields that nobody knows are part of it, and a peer may send many.
+#: Larger messages are not cached. Unknown fields count, and a peer may send many of them.
 _KEPT_BYTES: Final = 1 << 14
-#: The ranges of so many parameter sets are kept as they were made; not of more bytes, nor are a few worth it.
+#: Number of parameter sets whose ranges are cached. Very large tables are not cached, nor are tables too small to be
+#: worth it.
 _KEPT_RANGES: Final = 8
 _KEPT_RANGES_BYTES: Final = 1 << 21
 _MANY_RANGES: Final = 64
@@ -74,7 +75,7 @@ _DTYPE_TO_PROTO: Final = {
 _DTYPE_FROM_PROTO: Final = {number: name for name, number in _DTYPE_TO_PROTO.items()}
 _STALENESS_LR: Final = {"none": pb.STALENESS_LR_NONE, "inverse": pb.STALENESS_LR_INVERSE}
 _NON_FINITE: Final = {"reject": pb.NON_FINITE_POLICY_REJECT, "skip": pb.NON_FINITE_POLICY_SKIP}
-#: The reverse; a value that is not set is the default.
+#: Reverse tables; an unset value reads as the default.
 _STALENESS_LR_FROM_PROTO: Final = {pb.STALENESS_LR_UNSPECIFIED: "none"} | {n: name for name, n in _STALENESS_LR.items()}
 _NON_FINITE_FROM_PROTO: Final = {pb.NON_FINITE_POLICY_UNSPECIFIED: "reject"} | {
     number: name for name, number in _NON_FINITE.items()
@@ -82,12 +83,14 @@ _NON_FINITE_FROM_PROTO: Final = {pb.NON_FINITE_POLICY_UNSPECIFIED: "reject"} | {
 
 
 def _to_proto(message: type[M], value: Any, **converted: Any) -> M:
-    """A message with the fields of a dataclass; those of another type on the wire are ``converted``."""
+    """Build a message from the fields of a dataclass. ``converted`` overrides fields that have another type on the
+    wire."""
     return message(**_plain(type(value), value, converted), **converted)
 
 
 def _from_proto(cls: type[D], message: Message, **converted: Any) -> D:
-    """A dataclass with the fields of a message; those of another type on the wire are ``converted``."""
+    """Build a dataclass from the fields of a message. ``converted`` overrides fields that have another type on the
+    wire."""
     return cls(**_plain(cls, message, converted), **converted)
 
 
@@ -96,28 +99,28 @@ def _plain(cls: Any, source: object, converted: Mapping[str, Any]) -> dict[str, 
 
 
 def _name_of(names: Mapping[Any, str], number: int, field: str) -> Any:
-    """What an enum's ``number`` stands for. Raises InvalidArgumentError."""
+    """Return the name of an enum's ``number``. Raises InvalidArgumentError."""
     if number not in names:
         raise InvalidArgumentError(f"{field} {number} is unknown: use one of {', '.join(map(str, names))}")
     return names[number]
 
 
 def dtype_to_proto(dtype: str) -> pb.DType:
-    """The enum value of ``dtype``. Raises DTypeMismatchError."""
+    """Return the enum value of ``dtype``. Raises DTypeMismatchError."""
     if dtype not in _DTYPE_TO_PROTO:
         raise DTypeMismatchError(f"dtype {dtype!r} is not supported: use one of {', '.join(_DTYPE_TO_PROTO)}")
     return _DTYPE_TO_PROTO[dtype]
 
 
 def dtype_from_proto(value: int) -> DType:
-    """The name of the enum value. Raises DTypeMismatchError."""
+    """Return the name of the enum value. Raises DTypeMismatchError."""
     if value not in _DTYPE_FROM_PROTO:
         raise DTypeMismatchError(f"DType {value} is unknown")
     return cast(DType, _DTYPE_FROM_PROTO[cast(pb.DType, value)])
 
 
 def payload_dtype_from_proto(value: int) -> DType:
-    """The name of a dtype that payloads may have. Raises DTypeMismatchError, InvalidArgumentError."""
+    """Return the name of a dtype allowed in payloads. Raises DTypeMismatchError, InvalidArgumentError."""
     dtype = dtype_from_proto(value)
     if dtype not in WIRE_DTYPES:
         raise InvalidArgumentError(f"payloads cannot be {dtype}: use one of {', '.join(WIRE_DTYPES)}")
@@ -125,14 +128,15 @@ def payload_dtype_from_proto(value: int) -> DType:
 
 
 def layout_to_proto(layout: Layout) -> pb.Layout:
-    """The table of tensors as a message."""
+    """Convert the table of tensors."""
     return pb.Layout(
         tensors=[pb.Tensor(name=t.name, shape=t.shape, dtype=dtype_to_proto(t.dtype)) for t in layout.tensors]
     )
 
 
 def layout_from_proto(message: pb.Layout) -> Layout:
-    """The table of tensors, checked: names allowed and unique, at most TENSORS_MAX tensors, ELEMENTS_MAX elements."""
+    """Convert and check the table of tensors: valid unique names, at most TENSORS_MAX tensors and ELEMENTS_MAX
+    elements."""
     if len(message.tensors) > limits.TENSORS_MAX:
         raise LimitExceededError(f"{len(message.tensors)} tensors are more than the limit of {limits.TENSORS_MAX}")
     layout = Layout(tuple(_tensor_from_proto(tensor) for tensor in message.tensors))
@@ -152,7 +156,7 @@ def _tensor_from_proto(message: pb.Tensor) -> TensorSpec:
 
 
 def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:
-    """An optimizer specification as kind and numbers."""
+    """Convert an optimizer specification to kind and numbers."""
     schedule = optimizer.schedule
     numbers = {field.name: float(getattr(schedule, field.name)) for field in fields(schedule)}
     return pb.Optimizer(
@@ -165,7 +169,8 @@ def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:
 
 
 def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
-    """The specification, checked. Without a schedule it is Constant; one that is there has all its numbers."""
+    """Convert and check an optimizer specification. A missing schedule reads as Constant; a present one must be
+    complete."""
     overrides = [Override(item.pattern, tuple(sorted(item.values.items()))) for item in message.overrides]
     given = message.schedule
     schedule = schedule_from_values(given.kind, given.values) if message.HasField("schedule") else Constant()
@@ -173,7 +178,7 @@ def optimizer_from_proto(message: pb.Optimizer) -> Optimizer:
 
 
 def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
-    """A consistency as kind and numbers."""
+    """Convert a consistency to kind and numbers."""
     given = _plain(type(consistency), consistency, {})
     if "staleness_lr" in given:
         given["staleness_lr"] = _STALENESS_LR[given["staleness_lr"]]
@@ -181,7 +186,7 @@ def consistency_to_proto(consistency: Consistency) -> pb.Consistency:
 
 
 def consistency_from_proto(message: pb.Consistency) -> Consistency:
-    """The consistency, checked."""
+    """Convert and check a consistency."""
     staleness_lr: StalenessLr = _name_of(_STALENESS_LR_FROM_PROTO, message.staleness_lr, "staleness_lr")
     match message.kind:
         case "bsp":
@@ -194,7 +199,7 @@ def consistency_from_proto(message: pb.Consistency) -> Consistency:
 
 
 def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
-    """Settings of a parameter set as a message."""
+    """Convert the settings of a parameter set."""
     return _to_proto(
         pb.ParametersSpec,
         spec,
@@ -205,7 +210,7 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
 
 
 def spec_from_proto(message: pb.ParametersSpec) -> ParametersSpec:
-    """Settings of a parameter set, checked."""
+    """Convert and check the settings of a parameter set."""
     data = message.SerializeToString(deterministic=True)
     return (_spec_from_bytes if len(data) <= _KEPT_BYTES else _spec_from_bytes.__wrapped__)(data)
 
@@ -225,22 +230,22 @@ def _spec_from_bytes(data: bytes) -> ParametersSpec:
 
 
 def member_to_proto(member: ParametersMember) -> pb.ParametersMember:
-    """A member as a message."""
+    """Convert a member."""
     return _to_proto(pb.ParametersMember, member)
 
 
 def member_from_proto(message: pb.ParametersMember) -> ParametersMember:
-    """A member."""
+    """Convert a member."""
     return _from_proto(ParametersMember, message)
 
 
 def replica_to_proto(replica: Replica) -> pb.Replica:
-    """A server and its incarnation as a message."""
+    """Convert a server's id and incarnation."""
     return _to_proto(pb.Replica, replica)
 
 
 def replica_from_proto(message: pb.Replica) -> Replica:
-    """A server and its incarnation."""
+    """Convert a server's id and incarnation."""
     return _from_proto(Replica, message)
 
 
@@ -273,23 +278,23 @@ def _shard_from_bytes(data: bytes) -> Shard:
 
 
 def restore_to_proto(restore: Restore | None) -> pb.Restore | None:
-    """Where values are loaded from, as a message."""
+    """Convert the snapshot that values are loaded from."""
     return None if restore is None else _to_proto(pb.Restore, restore)
 
 
 def restore_from_proto(message: pb.Restore) -> Restore:
-    """Where values are loaded from. Raises InvalidNameError for a directory that is no plain name."""
+    """Convert the snapshot that values are loaded from. Raises InvalidNameError if the directory is no plain name."""
     return _from_proto(Restore, message, directory=check_directory(message.directory))
 
 
-#: Messages that are copied into others, and not changed.
+#: Cached messages. They are copied into others and never modified.
 _kept_spec: Final = lru_cache(maxsize=_KEPT)(spec_to_proto)
 _kept_shard: Final = lru_cache(maxsize=_KEPT)(_shard_to_proto)
 
 
 def _ranges_to_proto(ranges: tuple[GroupRange, ...]) -> Sequence[pb.GroupRange]:
-    """Ranges as messages. There is up to one for each tensor, and they stay the same from epoch to epoch: the newest
-    few tuples are kept as they were converted."""
+    """Convert ranges, reusing the conversions of the latest few tuples. A table has up to one range per tensor and
+    rarely changes between epochs."""
     for known, messages in _kept_ranges:
         if known is ranges:
             return messages
@@ -316,7 +321,7 @@ def _ranges_from_bytes(data: bytes) -> tuple[GroupRange, ...]:
 
 
 def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
-    """An entry of the cluster map as a message."""
+    """Convert an entry of the cluster map."""
     return _to_proto(
         pb.ParametersEntry,
         entry,
@@ -330,7 +335,7 @@ def entry_to_proto(entry: ParametersEntry) -> pb.ParametersEntry:
 
 
 def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
-    """An entry of the cluster map."""
+    """Convert an entry of the cluster map."""
     return _from_proto(
         ParametersEntry,
         message,
@@ -344,7 +349,7 @@ def entry_from_proto(message: pb.ParametersEntry) -> ParametersEntry:
 
 
 def map_to_proto(cluster: ClusterMap) -> pb.ClusterMap:
-    """The cluster map as a message."""
+    """Convert the cluster map."""
     return _to_proto(
         pb.ClusterMap,
         cluster,
@@ -355,7 +360,7 @@ def map_to_proto(cluster: ClusterMap) -> pb.ClusterMap:
 
 
 def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
-    """The cluster map."""
+    """Convert the cluster map."""
     return _from_proto(
         ClusterMap,
         message,
@@ -366,7 +371,7 @@ def map_from_proto(message: pb.ClusterMap) -> ClusterMap:
 
 
 def difference_to_proto(change: MapDifference) -> pb.ClusterMapDifference:
-    """The difference between two cluster maps as a message."""
+    """Convert the difference between two cluster maps."""
     return _to_proto(
         pb.ClusterMapDifference,
         change,
@@ -377,7 +382,7 @@ def difference_to_proto(change: MapDifference) -> pb.ClusterMapDifference:
 
 
 def difference_from_proto(message: pb.ClusterMapDifference) -> MapDifference:
-    """The difference between two cluster maps."""
+    """Convert the difference between two cluster maps."""
     return _from_proto(
         MapDifference,
         message,
@@ -391,17 +396,17 @@ def difference_from_proto(message: pb.ClusterMapDifference) -> MapDifference:
 
 
 def identity_to_proto(identity: Identity) -> server_pb2.Identity:
-    """Who sends, as a message."""
+    """Convert a sender's identity."""
     return _to_proto(server_pb2.Identity, identity)
 
 
 def identity_from_proto(message: server_pb2.Identity) -> Identity:
-    """Who sends."""
+    """Convert a sender's identity."""
     return Identity(message.run_id, message.worker_id, message.incarnation, message.epoch, message.parameters)
 
 
 def sender_from_proto(message: HasIdentity) -> Identity:
-    """Who sends ``message``. Raises InvalidArgumentError where it has no identity, which is none of another run."""
+    """Return the identity of the sender of ``message``. Raises InvalidArgumentError if it has none."""
     if not message.HasField("identity"):
         raise InvalidArgumentError(
             f"{message.DESCRIPTOR.name} without an identity: the first message of a call must say who sends, and by "
@@ -411,28 +416,28 @@ def sender_from_proto(message: HasIdentity) -> Identity:
 
 
 def dataset_to_proto(spec: DatasetSpec) -> scheduler_pb2.DatasetSpec:
-    """Settings of a data set as a message."""
+    """Convert the settings of a data set."""
     return _to_proto(scheduler_pb2.DatasetSpec, spec)
 
 
 def dataset_from_proto(message: scheduler_pb2.DatasetSpec) -> DatasetSpec:
-    """Settings of a data set, checked."""
+    """Convert and check the settings of a data set."""
     return _from_proto(DatasetSpec, message)
 
 
 def position_to_proto(position: DataPosition) -> scheduler_pb2.DataPosition:
-    """Where a data set stands, as a message."""
+    """Convert a data set's position."""
     done = [scheduler_pb2.RangeSpan(first=first, count=count) for first, count in position.done]
     return _to_proto(scheduler_pb2.DataPosition, position, done=done)
 
 
 def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
-    """Where a data set stands. Whether that can be is for who knows the data set."""
+    """Convert a data set's position. Callers that know the data set check that the position is possible."""
     if len(message.done) > limits.SPANS_MAX:
         raise LimitExceededError(f"a position of {len(message.done)} stretches is over the limit: {limits.SPANS_MAX}")
     done = tuple((span.first, span.count) for span in message.done)
     return _from_proto(DataPosition, message, done=done)
 
 
-#: Functions that keep their newest results, a bounded number of them.
+#: Functions with bounded caches.
 CACHED: Final = (_spec_from_bytes, _shard_from_bytes, _kept_spec, _kept_shard, _ranges_from_bytes)

@@ -1,13 +1,14 @@
-"""How two processes on one host exchange the files of their arenas.
+"""Exchange of arena files between two processes on one host.
 
-The worker listens on a socket of a random name in the host's shared-memory file system, which two processes or
-containers have in common if they can share memory at all. It sends the name over gRPC. The server connects, receives
-the worker's file and sends its own. Each side checks that the other runs as the same user. The nonces in the files come
-back over gRPC, which proves that both peers are the ones of the gRPC stream. The connection stays open for calls
-(``framed_socket``).
+1. The worker listens on a socket with a random name in the host's shared-memory file system. Two processes or
+   containers that can share memory have this file system in common.
+2. It sends the name over gRPC. The server connects, receives the worker's file and sends its own. Each side checks that
+   the other runs as the same user.
+3. The nonces in the files are returned over gRPC. This proves that both peers are the ends of the gRPC stream.
+4. The connection stays open for calls (``frame_connection``).
 
-Invariants: the socket's file is removed as soon as the exchange ends, either way. ``sweep`` removes the file of a
-process that was killed in the middle: no process answers there.
+Invariants: The socket's file is removed when the exchange ends, successful or not. ``sweep`` removes the files of
+processes that were killed in between: nobody answers on those.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Final
 from psdist.errors import SharingUnavailableError
 
 DIRECTORY: Final = Path("/dev/shm")
-#: The server waits for the worker so long.
+#: Longest time that the server waits for the worker's file.
 HANDOVER_SECONDS: Final = 5.0
 
 _NAME: Final = re.compile(r"psdist-[0-9a-f]{32}")
@@ -36,7 +37,7 @@ _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 
 @contextmanager
 def listening() -> Iterator[tuple[str, socket.socket]]:
-    """A socket for one handover, and its name. Raises SharingUnavailableError."""
+    """Listen for one handover. Yields the socket's name and the socket. Raises SharingUnavailableError."""
     name = f"psdist-{secrets.token_hex(16)}"
     path = DIRECTORY / name
     with _connection() as listener:
@@ -54,8 +55,11 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
-    """The worker's side: gives ``fd`` and returns the file that it got, and the connection, both for the caller to
-    close. Waits for as long as it takes: that the server cannot, it says over gRPC. Raises SharingUnavailableError."""
+    """Send ``fd``, receive the server's file, and return it with the connection. Runs in the worker; the caller closes
+    both.
+
+    Waits without a timeout: a server that cannot answer says so over gRPC. Raises SharingUnavailableError.
+    """
     try:
         with _closed_on_error(await offer(listener, fd)) as peer:
             return await _take(peer), peer
@@ -64,9 +68,9 @@ async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket
 
 
 async def offer(listener: socket.socket, fd: int) -> socket.socket:
-    """As ``exchange``, where the other side has no file to give: gives ``fd`` and returns the connection."""
+    """Send ``fd`` and return the connection, for a peer that has no file to send. See ``exchange``."""
     try:
-        await _readable(listener)  # Not the loop's own accept, which loses the connection if it is cancelled then.
+        await _readable(listener)  # The loop's own accept would lose the connection if cancelled.
         peer, _ = listener.accept()
         with _closed_on_error(peer):
             peer.setblocking(False)
@@ -78,8 +82,10 @@ async def offer(listener: socket.socket, fd: int) -> socket.socket:
 
 
 async def connect(name: str) -> tuple[int, socket.socket]:
-    """The server's side: the worker's file, and the connection, for ``give``; both for the caller to close. Raises
-    SharingUnavailableError."""
+    """Connect to the worker's socket and receive its file. Runs in the server; the caller closes file and connection.
+
+    Raises SharingUnavailableError.
+    """
     if not _NAME.fullmatch(name):
         raise SharingUnavailableError(f"{name!r:.60} is not the name of a worker's socket")
     with _closed_on_error(_connection()) as connection:
@@ -100,7 +106,7 @@ async def connect(name: str) -> tuple[int, socket.socket]:
 
 
 def give(connection: socket.socket, fd: int) -> None:
-    """The server's side: its own file, for the worker to take. Raises SharingUnavailableError."""
+    """Send the server's file to the worker. Raises SharingUnavailableError."""
     try:
         socket.send_fds(connection, [b"\0"], [fd])
     except OSError as error:
@@ -108,7 +114,7 @@ def give(connection: socket.socket, fd: int) -> None:
 
 
 def sweep() -> int:
-    """Removes the sockets that killed processes of this user left behind; how many those were."""
+    """Remove sockets left behind by killed processes of this user. Return their number."""
     removed = 0
     with suppress(OSError), os.scandir(DIRECTORY) as entries:
         for entry in entries:
@@ -123,8 +129,8 @@ def _is_stale(entry: os.DirEntry[str]) -> bool:
     status = entry.stat(follow_symlinks=False)
     if not stat.S_ISSOCK(status.st_mode) or status.st_uid != os.geteuid():
         return False
-    # A connection of another type is refused where no process has the socket, and is of the wrong type where one has:
-    # who listens there notices nothing.
+    # Connecting with another socket type probes without disturbing a listener: it is refused if no process holds the
+    # socket, and fails with a type mismatch otherwise.
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(entry.path)
@@ -158,7 +164,7 @@ def _check_user(peer: socket.socket, who: str) -> None:
 
 
 async def _take(peer: socket.socket) -> int:
-    """The one file that the peer gives."""
+    """Receive the one file that the peer sends."""
     await _readable(peer)
     data, fds, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1:

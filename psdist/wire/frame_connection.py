@@ -1,15 +1,15 @@
-"""Frames over a TCP connection or unix socket: a short header, and a payload that is received where it is needed.
+"""Length-prefixed frames over TCP or a Unix socket, received without copying.
 
-A frame is a prefix (the lengths of header and payload, four bytes each, little-endian), the header, and the payload.
-Once a header is there its receiver names the memory for the payload, and the rest of the payload is received straight
-into it. Prefixes, headers, and what came with them are read ahead into a small buffer, so that a frame costs few reads.
-Payloads are sent from where they lie: their memory is referenced until it is sent (``is_sending``), or ``abort`` ends
-the connection.
+A frame is a prefix (header and payload length, 4 bytes each, little-endian), a header, and a payload. The receiver
+inspects the header and returns the buffer that the payload belongs in; the payload is then read straight into it.
+Prefixes and headers are read ahead into a small buffer, which keeps the number of reads per frame low.
 
-Invariants: lengths are checked before memory is allocated. Each frame is delivered whole, once, in order, and never
-after the end. ``connection_ended`` is called once, unless this side ended the connection.
+Payloads are sent from the caller's memory. It is borrowed until ``is_sending`` is false or ``abort`` is called.
 
-Not here: what headers mean (``tcp_service`` at the server, ``client.transport.tcp.stream`` at the client).
+Invariants: Lengths are checked before anything is allocated. Frames are delivered whole, once, in order, and never
+after the connection ends. ``connection_ended`` is called exactly once, unless this side closed the connection.
+
+Headers are interpreted by ``tcp_service`` (server) and ``client.transport.tcp.stream`` (client).
 """
 
 from __future__ import annotations
@@ -26,61 +26,61 @@ from psdist.errors import ClosedError, InternalError, LimitExceededError, Psdist
 from psdist.wire import limits
 
 PREFIX: Final = struct.Struct("<II")
-#: What is read ahead is copied, so the buffer holds headers and little more.
+#: Read-ahead bytes are copied, so keep this just large enough for headers.
 _READ_AHEAD_BYTES: Final = 16 << 10
-#: So much is queued before ``drain`` waits. It is the payloads' own memory where the event loop is uvloop's.
+#: Write-queue size at which ``drain`` starts to wait. Under uvloop the queue references payloads instead of copying
+#: them.
 _QUEUED_BYTES: Final = 2 << 20
-#: After this many bytes the event loop runs its other callbacks. Without that uvloop reads a connection up to 32 times
-#: in one turn, and a sender that keeps up fills the socket again each time: 100 MiB and more.
+#: Bytes received before the event loop runs its other callbacks. Without this limit uvloop reads a connection up to 32
+#: times per iteration, and a fast sender refills the socket each time: 100 MiB and more.
 _TURN_BYTES: Final = 4 << 20
 _NOTHING: Final = memoryview(b"")
-#: Seconds of silence after which a connection is probed, between probes, and probes: a router in between may have
-#: forgotten it.
+#: Probe idle connections: a router on the path may have dropped its state.
 _KEEPALIVE: Final = {socket.TCP_KEEPIDLE: 15, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
-#: Of the kernel's struct tcp_info: transmissions of the oldest bytes in vain, probes of a window in vain, and
+#: Fields of the kernel's struct tcp_info: failed retransmissions of the oldest bytes, failed window probes, and
 #: milliseconds since the last acknowledgement.
 _TCP_INFO: Final = struct.Struct("=2xBB52xI")
-#: So many come in 3 s or more: the pause doubles from 0.2 s on.
+#: Retransmissions that take at least 3 s: the pause doubles from 0.2 s.
 _RETRANSMITS: Final = 4
 
 
 class FrameReceiver(Protocol):
-    """Takes the frames of a connection. What it raises as PsdistError ends the connection."""
+    """Consumer of a connection's frames. Any PsdistError it raises ends the connection."""
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:
-        """Returns writable memory of exactly ``size`` bytes for the payload of the frame with this header."""
+        """Return a writable buffer of exactly ``size`` bytes for this frame's payload."""
 
     def end_frame(self) -> None:
-        """The frame is complete."""
+        """Process the frame, which is complete."""
 
     def connection_ended(self, error: PsdistError | None) -> None:
-        """The connection ended, with the error that ended it, or None where the other side did."""
+        """Called once when the connection ends. error: the cause, or None if the peer closed it."""
 
 
 class FrameReader:
-    """Cuts the bytes of a connection into frames for ``receiver``. header_bytes: of the longest header."""
+    """Split a byte stream into frames for ``receiver``. header_bytes: length limit for headers."""
 
     def __init__(self, receiver: FrameReceiver, header_bytes: int) -> None:
         self.receiver = receiver
         self.header_bytes = header_bytes
         self.is_held = False
-        #: Whether the last frame has begun and is not complete.
+        #: True between a frame's prefix and its last byte.
         self.is_within_frame = False
         self._ahead = memoryview(bytearray(_READ_AHEAD_BYTES))
-        #: What was read ahead and is not used yet.
+        #: Unconsumed part of the read-ahead buffer.
         self._start = self._stop = 0
-        #: The header or payload that is being received, and how much of it is there.
+        #: Header or payload being received, and its number of bytes so far.
         self._target = _NOTHING
         self._filled = 0
-        #: The header while it is received; None between frames, and while a payload is.
+        #: Header being received; None between frames and while receiving a payload.
         self._header: bytearray | None = None
         self._payload_bytes = 0
         self._is_direct = False
 
     def get_buffer(self) -> memoryview:
-        """Where the next bytes go."""
+        """Return the buffer for the next read."""
         self._is_direct = self.is_within_frame
         if self._is_direct:
             return self._target[self._filled :]
@@ -90,7 +90,8 @@ class FrameReader:
         return self._ahead[self._stop :]
 
     def buffer_updated(self, count: int) -> None:
-        """``count`` bytes came. Raises PsdistError for what is no frame, and what the receiver raises."""
+        """Process ``count`` bytes just read. Raises PsdistError if they do not form a valid frame; errors of the
+        receiver propagate."""
         if self._is_direct:
             self._filled += count
         else:
@@ -98,17 +99,17 @@ class FrameReader:
         self.deliver()
 
     def deliver(self) -> None:
-        """Delivers what is there, unless it is held. Raises as ``buffer_updated``."""
+        """Deliver the buffered bytes, unless on hold. Raises as ``buffer_updated``."""
         while not self.is_held and self._advance():
             pass
 
     def discard_payload(self) -> None:
-        """The memory for the payload that is being received is not to be written to any more."""
+        """Redirect the rest of the current payload to scratch memory. The receiver's buffer is not written to again."""
         if self.is_within_frame and self._header is None:
             self._target = memoryview(bytearray(len(self._target)))
 
     def _advance(self) -> bool:
-        """Takes one more part of a frame; whether it was there."""
+        """Consume the next part of a frame. Returns False if it has not arrived yet."""
         if not self.is_within_frame:
             return self._begin()
         if missing := len(self._target) - self._filled:
@@ -144,29 +145,29 @@ class FrameReader:
 
 
 class FrameConnection(asyncio.BufferedProtocol):
-    """One end of a connection. header_bytes: of the longest header."""
+    """One end of a connection. header_bytes: length limit for headers."""
 
     def __init__(self, receiver: FrameReceiver, header_bytes: int = limits.SHARED_MESSAGE_BYTES) -> None:
         self._reader = FrameReader(receiver, header_bytes)
         self._transport: asyncio.Transport | None = None
         self._holds = 0
-        #: Bytes that were received since the event loop ran other callbacks for this connection.
+        #: Bytes received since the event loop last ran other callbacks.
         self._in_turn = 0
         self._closed = False
-        #: Frames of this turn of the event loop that are sent together.
+        #: Frames of this loop iteration, sent together.
         self._turn: list[bytes] = []
         self._writable = asyncio.Event()
         self._writable.set()
-        #: Bytes that were received, and how often the other side did not read what was sent.
+        #: Number of bytes received, and of times that the peer did not keep up reading.
         self.received = 0
         self.paused = 0
 
     def hand_over(self, receiver: FrameReceiver, header_bytes: int = limits.SHARED_MESSAGE_BYTES) -> None:
-        """Another receiver takes the frames after this one."""
+        """Deliver subsequent frames to another receiver."""
         self._reader.receiver, self._reader.header_bytes = receiver, header_bytes
 
     def send(self, header: bytes, payload: memoryview = _NOTHING) -> None:
-        """Sends a frame, and what ``send_soon`` had to send, in one write. The payload's memory must stay as it is
+        """Send a frame in one write, with the frames queued by ``send_soon``. The payload's memory must not change
         while ``is_sending``. Does nothing after the end."""
         if self._transport is not None:
             turn, self._turn = self._turn, []
@@ -174,8 +175,8 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._transport.writelines([*turn, head, payload] if payload.nbytes else [*turn, head])
 
     def send_soon(self, header: bytes) -> None:
-        """Sends a frame without a payload together with others: the next one that has a payload, or all of this turn
-        of the event loop. Each write would wake the other process. Does nothing after the end."""
+        """Queue a frame without payload. It is sent with the next payload frame, or at the end of this loop iteration,
+        so that the peer is not woken once per frame. Does nothing after the end."""
         if self._transport is not None:
             if not self._turn:
                 asyncio.get_running_loop().call_soon(self._send_turn)
@@ -187,23 +188,23 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._transport.write(b"".join(turn))
 
     async def drain(self) -> None:
-        """Waits until little is queued, or the connection has ended."""
+        """Wait until the write queue is short or the connection has ended."""
         await self._writable.wait()
 
     @property
     def is_full(self) -> bool:
-        """Whether the other side does not read what was sent."""
+        """True if the peer is not reading fast enough to keep the write queue short."""
         return not self._writable.is_set()
 
     @property
     def is_sending(self) -> bool:
-        """Whether memory of payloads may be referenced still."""
+        """True while payload memory may still be borrowed."""
         return self._transport is not None and self._transport.get_write_buffer_size() > 0
 
     @property
     def is_cut_off(self) -> bool:
-        """True if the other side's kernel acknowledges nothing of what was sent, though it was sent again and again. A
-        process that is merely slow has a kernel that acknowledges."""
+        """True if the peer's kernel acknowledges nothing despite repeated retransmissions. The kernel of a merely slow
+        process still acknowledges."""
         if self._transport is None:
             return False
         connected = self._transport.get_extra_info("socket")
@@ -216,18 +217,18 @@ class FrameConnection(asyncio.BufferedProtocol):
 
     @property
     def is_within_frame(self) -> bool:
-        """Whether a frame has come in part."""
+        """True between a frame's prefix and its last byte."""
         return self._reader.is_within_frame
 
     def hold(self) -> None:
-        """Pauses receiving until ``release`` was called as often as this."""
+        """Pause receiving. Holds nest: each needs its own ``release``."""
         self._holds += 1
         self._reader.is_held = True
         if self._holds == 1 and self._transport is not None:
             self._transport.pause_reading()
 
     def release(self) -> None:
-        """Ends a ``hold``."""
+        """End a ``hold``."""
         self._holds -= 1
         if self._holds == 0 and self._transport is not None:
             self._reader.is_held = False
@@ -235,13 +236,13 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._received(self._reader.deliver)
 
     def discard_payload(self) -> None:
-        """The memory for the payload that is being received is not to be written to any more."""
+        """Redirect the rest of the current payload to scratch memory. The receiver's buffer is not written to again."""
         self._reader.discard_payload()
 
     def abort(self) -> None:
-        """Ends the connection at once; memory of payloads is not referenced any more."""
+        """Close immediately and release all borrowed payload memory."""
         self._closed = self._reader.is_held = True
-        # The receiver refers to this object: without this a cycle would remain until a garbage collection.
+        # Break the reference cycle with the receiver.
         self._reader.receiver = _Nobody()
         self._writable.set()
         if self._transport is not None:
@@ -250,7 +251,7 @@ class FrameConnection(asyncio.BufferedProtocol):
             self._transport.abort()
             self._transport = None
 
-    # --- what the loop calls ------------------------------------------------------------------------------------------
+    # --- event loop callbacks -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._closed:
@@ -288,7 +289,7 @@ class FrameConnection(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(None)
 
-    # --- their parts --------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _received(self, deliver: Callable[[], None]) -> None:
         try:
@@ -304,8 +305,8 @@ class FrameConnection(asyncio.BufferedProtocol):
 
 
 class StallTimer:
-    """Calls ``stalled`` with an error where nothing has moved on a connection for ``limits.STALL_SECONDS``: neither a
-    frame that has come in part, nor what its other side does not read. From then on it does nothing."""
+    """Watchdog for a connection that makes no progress: a frame that stopped halfway, or output that the peer does not
+    read, for ``limits.STALL_SECONDS``. Fires at most once."""
 
     def __init__(self, connection: FrameConnection, stalled: Callable[[PsdistError], None]) -> None:
         self._connection = connection
@@ -313,10 +314,10 @@ class StallTimer:
         self._look(-1, -1)
 
     def _look(self, received: int, paused: int) -> None:
-        """received, paused: of the connection when this was called before."""
+        """received, paused: counters at the previous check."""
         connection = self._connection
         self._timer = asyncio.get_running_loop().call_later(
-            # A connection that is not full now, and is then, has paused once more.
+            # A connection that fills up later has paused once more by then.
             limits.STALL_SECONDS, self._look, connection.received, connection.paused if connection.is_full else -1
         )  # fmt: skip
         if connection.is_within_frame and connection.received == received:
@@ -329,13 +330,13 @@ class StallTimer:
         self._stalled(LimitExceededError(reason))
 
     def cancel(self) -> None:
-        """The connection has ended."""
+        """Stop watching: the connection has ended."""
         self._timer.cancel()
 
 
 class PathTimer:
-    """Watchdog for a connection whose packets get lost while its gRPC stream stands: a firewall may drop one port.
-    Calls ``cut_off`` with an error, once."""
+    """Watchdog for a connection whose packets are lost while its gRPC stream is fine: a firewall may drop a single
+    port. Calls ``cut_off`` with an error, at most once."""
 
     def __init__(self, connection: FrameConnection, cut_off: Callable[[PsdistError], None]) -> None:
         self._connection = connection
@@ -352,19 +353,19 @@ class PathTimer:
             self._schedule()
 
     def cancel(self) -> None:
-        """The connection has ended."""
+        """Stop watching: the connection has ended."""
         self._timer.cancel()
 
 
 def _shut_down(transport: asyncio.Transport) -> None:
-    """Ends the sending at once. After ``abort`` uvloop goes on with what is queued until its next turn, when the memory
-    of payloads may have been written to."""
+    """Stop sending now. After ``abort``, uvloop keeps flushing its queue until the next loop iteration, by which time
+    payload memory may have been reused."""
     with suppress(OSError), socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as same:
         same.shutdown(socket.SHUT_RDWR)
 
 
 class _Nobody:
-    """The receiver of a connection that has ended."""
+    """Receiver of a closed connection: discards everything."""
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:
         return memoryview(bytearray(size))

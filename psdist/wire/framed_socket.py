@@ -1,13 +1,12 @@
-"""Whole messages over the socket on which two processes on one host exchanged their arenas.
+"""Length-prefixed messages over the Unix socket on which two processes exchanged their arenas.
 
-Each message follows its length, four bytes little-endian. Messages are delivered from within the loop's own callback,
-without a task, and what is sent from there leaves at once. This makes small calls fast.
+A message is preceded by its length, 4 bytes little-endian. Messages are delivered from the event loop's own callback,
+without a task, and messages sent from there leave immediately. This keeps the latency of small calls low.
 
-Invariants: each message is delivered whole, once, in order, and never after the end. ``ended`` is called once, unless
-this side closed the socket.
+Invariants: Messages are delivered whole, once, in order, and never after the connection ends. ``ended`` is called
+exactly once, unless this side closed the socket.
 
-Not here: what the messages mean (``shm_service`` at the server, ``stream`` at the client), how the two met
-(``fd_passing``).
+Messages are interpreted by ``shm_service`` (server) and ``client.transport.shm.stream`` (client).
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ _LENGTH_BYTES: Final = 4
 class FramedSocket(asyncio.Protocol):
     """One end of a connection.
 
-    receive: called with each message. A PsdistError that it raises closes the connection.
-    ended: called when the connection ended, with that error, or None where the other side closed it.
-    waits_for_reader: whether nothing is received while the other side does not read what was sent, so that it cannot
-        make this process keep more and more. One end only, or the two could wait for each other.
+    receive: called with each message. Any PsdistError it raises closes the connection.
+    ended: called when the connection ends, with that error, or None if the peer closed it.
+    waits_for_reader: stop receiving while the peer does not read, so that it cannot make this process queue more and
+        more answers. Set it at one end only; with both ends waiting, the connection deadlocks.
     """
 
     def __init__(
@@ -46,41 +45,41 @@ class FramedSocket(asyncio.Protocol):
         self._buffer = bytearray()
         self._holds = 0
         self._closed = False
-        #: Whether the other side does not read what was sent.
+        #: True if the peer is not reading fast enough to keep the write queue short.
         self.is_full = False
 
     async def open(self, connection: socket.socket) -> None:
-        """Takes over a connected socket."""
+        """Take over a connected socket."""
         await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
 
     def send(self, message: bytes) -> None:
-        """Sends a message. Does nothing on a closed connection."""
+        """Send a message. Does nothing on a closed connection."""
         if self.transport is not None:
             self.transport.write(len(message).to_bytes(_LENGTH_BYTES, "little") + message)
 
     def hold(self) -> None:
-        """Pauses receiving until ``release`` was called as often as this."""
+        """Pause receiving. Holds nest: each needs its own ``release``."""
         self._holds += 1
         if self._holds == 1 and self.transport is not None:
             self.transport.pause_reading()
 
     def release(self) -> None:
-        """Ends a ``hold``."""
+        """End a ``hold``."""
         self._holds -= 1
         if self._holds == 0 and self.transport is not None:
             self.transport.resume_reading()
             self._deliver()
 
     def close(self) -> None:
-        """Closes the connection once everything is sent. A connection that is not open yet will not open."""
+        """Close the connection once everything is sent. A connection that is not open yet will not open."""
         self._closed = True
-        # The callbacks refer to this object: without this a cycle would remain until a garbage collection.
+        # Break the reference cycle with the callbacks.
         self._receive, self._ended = _ignore, _ignore
         if self.transport is not None:
             self.transport.close()
             self.transport = None
 
-    # --- what the loop calls ------------------------------------------------------------------------------------------
+    # --- event loop callbacks -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         if self._closed:
@@ -105,7 +104,7 @@ class FramedSocket(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(None)
 
-    # --- their parts --------------------------------------------------------------------------------------------------
+    # --- helpers ------------------------------------------------------------------------------------------------------
 
     def _deliver(self) -> None:
         try:
@@ -115,7 +114,7 @@ class FramedSocket(asyncio.Protocol):
             self._end(error)
 
     def _next(self) -> bytes | None:
-        """The next message, once all of it is there."""
+        """Return the next complete message, or None."""
         size = int.from_bytes(self._buffer[:_LENGTH_BYTES], "little")
         end = _LENGTH_BYTES + size
         if size > limits.SHARED_MESSAGE_BYTES:
@@ -134,4 +133,4 @@ class FramedSocket(asyncio.Protocol):
 
 
 def _ignore(_: object) -> None:
-    """Does nothing."""
+    """Do nothing."""

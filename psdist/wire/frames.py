@@ -1,14 +1,14 @@
-"""Frames: slices as protobuf messages, with as few copies of the payload as possible.
+"""Slice messages: protobuf with as few copies of the payload as possible.
 
-A slice message has a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` writes the serialized
-header, the tag and length of the payload, and the array's memory, in one join, so that the payload begins at a multiple
-of four bytes. ``unpack`` walks over the header fields to the payload and takes a memoryview of it, so that the array
-can be read where the transport put it.
+A slice message has a few header fields and, last on the wire, ``bytes payload = 15``. ``pack`` joins the serialized
+header, the payload's tag and length, and the array's memory, padded so that the payload starts at a multiple of four
+bytes. ``unpack`` walks over the header fields and returns a memoryview of the payload, so that the array is read where
+the transport received it.
 
-Both are plain protobuf: any parser reads what ``pack`` writes, and a message whose fields come in another order is
-given to the real parser.
+Both are plain protobuf. Any parser reads the output of ``pack``, and ``unpack`` passes messages with another field
+order to the real parser.
 
-Not here: which messages exist (``psdist.v1``), what the payload means (codecs).
+``psdist.v1`` defines the messages, and codecs define the content of payloads.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from psdist.errors import InvalidArgumentError
 PAYLOAD_FIELD: Final = 15
 _PAYLOAD_TAG: Final = bytes([PAYLOAD_FIELD << 3 | 2])
 _VARINT_BYTES_MAX: Final = 10
-#: Payloads begin at a multiple of this many bytes from the start of the message.
+#: Alignment of payloads, in bytes from the start of the message.
 _ALIGNMENT: Final = 4
-#: The field ``bytes padding = 14`` whose length is 0, 1, 2 or 3 modulo 4; an empty one takes two bytes.
+#: The field ``bytes padding = 14`` with a total length of 0, 1, 2 or 3 modulo 4; an empty one takes two bytes.
 _PADDINGS: Final = (b"", b"\x72\x03\0\0\0", b"\x72\x00", b"\x72\x01\0")
 
 M = TypeVar("M", bound=Message)
@@ -33,14 +33,14 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class Frame(Generic[M]):
-    """A received message: ``header`` is the message with its payload left empty."""
+    """Received message: ``header`` is the message with its payload left empty."""
 
     header: M
     payload: memoryview
 
 
 def pack(header: Message, payload: bytes | memoryview) -> bytes:
-    """The wire form of ``header`` with ``payload`` in field 15. ``header`` must not have a payload of its own."""
+    """Serialize ``header`` with ``payload`` in field 15. ``header`` must not have a payload of its own."""
     head = header.SerializeToString()
     size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
     if size == 0:
@@ -51,8 +51,11 @@ def pack(header: Message, payload: bytes | memoryview) -> bytes:
 
 
 def parse(cls: type[M], data: bytes) -> M:
-    """The message that ``data`` is. Raises InvalidArgumentError where it is none; gRPC's own parsing has no typed error
-    for that, and writes a traceback, so services register their methods without it."""
+    """Parse ``data``. Raises InvalidArgumentError if it is not valid protobuf.
+
+    gRPC's own parsing has no typed error for this and prints a traceback, so services register their methods without
+    it.
+    """
     try:
         return cls.FromString(data)
     except DecodeError as error:
@@ -60,13 +63,13 @@ def parse(cls: type[M], data: bytes) -> M:
 
 
 def unpack(cls: type[M], data: bytes) -> Frame[M]:
-    """Parses ``data`` as message ``cls``. Raises InvalidArgumentError where it is not valid protobuf."""
+    """Parse ``data`` as message ``cls``. Raises InvalidArgumentError if it is not valid protobuf."""
     try:
         start, body, end = _find_payload(data)
         if end == len(data) and start < end:
             return Frame(cls.FromString(data[:start]), memoryview(data)[body:end])
     except DecodeError:
-        pass  # The real parser has the last word, and the better message.
+        pass  # The real parser decides, and has the better error message.
     message = parse(cls, data)
     payload: bytes = message.payload  # type: ignore[attr-defined]
     message.ClearField("payload")
@@ -74,8 +77,8 @@ def unpack(cls: type[M], data: bytes) -> Frame[M]:
 
 
 def _find_payload(data: bytes) -> tuple[int, int, int]:
-    """Where the payload's tag, its bytes and what follows them begin. Where the walk finds no payload, or something
-    that it leaves to the real parser, all three are the length of the data."""
+    """Return the positions of the payload's tag, of its first byte, and of the byte after it. All three are the length
+    of the data if there is no payload, or if the walk meets a field that it leaves to the real parser."""
     position, length = 0, len(data)
     while 0 <= position < length:
         if data[position] == _PAYLOAD_TAG[0]:
@@ -86,7 +89,7 @@ def _find_payload(data: bytes) -> tuple[int, int, int]:
 
 
 def _skip_field(data: bytes, position: int) -> int:
-    """Position after the field that begins at ``position``; -1 for a wire type that only the real parser knows."""
+    """Return the position after the field at ``position``, or -1 for a wire type that only the real parser knows."""
     tag, position = _read_varint(data, position)
     match tag & 7:
         case 0:

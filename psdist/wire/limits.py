@@ -1,8 +1,7 @@
 """Limits on everything that a peer can make a process hold, and the version of the protocol.
 
-They are in one place, so that both sides have the same ones, and an error can name them. The ranges of single values
-(names, slices, hyperparameters) are with their types in ``psdist.types`` and ``psdist.optim``, on which all this
-stands.
+They are in one place so that both sides agree and errors can name them. The ranges of single values (names, slices,
+hyperparameters) are with their types in ``psdist.types`` and ``psdist.optim``, which this package builds on.
 """
 
 from __future__ import annotations
@@ -10,153 +9,154 @@ from __future__ import annotations
 import re
 from typing import Final
 
-#: Registration refuses another number. It is raised when an older peer could misread a message.
+#: Registration requires the same number. Raise it if an older peer could misread a message.
 PROTOCOL_VERSION: Final = 4
 
-#: Largest message on the data path: a slice of 4 MiB and its header, with room for slices in float64 one day.
+#: Largest message on the data path: a slice of 4 MiB and its header, with room for float64 slices in the future.
 DATA_MESSAGE_BYTES: Final = 12 << 20
-#: Largest message to or from the scheduler: a layout of TENSORS_MAX tensors with names of up to 200 characters fits.
+#: Largest message to or from the scheduler. Fits a layout of TENSORS_MAX tensors with names of up to 200 characters.
 CONTROL_MESSAGE_BYTES: Final = 64 << 20
-#: Metadata of a call, which holds the token.
+#: Metadata of a call, which includes the token.
 METADATA_BYTES: Final = 16 << 10
-#: Largest message on the socket of an attachment, which carries no payloads: it is a list of slices.
+#: Largest message on a shared-memory connection. It carries no payloads, only a list of slices.
 SHARED_MESSAGE_BYTES: Final = 4 << 20
-#: Who does not answer for so long, though its peer asks, is hung up on, where the run's lease is not known: before a
-#: process has registered, and at the data servers' side. Members use ``--failure-timeout``. To hang up expels nobody.
+#: Close a connection whose peer leaves a ping unanswered for this long, if the run's lease is unknown: before a process
+#: has registered, and on the data servers' side. Members use ``--failure-timeout``. Closing a connection expels nobody.
 KEEPALIVE_SECONDS: Final = 2.0
-#: Pings come at most so often: gRPC hangs up on a peer that sends more.
+#: Shortest interval between pings: gRPC closes the connection of a peer that pings more often.
 KEEPALIVE_MIN_SECONDS: Final = 1.0
-#: Largest HTTP/2 frame that is asked for. It fits the window.
+#: Largest HTTP/2 frame size to request. It fits the window.
 FRAME_BYTES: Final = 1 << 20
 
-#: Members of a run in the cluster map, which every member holds.
+#: Members of a run in the cluster map, which every member stores.
 MEMBERS_MAX: Final = 4096
 CONCURRENT_CALLS_MAX: Final = 4096
-#: gRPC counts connections that broke until it notices, for up to twice KEEPALIVE_SECONDS, and members of a large run
-#: come back all at once: each may have an old one beside its new one. As many again may belong to strangers who hold
-#: connections open without a token; each costs about 10 KiB. Fewer if the process may not open as many files.
+#: gRPC counts broken connections until it notices, for up to twice KEEPALIVE_SECONDS. Members of a large run may all
+#: reconnect at the same time, so each may have an old connection beside its new one. As many again may belong to
+#: strangers who hold connections open without a token; each costs about 10 KiB. The limit is lower if the process may
+#: not open that many files.
 CONNECTIONS_MAX: Final = 4 * MEMBERS_MAX
-#: Open files that connections leave for everything else: the store, snapshots, connections that the process makes.
+#: Open files reserved for everything but incoming connections: the store, snapshots, outgoing connections.
 FILES_RESERVED: Final = 512
-#: A connection must begin with HTTP/2's greeting within this time.
+#: Time for a new connection to send HTTP/2's greeting.
 GREETING_SECONDS: Final = 5.0
-#: A connection without a call is closed after this time. Members keep a stream open, or connect again for the next
-#: call.
+#: Close connections without a call after this time. Members keep a stream open, or reconnect for the next call.
 IDLE_CONNECTION_SECONDS: Final = 60.0
-#: Calls without the token: refusals that are sent per second after the first few, and calls that wait for theirs. Each
-#: may hold a window of the transport.
+#: Calls without the token: refusals sent per second, refusals in a burst, and calls waiting for their refusal. Each
+#: waiting call may hold a transport window.
 REFUSALS_PER_SECOND: Final = 50
 REFUSALS_BURST: Final = 20
 REFUSALS_HELD_MAX: Final = 256
-#: Health checks without the token: answers per second, and checks that wait for theirs.
+#: Health checks without the token: answers per second, and waiting checks.
 PROBES_PER_SECOND: Final = 100
 PROBES_HELD_MAX: Final = 64
-#: What strangers do is logged at most once in this time.
+#: Shortest interval between log lines about strangers.
 STRANGERS_LOG_SECONDS: Final = 60.0
-#: Flow-control windows of one stream: what the transport may read ahead of the program. A server's counts for each
-#: worker in its memory; a client has few streams. Larger ones make transfers cheaper: with 1 MiB at the server, and
-#: frames of 1 MiB in place of 16 KiB, a step of 25 M parameters took 9 % less CPU time than with 256 KiB on both sides.
-#: 512 KiB is what the bound on a server's memory has room for.
+#: Flow-control windows of one stream: how far the transport may read ahead of the program. The server's window costs
+#: memory for each worker; a client has few streams. Larger windows make transfers cheaper: with 1 MiB at the server and
+#: frames of 1 MiB instead of 16 KiB, a step of 25 M parameters took 9 % less CPU time than with 256 KiB on both sides.
+#: The bound on a server's memory has room for 512 KiB.
 SERVER_WINDOW_BYTES: Final = 512 << 10
 CLIENT_WINDOW_BYTES: Final = 4 << 20
-#: Slices of one stream that a server holds and has not applied; more are left in the network.
+#: Unapplied slices of one stream that a server holds; the rest stays in the network.
 HELD_SLICES_MAX: Final = 2
-#: Unanswered calls of one connection may name each slice of the parameter set so many times on average.
+#: Average number of unanswered calls on one connection that may name the same slice.
 SHARED_ROUNDS_MAX: Final = 4
-#: Calls of one attachment or direct connection that are not over. Each bucket of a step is a call.
+#: Unfinished calls of one shared-memory or TCP connection. Each bucket of a step is a call.
 STREAM_CALLS_MAX: Final = 4096
-#: Payloads of one push over a direct connection that a worker may send before the server lets go of the first of them.
-#: As many are on their way or held by the server.
+#: Payloads of one push that a worker may send over TCP before the server releases the first. It bounds the payloads in
+#: flight and at the server.
 DIRECT_WINDOW_SLICES: Final = 3
-#: Differences of weights that one answer may have (``pull_compression``), and that servers keep of a slice.
+#: Weight differences (``pull_compression``) in one answer, and kept by servers for each slice.
 DIFFERENCES_MAX: Final = 64
-#: Direct connections to one server that were promised, and did not come yet.
+#: TCP connections promised by one server and not yet made.
 NONCES_MAX: Final = MEMBERS_MAX
-#: A promised connection must come, and show its nonce, within so long.
+#: Time for a promised connection to arrive and show its nonce.
 NONCE_SECONDS: Final = 5.0
-#: Direct connections to one server that have not shown a nonce yet. One more cuts off the oldest.
+#: TCP connections to one server that have not shown a nonce yet. One more closes the oldest.
 UNIDENTIFIED_MAX: Final = 256
-#: Header of a connection's first frame, which nobody has authenticated.
+#: Header of a connection's first frame, sent before any authentication.
 OPENING_BYTES: Final = 64
-#: A frame that has come in part must grow, and a peer must read what it asked for, at least once in so long.
+#: Close a connection if a partial frame stops growing, or the peer stops reading, for this long.
 STALL_SECONDS: Final = 60.0
 
-#: Member ids that a scheduler remembers, so that their incarnations are never given twice.
+#: Member ids that a scheduler remembers, so that no incarnation is issued twice.
 KNOWN_IDS_MAX: Final = 4 * MEMBERS_MAX
-#: Calls of one member that may wait at the scheduler at a time.
+#: Concurrent waiting calls of one member at the scheduler.
 WAITS_PER_MEMBER_MAX: Final = 64
-#: Messages of one call that a peer may leave unread. Room for news of every member's loss.
+#: Unread messages of one call. Leaves room for news of every member's loss.
 UNREAD_MAX: Final = 8192
-#: Servers that one worker reports as unreachable at a time, the characters of each reason, and the longest time.
+#: Unreachable servers that one worker reports at a time, characters of each reason, and longest duration.
 UNREACHABLE_REPORTED_MAX: Final = 64
 UNREACHABLE_CHARACTERS_MAX: Final = 300
 UNREACHABLE_SECONDS_MAX: Final = 1e6
-#: Barriers of one worker whose counts are remembered; the oldest are forgotten first.
+#: Barriers of one worker whose counts are remembered; the oldest are dropped first.
 BARRIER_NAMES_MAX: Final = 64
-#: Characters of an error's message, and of each of its details: trailing metadata is limited.
+#: Characters of an error's message and of each detail: gRPC limits trailing metadata.
 ERROR_CHARACTERS_MAX: Final = 1000
 DETAIL_CHARACTERS_MAX: Final = 200
-#: Characters of a text that a member reports, such as its host or a reason.
+#: Characters of a text reported by a member, such as its host or a reason.
 TEXT_CHARACTERS_MAX: Final = 1024
-#: Ranks of a run: each contribution to a slice is kept until the step is complete.
+#: Ranks of a run: each contribution to a slice is stored until the step is complete.
 WORLD_MAX: Final = 4096
-#: Lost workers, by parameter set, whose pushes servers still know, so that they may resume them.
+#: Lost workers per parameter set whose pushes servers remember, so that they can resume them.
 DEPARTED_MAX: Final = 256
-#: How often a worker may have passed a barrier, by its own report: a store holds numbers of up to 64 bits.
+#: Barrier passes that a worker may report: a store holds numbers of up to 64 bits.
 BARRIERS_PASSED_MAX: Final = 1 << 62
-#: Copies of each shard that the scheduler can be asked for.
+#: Copies of each shard that a run can request.
 REPLICAS_MAX: Final = 2
 
 PARAMETERS_MAX: Final = 1024
-#: Pushes that a worker remembers to infer the iterations of its script. The longest that it infers is half of them.
+#: Pushes that a worker remembers to infer its script's iterations. An inferred iteration has at most half as many.
 ORDER_PUSHES_MAX: Final = 4096
 #: Pushes of one iteration of a script, over all of its parameter sets.
 PERIOD_MAX: Final = 1 << 20
-#: Tensors of one layout, each of which has a name in the scheduler's memory.
+#: Tensors of one layout. The scheduler stores the name of each.
 TENSORS_MAX: Final = 1 << 18
 DIMENSIONS_MAX: Final = 32
 #: Elements of the flat vector of a parameter set (4 TiB of float32).
 ELEMENTS_MAX: Final = 1 << 40
-#: Slices of a parameter set: those of the largest vector at the largest slice.
+#: Slices of a parameter set: the largest vector at the largest slice size.
 SLICES_MAX: Final = 1 << 22
-#: Parameter sets that one message may speak of.
+#: Parameter sets named in one message.
 NAMES_MAX: Final = 4096
-#: Bytes of gradients of one parameter set that a primary keeps until its replicas acknowledge them.
+#: Gradient bytes of one parameter set that a primary stores until its replicas acknowledge them.
 KEPT_BYTES_MAX: Final = 32 << 20
 DATASETS_MAX: Final = 64
-#: Reports on leases that a scheduler remembers. Beyond that the oldest count as in every snapshot.
+#: Lease reports that a scheduler remembers. Older reports count as part of every snapshot.
 REPORTS_MAX: Final = 1 << 16
-#: Ranges of one data set that a worker may hold at a time.
+#: Ranges of one data set leased to one worker at a time.
 LEASES_MAX: Final = 64
-#: Stretches in a data set's position, which is in every snapshot.
+#: Spans in a data set's position, which every snapshot stores.
 SPANS_MAX: Final = 1 << 16
 
-#: Bytes of the state that one worker keeps in snapshots for one parameter set.
+#: Bytes of one worker's state in snapshots for one parameter set.
 STATE_BYTES_MAX: Final = 1 << 32
-#: Bytes of a commit record, and of a manifest: whoever can write to the storage decides what a reader loads.
+#: Bytes of a commit record and of a manifest. Readers must not trust the storage to be small.
 COMMIT_BYTES_MAX: Final = 1 << 20
 MANIFEST_BYTES_MAX: Final = 1 << 30
 #: Characters of a text in a manifest or commit record, such as the reason.
 SNAPSHOT_TEXT_MAX: Final = 4096
 
-#: A run's name, which is also the name of files. A dot must not come first.
+#: A run's name, also used in file names. It must not start with a dot.
 RUN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-#: Characters of a token: it travels in the metadata of each call.
+#: Characters of a token, which is sent in the metadata of each call.
 TOKEN_CHARACTERS_MAX: Final = 4096
-#: Bytes of the file in which a scheduler leaves its address; more are not read.
+#: Bytes read from the file with a scheduler's address.
 ADDRESS_FILE_BYTES_MAX: Final = 512
-#: Bytes of the record that a launcher leaves of its run; more are not read.
+#: Bytes read from a launcher's record of its run.
 RUN_RECORD_BYTES_MAX: Final = 16 << 10
-#: Bytes of a line that a child process has not ended; a longer one is shown in pieces.
+#: Bytes of an unfinished output line of a child process; longer lines are shown in pieces.
 OUTPUT_LINE_BYTES_MAX: Final = 64 << 10
 
-#: Names that one worker may report metrics under, and the characters of each.
+#: Metric names that one worker may report, and the characters of each.
 METRIC_NAMES_MAX: Final = 24
 METRIC_NAME_CHARACTERS_MAX: Final = 64
-#: Bytes of a line by which a worker reports metrics to its launcher. A pipe of Linux takes as many at once, or none.
+#: Bytes of a line with which a worker reports metrics to its launcher. Linux writes this many bytes to a pipe
+#: atomically.
 METRIC_LINE_BYTES_MAX: Final = 4096
 
-#: A wait that lasts longer says for whom it waits.
+#: A longer wait must name the peer and the reason.
 REPORT_WAIT_SECONDS: Final = 10.0
-#: A server sends the reason of a wait after so long, so that the worker knows it when it reports the wait.
+#: Time after which a server sends the reason of a wait, so that the worker can include it in its own report.
 WAIT_REASON_SECONDS: Final = 5.0

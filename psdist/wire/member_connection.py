@@ -1,6 +1,6 @@
-"""A member's connection to the scheduler, for workers and servers alike: registering, the session's requests, leaving.
+"""Connection of a worker or server to the scheduler: registration, session requests, leaving.
 
-Not here: what the session's answers mean, and what follows from a refusal (``scheduler_session`` of each).
+``scheduler_session`` of each program interprets the session's answers and handles refusals.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from psdist.wire.backoff import Backoff
 
 logger = logging.getLogger("psdist")
 
-#: What to do where no scheduler answers.
+#: Advice for errors if no scheduler answers.
 FIND_SCHEDULER: Final = (
     "Is it running, and is this its address? Start one with 'psdist run' or 'psdist-scheduler', or set "
     "PSDIST_SCHEDULER=HOST:PORT"
 )
 _LEAVE_SECONDS: Final = 1.0
-#: The first attempt to register waits so long for an answer, and each further one as long again: a machine may be slow.
+#: Timeout of the first attempt to register. Each further attempt gets as much more, because a machine may be slow.
 _REGISTER_SECONDS: Final = 5.0
 
 
 class MemberConnection:
-    """A channel to the scheduler at ``address``.
+    """Channel to the scheduler at ``address``.
 
-    source: where the address came from, for messages. rng: for pauses between attempts.
+    source: origin of the address, for messages.
+    rng: randomness for pauses between attempts.
     """
 
     def __init__(self, address: str, source: str, token: str, rng: Random) -> None:
@@ -53,7 +54,7 @@ class MemberConnection:
         self.metadata = auth.metadata(token)
         self.peer = f"the scheduler at {address}"
         self._source = source
-        #: A peer that is silent for so long is pinged: the run's lease, once it is known.
+        #: Ping the scheduler after this much silence. Set to the run's lease once it is known.
         self.silence_seconds = limits.KEEPALIVE_SECONDS
         self._open()
 
@@ -62,14 +63,14 @@ class MemberConnection:
         self.stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
 
     def error(self, failure: grpc.aio.AioRpcError) -> PsdistError:
-        """The error that a failed call stands for; SchedulerUnreachableError where another attempt may go well."""
+        """Return the error for a failed call: SchedulerUnreachableError if another attempt may succeed."""
         error = status.from_call(failure, self.peer)
         if isinstance(error, ServerUnreachableError):
             return SchedulerUnreachableError(error.message, address=self.address)
         return error
 
     async def call(self, method: Any, request: Any, timeout: float | None = None) -> Any:
-        """One unary call. Raises what the scheduler refuses with, and SchedulerUnreachableError."""
+        """Make a unary call. Raises the scheduler's refusal, or SchedulerUnreachableError."""
         try:
             return await method(request, metadata=self.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as failure:
@@ -82,10 +83,9 @@ class MemberConnection:
         retried: tuple[type[PsdistError], ...],
         on_failure: Callable[[PsdistError], None],
     ) -> pb.RegisterResponse:
-        """Registers this process; tries again after an error of ``retried``, which ``on_failure`` is given.
+        """Register this process, retrying after errors of the types ``retried``, which are passed to ``on_failure``.
 
-        Raises SchedulerUnreachableError where nobody answered in ``timeout`` seconds, and what the scheduler refuses
-        with.
+        Raises SchedulerUnreachableError if nobody answered in ``timeout`` seconds, or the scheduler's refusal.
         """
         attempts, last, backoff = 0, None, Backoff(self.rng)
         try:
@@ -106,9 +106,9 @@ class MemberConnection:
     async def register_once(
         self, request: pb.RegisterRequest, timeout: float = _REGISTER_SECONDS
     ) -> pb.RegisterResponse:
-        """One attempt. Raises ServerUnreachableError, and SchedulerUnreachableError for what is no scheduler.
+        """Make one attempt to register, then open a channel with the run's lease as its silence limit.
 
-        Afterwards there is a new channel, which gives connections up by the run's lease.
+        Raises ServerUnreachableError, or SchedulerUnreachableError if the address belongs to something else.
         """
         await self._await_name(timeout)
         request.protocol_version, request.host, request.pid = limits.PROTOCOL_VERSION, socket.gethostname(), os.getpid()
@@ -122,8 +122,8 @@ class MemberConnection:
                     address=self.address,
                 ) from None
             error = status.from_call(failure, self.peer)
-            # A scheduler that is frozen, or behind a connection that is half open; or a connection that the scheduler
-            # closed, because too many came at once. (The end of this client is no error of a call.)
+            # The scheduler may be frozen or behind a half-open connection, or have closed the connection because too
+            # many arrived at the same time. (Closing this client does not raise an error of a call.)
             passing = isinstance(error, WaitTimeoutError | ClosedError)
             raise ServerUnreachableError(error.message) if passing else error from None
         if response.silence_seconds and response.silence_seconds != self.silence_seconds:
@@ -135,7 +135,7 @@ class MemberConnection:
     async def _await_name(self, timeout: float) -> None:
         """Return if the scheduler's name resolves. Raises ServerUnreachableError.
 
-        gRPC would look it up itself, but after a failure it waits for up to two minutes before it looks again.
+        gRPC would resolve the name itself, but it waits for up to two minutes after a failure before it tries again.
         """
         host = self.address.rpartition(":")[0]
         try:
@@ -146,7 +146,7 @@ class MemberConnection:
             raise ServerUnreachableError(f"the scheduler's name {host} does not resolve: {reason}") from None
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
-        """The error where no scheduler answered in ``timeout`` seconds. last: how the last attempt ended."""
+        """Return the error for no answer in ``timeout`` seconds. last: result of the last attempt."""
         return SchedulerUnreachableError(
             f"no scheduler answered at {self.address} (from {self._source}) in {timeout:.3g} s and {attempts} attempts"
             f"; the last one: {last}. {FIND_SCHEDULER}",
@@ -155,26 +155,26 @@ class MemberConnection:
         )
 
     async def leave(self, member_id: str, incarnation: int, reason: str) -> None:
-        """Ends the membership. Raises PsdistError where the scheduler does not answer within a second."""
+        """End the membership. Raises PsdistError if the scheduler does not answer within a second."""
         request = pb.LeaveRequest(member_id=member_id, incarnation=incarnation, reason=reason)
         await self.call(self.stub.Leave, request, timeout=_LEAVE_SECONDS)
 
     async def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         await self._channel.close()
 
 
 def is_cancelled() -> bool:
-    """Whether somebody cancels the running task. Otherwise a CancelledError is of a call: gRPC cancels a stream whose
-    requests cannot be made."""
+    """True if the running task is being cancelled. Otherwise a CancelledError belongs to a call: gRPC cancels a stream
+    whose request iterator failed."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 class SessionRequests:
-    """What a member sends on one Session stream: a hello, heartbeats, and reports between them.
+    """Requests of a member on one Session stream: a hello, heartbeats, and reports in between.
 
-    Reports are sent in order, and at once. Those of a stream that broke are lost.
+    Reports are sent in order and without delay. Reports on a broken stream are lost.
     """
 
     def __init__(self) -> None:
@@ -183,12 +183,12 @@ class SessionRequests:
         self._is_closed = False
 
     def close(self) -> None:
-        """Ends the requests. gRPC does not, where the scheduler has ended the stream."""
+        """End the requests. gRPC does not do this when the scheduler ends the stream."""
         self._is_closed = True
         self._reports.put_nowait(None)
 
     def send(self, report: pb.SessionRequest) -> None:
-        """Sends a report as soon as the stream is open."""
+        """Send a report as soon as the stream is open."""
         self._reports.put_nowait(report)
 
     async def stream(
@@ -202,8 +202,12 @@ class SessionRequests:
         epoch: int = 0,
         scheduler_id: str = "",
     ) -> AsyncIterator[pb.SessionRequest]:
-        """The requests, until ``close``. heartbeat: makes the next one, every ``heartbeat_seconds``. takes_differences:
-        whether maps after the first may come as differences. epoch, scheduler_id: of the newest map that it holds."""
+        """Yield the requests until ``close``.
+
+        heartbeat: builds the next heartbeat, every ``heartbeat_seconds``.
+        takes_differences: True if maps after the first may be sent as differences.
+        epoch, scheduler_id: of the newest map that this member holds.
+        """
         hello = pb.SessionRequest.Hello(
             member_id=member_id,
             incarnation=incarnation,
@@ -219,7 +223,7 @@ class SessionRequests:
                 next_beat = clock() + heartbeat_seconds
                 try:
                     beat = heartbeat()
-                except Exception:  # gRPC would end the stream without a word of it.
+                except Exception:  # gRPC would end the stream silently.
                     logger.exception("a heartbeat could not be made")
                     raise
                 yield pb.SessionRequest(heartbeat=beat)
@@ -229,10 +233,10 @@ class SessionRequests:
             except TimeoutError:
                 continue
             except asyncio.CancelledError:
-                # gRPC cancels the task in which it reads these requests, and logs a traceback of what they raise.
+                # gRPC cancels the task that reads these requests, and logs a traceback of any exception.
                 if self._is_closed:
                     return
                 raise
             if report is None:
                 return
-            yield report  # Not inside the timeout, which would cancel whoever writes it to the stream.
+            yield report  # Outside the timeout, which would cancel gRPC's write.

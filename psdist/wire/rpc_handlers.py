@@ -1,10 +1,10 @@
-"""The handlers of a service's methods, as gRPC is given them: one place for parsing, and for errors.
+"""gRPC handlers of a service's methods: one place for parsing and errors.
 
-Requests come as bytes. gRPC's own parsing has no typed error for bytes that are no message, and writes a traceback for
-each. A single request is parsed here; the messages of a stream are the handler's to parse, since some carry payloads
-(``frames``). Answers are messages, or bytes that are sent as they are.
+Requests arrive as bytes. gRPC's own parsing has no typed error for invalid messages and prints a traceback for each.
+Single requests are parsed here; handlers parse the messages of a stream, since some carry payloads (``frames``).
+Answers are messages, or bytes that are sent unchanged.
 
-Not here: what an error looks like on the wire (``status``), who may call (``auth``).
+``status`` encodes errors for the wire, and ``auth`` decides which calls are accepted.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
 from psdist.errors import InternalError, PsdistError, SharingUnavailableError, TcpUnavailableError
 from psdist.wire import frames, status
 
-#: Takes a message, or an iterator of bytes where requests are a stream, and a ServicerContext. A coroutine function, or
-#: an asynchronous generator function where answers are a stream.
+#: Handler of one method. It takes a message, or an iterator of bytes if the client streams, and a ServicerContext. It
+#: is a coroutine function, or an asynchronous generator function if the server streams.
 Handler = Callable[[Any, grpc.aio.ServicerContext], Any]
 
-#: Refusals of every good run: a worker tries the faster transports first, also with servers of other hosts.
+#: Refusals in every healthy run: workers try the faster transports first, even with servers on other hosts.
 _ROUTINE: Final = (SharingUnavailableError, TcpUnavailableError)
 
-#: By whether the client and the server stream.
+#: Keys: the client streams, the server streams.
 _KINDS: Final = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -42,10 +42,10 @@ _KINDS: Final = {
 def service_handler(
     service: ServiceDescriptor, handlers: Mapping[str, Handler], log: logging.Logger
 ) -> grpc.GenericRpcHandler:
-    """What a gRPC server is given to serve ``service``. handlers: one for each of its methods, by name.
+    """Return a gRPC handler for ``service``. handlers: one for each of its methods, by name.
 
-    A PsdistError that a handler raises ends the call with the status of that error. Any other exception is a defect: it
-    is logged, and the caller gets an InternalError without its text.
+    A PsdistError raised by a handler ends the call with that error's status. Any other exception is a defect: it is
+    logged, and the caller receives an InternalError without its text.
     """
     methods = {
         method.name: _KINDS[method.client_streaming, method.server_streaming](
@@ -90,7 +90,8 @@ async def _errors_as_statuses(name: str, context: grpc.aio.ServicerContext, log:
 
 
 def as_psdist_error(error: Exception, name: str, log: logging.Logger) -> PsdistError:
-    """What a peer is answered where ``name`` raised ``error``: a defect is logged, and its text goes to no peer."""
+    """Return the error to send to a peer after ``name`` raised ``error``. Defects are logged, and their text is not
+    sent."""
     if isinstance(error, PsdistError):
         return error
     log.error("%s failed", name, exc_info=error)

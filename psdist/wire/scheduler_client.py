@@ -1,4 +1,4 @@
-"""Calls to the scheduler by programs that are no members of its run: commands, and what a launcher starts."""
+"""Calls to the scheduler by programs outside its run: commands, and processes started by a launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psdist.wire.channels import open_channel
 
 @asynccontextmanager
 async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., Any]]:
-    """Gives ``call(method, request, timeout=None)``, which begins a call that carries ``token``: an awaitable, or a
+    """Yield ``call(method, request, timeout=None)``, which starts a call with ``token`` and returns an awaitable or a
     stream of answers. Both raise grpc.aio.AioRpcError."""
     metadata = auth.metadata(token)
     async with open_channel(address, limits.CONTROL_MESSAGE_BYTES) as channel:
@@ -22,7 +22,7 @@ async def scheduler_at(address: str, token: str) -> AsyncIterator[Callable[..., 
 
 
 async def last_answer(stream: AsyncIterator[Any], on_answer: Callable[[Any], None]) -> Any:
-    """Passes each answer of a stream to ``on_answer``. Returns the last one, None if there was none."""
+    """Pass each answer of a stream to ``on_answer``. Return the last one, or None without any."""
     last = None
     async for last in stream:
         on_answer(last)

@@ -1,22 +1,22 @@
-"""Arenas: memory that a worker and a server on one host share, as sealed memory files without a name.
+"""Arenas: memory shared by a worker and a server on one host, as sealed and nameless memory files.
 
 * ``GradientArena``: one page of header, then the flat vector of a handle's gradients in its wire dtype. The worker
   creates and writes it, the server maps it read-only.
 * ``WeightsArena``: one page of header, a table of sequence numbers (uint64, one per slice of the vector, padded to a
-  page), then the whole float32 vector, of which a server's own slices have memory (``allocate``) and the others are
-  holes, so that slices come and go without a new file. The server creates and writes it, the worker gets a descriptor
-  that can only be read by, and ``MappedVector`` shows it the slices of several servers as one vector. A hole that is
-  read takes memory, too: a worker reads no slices but those that the server answered for.
+  page), then the whole float32 vector. Only a server's own slices have memory (``allocate``); the others are holes, so
+  slices can move without a new file. The server creates and writes it. The worker receives a read-only descriptor, and
+  ``MappedVector`` shows the slices of several servers as one vector. Reading a hole takes memory, too: a worker reads
+  only slices that the server has answered.
 
-A header is 16 bytes that name the kind and 16 random ones, the nonce: who can tell it, has the file. The bytes are
-those of the host's processor; nothing of them travels.
+A header is 16 bytes that name the kind and a random 16-byte nonce. Knowing the nonce proves possession of the file.
+Numbers are in the host's byte order; the content never leaves the host.
 
-Invariants: all memory that is written to was there before (of a gradient arena, from its beginning), so that writing
-cannot fail. A file cannot shrink (seals), so a mapping of it can always be read, whatever the other process does. A
-mapping lasts as long as any array that looks into it. No file has a name, so the end of all processes is the end of it.
+Invariants: Memory is allocated before it is written (in a gradient arena, at creation), so writing cannot fail. Seals
+keep a file from shrinking, so a mapping stays readable whatever the other process does. A mapping lasts as long as any
+array that refers to it. Files have no names and disappear with the last process that holds them.
 
-Not here: how a file gets to the other process (``fd_passing``), who may read or write when
-(``psdist.client.transport.shm.attachment``).
+``fd_passing`` transfers files between processes, and ``psdist.client.transport.shm.attachment`` decides who may read or
+write when.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from psdist.address_range import AddressRange
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import SharingUnavailableError
 
-#: Bytes of a header, and what the parts of a file are padded to.
+#: Size of a header, and alignment of the parts of a file, in bytes.
 PAGE: Final = 4096
 NONCE_BYTES: Final = 16
 _GRADIENTS: Final = b"psdist-gradients"
 _WEIGHTS: Final = b"psdist-weights\0\0"
 
 _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW = 0x1, 0x2, 0x4
-#: Sealed against writing (F_SEAL_FUTURE_WRITE), a file could not give memory back either.
+#: F_SEAL_FUTURE_WRITE would also keep a file from returning memory.
 _SEALS: Final = _SEAL_SEAL | _SEAL_SHRINK | _SEAL_GROW
 
 _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 0x1, 0x2
 
 _STATUS_BLOCK_BYTES: Final = 512
-#: More mappings in one vector would come near to what the kernel allows a process (65,530).
+#: Mappings in one vector. The kernel allows a process 65,530.
 _STITCHES_MAX: Final = 16_384
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class GradientArena:
-    """A handle's gradients. Made by ``create`` in the worker and by ``open`` in the server."""
+    """Gradients of a handle. The worker calls ``create``, the server ``open``."""
 
     def __init__(self, region: _Region, elements: int, dtype: str, fd: int) -> None:
         self._region = region
@@ -68,12 +68,12 @@ class GradientArena:
         self.flat: NDArray[Any] = region.view(NUMPY_DTYPES[dtype], PAGE, elements)
         #: Address of its first element.
         self.address = region.address + PAGE
-        #: Whether some of it may have no memory.
+        #: True if parts may have no memory.
         self.has_holes = False
         self._take_over(fd)
 
     def _take_over(self, fd: int) -> None:
-        """``fd`` belongs to this object now; -1 for none."""
+        """Take ownership of ``fd``; -1 for none."""
         self.nonce = self._region.nonce()
         self._closing = weakref.finalize(self, os.close, fd) if fd >= 0 else None
         if self._closing is not None:
@@ -82,20 +82,20 @@ class GradientArena:
 
     @staticmethod
     def size(elements: int, dtype: str) -> int:
-        """Bytes of the file."""
+        """Return the size of the file, in bytes."""
         return PAGE + _padded(elements * NUMPY_DTYPES[dtype].itemsize)
 
     @classmethod
     def create(cls, elements: int, dtype: str) -> GradientArena:
-        """A new one, all zeros. Raises OSError where there is no room."""
+        """Create an arena of zeros. Raises OSError if there is no room."""
         size = cls.size(elements, dtype)
         fd, region = _create_region(_GRADIENTS, size, size)
         return cls(region, elements, dtype, fd)
 
     @classmethod
     def open(cls, fd: int, elements: int, dtype: str) -> GradientArena:
-        """Another process's, read-only. Closes ``fd``, always. Raises SharingUnavailableError where it is not what it
-        should be, or cannot be mapped."""
+        """Map another process's arena read-only. Always closes ``fd``. Raises SharingUnavailableError if the file is
+        not a valid arena or cannot be mapped."""
         try:
             size = cls.size(elements, dtype)
             region = _open_region(fd, size, _GRADIENTS, "gradient arena", sparse=False)
@@ -105,16 +105,16 @@ class GradientArena:
 
     @property
     def shareable(self) -> bool:
-        """Whether another process can be given this memory."""
+        """True if the memory can be shared with another process."""
         return self.fd >= 0
 
     def part(self, start: int, stop: int) -> NDArray[Any]:
-        """Elements [start, stop) of the vector, in place."""
+        """Return elements [start, stop) of the vector, in place."""
         return self.flat[start:stop]
 
     def release(self) -> None:
-        """Gives the memory of all elements back to the system, for everybody who has the file mapped. They are zeros
-        then, and take memory again where they are written."""
+        """Return the memory of all elements to the system, for every process that maps the file. They read as zeros,
+        and take memory again when written."""
         if self.flat.size and self.fd >= 0:
             self.has_holes = True
             _punch_hole(self.fd, PAGE, self._region.size - PAGE)
@@ -122,8 +122,7 @@ class GradientArena:
             self._region.clear(PAGE)
 
     def fill(self) -> None:
-        """Has memory for all elements again, as another process wants to see it. Raises OSError where there is no
-        room."""
+        """Allocate memory for all elements again, as other processes require. Raises OSError if there is no room."""
         if self.has_holes:
             _check_room(self._region.size)
             self.has_holes = False  # First: ``release`` may be called in another thread.
@@ -134,26 +133,26 @@ class GradientArena:
                 raise
 
     def detach(self) -> None:
-        """Leaves the file to whoever has it, with its bytes as they are. The memory keeps its content and its
-        addresses, and is only this process's own from then on. It lasts as long as arrays look into it.
+        """Leave the file, with its current bytes, to the processes that hold it. The memory keeps its content and
+        addresses, and becomes private to this process. It lasts as long as arrays refer to it.
 
-        Other threads may write to the memory meanwhile, and lose nothing.
+        Other threads may write to the memory during the call without losing data.
         """
         if self._closing is not None:
             if self.fd >= 0:
-                # Pages are copied when they are next written to.
+                # Pages are copied on the next write.
                 self._region.place(self.fd, private=True)
             self._closing()
         self.fd, self.has_holes = -1, False
 
     def share(self) -> None:
-        """Has a new file, which others can be given, with the same content at the same addresses. Does nothing where
-        there is a file. Nobody may write meanwhile. Raises OSError where there is no room, and changes nothing then."""
+        """Move the content to a new file that can be shared, at the same addresses. Does nothing if there is a file.
+        Nobody may write during the call. Raises OSError if there is no room, and changes nothing then."""
         if self.fd < 0:
             self._take_over(self._copy())
 
     def _copy(self) -> int:
-        """Puts a new file with the same content in the place of what is there."""
+        """Map a new file with the same content at the same addresses."""
         copy = GradientArena.create(self.flat.size, self.flat.dtype.name)
         copy.flat[...] = self.flat
         fd = os.dup(copy.fd)
@@ -166,16 +165,16 @@ class GradientArena:
 
 
 class WeightsArena:
-    """A server's weights of a parameter set. Made by ``create`` in the server and by ``open`` in the worker.
+    """Weights of a parameter set at one server. The server calls ``create``, the worker ``open``.
 
-    fd: a descriptor that can only be read by, for others to have.
+    fd: a read-only descriptor, for other processes.
     """
 
     def __init__(self, region: _Region, slices: int, elements: int, fd: int, own: int = -1) -> None:
         self.fd = fd
         self.size = self.size_of(slices, elements)
         self.nonce = region.nonce()
-        #: Twice the version of each slice; odd while it is written.
+        #: Twice the version of each slice; odd during a write.
         self.sequence: NDArray[np.uint64] = region.view(np.dtype(np.uint64), PAGE, slices)
         #: Bytes in the file before the weights.
         self.offset = PAGE + _padded(slices * 8)
@@ -185,12 +184,12 @@ class WeightsArena:
 
     @staticmethod
     def size_of(slices: int, elements: int) -> int:
-        """Bytes of the file."""
+        """Return the size of the file, in bytes."""
         return PAGE + _padded(slices * 8) + _padded(elements * 4)
 
     @classmethod
     def create(cls, slices: int, elements: int) -> WeightsArena:
-        """A new one, all zeros, whose weights have no memory yet. Raises OSError where there is no room."""
+        """Create an arena of zeros whose weights have no memory yet. Raises OSError if there is no room."""
         own, region = _create_region(_WEIGHTS, cls.size_of(slices, elements), PAGE + _padded(slices * 8))
         try:
             fd = os.open(f"/proc/self/fd/{own}", os.O_RDONLY | os.O_CLOEXEC)
@@ -201,8 +200,8 @@ class WeightsArena:
 
     @classmethod
     def open(cls, fd: int, slices: int, elements: int) -> WeightsArena:
-        """Another process's, read-only. Takes ``fd`` over. Raises SharingUnavailableError where it is not what it
-        should be, or cannot be mapped."""
+        """Map another process's arena read-only. Takes ownership of ``fd``. Raises SharingUnavailableError if the file
+        is not a valid arena or cannot be mapped."""
         try:
             size = cls.size_of(slices, elements)
             region = _open_region(fd, size, _WEIGHTS, "weights arena", sparse=True)
@@ -214,8 +213,8 @@ class WeightsArena:
         return cls(region, slices, elements, fd)
 
     def allocate(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Gives ranges of elements memory; what has some keeps it. The server's. Raises OSError where there is no room
-        for all of them, and then none has got any."""
+        """Allocate memory for ranges of elements; allocated parts keep theirs. Server only. Raises OSError if there is
+        no room for all ranges, and then allocates none."""
         _check_room(sum(stop - start for start, stop in ranges) * 4)
         done: list[tuple[int, int]] = []
         try:
@@ -228,22 +227,22 @@ class WeightsArena:
             raise
 
     def give_back(self, start: int, stop: int) -> None:
-        """Makes holes of the whole pages in elements [start, stop), for everybody who has them mapped. The server's."""
+        """Punch holes into the whole pages of elements [start, stop), for every process that maps them. Server only."""
         begin = _padded(self.offset + start * 4)
         size = (self.offset + stop * 4) // PAGE * PAGE - begin
         if size > 0:
             _punch_hole(self._own, begin, size)
 
     def close(self) -> None:
-        """Closes the file. The memory stays as long as arrays look into it."""
+        """Close the file. The memory lasts as long as arrays refer to it."""
         self._closing()
-        self.fd = self._own = -1  # The numbers may be other files' from now on.
+        self.fd = self._own = -1  # The numbers may be reused for other files.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [``start``, ``start + size``) of a vector are those of ``arena``, or, where that is None, stay as they
-    are, in memory of this process's own."""
+    """Part of a vector: elements [``start``, ``start + size``) are those of ``arena``. If it is None, they keep their
+    values in private memory."""
 
     start: int
     arena: WeightsArena | None
@@ -251,18 +250,18 @@ class Piece:
 
 
 class MappedVector:
-    """One read-only vector of ``total`` elements whose memory is that of arenas. It stays where it is when parts of it
-    become those of other arenas, and who reads it meanwhile sees the one or the other."""
+    """Read-only vector of ``total`` elements mapped from arenas. Its address never changes. Parts can be remapped to
+    other arenas; concurrent readers see either the old or the new arena."""
 
     def __init__(self, total: int) -> None:
         self._region = _Region(_padded(total * 4), writable=False)
         self.vector: NDArray[np.float32] = self._region.view(np.dtype(np.float32), 0, total)
 
     def show(self, pieces: Iterable[Piece]) -> bool:
-        """Lets elements be those of arenas. Does nothing and returns False where a piece does not begin on a page, or
-        where they are too many. Raises OSError, and then some of them may be shown.
+        """Map pieces of the vector. Does nothing and returns False if a piece does not start on a page, or if there are
+        too many. Raises OSError, possibly after mapping some of them.
 
-        pieces: ascending; until all of the vector was shown once, what was not is zeros.
+        pieces: in ascending order; elements never shown are zeros.
         """
         runs: list[Piece] = []
         for piece in pieces:
@@ -278,13 +277,13 @@ class MappedVector:
             if run.arena is None:
                 self._region.make_private(at, size)
             else:
-                # Pages come when they are read: nobody waits for all of them, and holes stay holes.
+                # Pages are mapped on first read: nobody waits for all of them, and holes stay holes.
                 self._region.place(run.arena.fd, at=at, offset=run.arena.offset + at, size=size, prefault=False)
         return True
 
 
 def reason_of(error: OSError) -> str:
-    """Why memory could not be shared, for whoever reads it."""
+    """Return why memory could not be shared, as text for people."""
     match error.errno:
         case errno.EFBIG:
             return "no room in shared memory: it is more than the limit on file sizes (ulimit -f) allows"
@@ -294,7 +293,7 @@ def reason_of(error: OSError) -> str:
 
 
 class _Region(AddressRange):
-    """The addresses of an arena, whose first bytes are a header."""
+    """Address range of an arena, which starts with a header."""
 
     def write_header(self, kind: bytes) -> None:
         header = kind + secrets.token_bytes(NONCE_BYTES)
@@ -308,7 +307,7 @@ class _Region(AddressRange):
 
 
 def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region]:
-    """A sealed memory file of ``size`` bytes, of which the first ``allocated`` have memory, and a mapping of it."""
+    """Create and map a sealed memory file of ``size`` bytes. Only the first ``allocated`` bytes have memory."""
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memory files")
     _check_room(allocated)
@@ -327,14 +326,15 @@ def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region
 
 
 def _punch_hole(fd: int, begin: int, size: int) -> None:
-    """Takes the memory of whole pages away. Raises OSError."""
+    """Release the memory of whole pages. Raises OSError."""
     mode = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
     if _libc.fallocate(fd, mode, ctypes.c_long(begin), ctypes.c_long(size)):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _check_room(size: int) -> None:
-    """Raises OSError where the machine has no ``size`` bytes: the kernel would sooner end a process than say no."""
+    """Raise OSError if the machine lacks ``size`` free bytes: the kernel would sooner kill a process than refuse
+    memory."""
     if size > (available := psutil.virtual_memory().available):
         raise OSError(errno.ENOMEM, f"{size:,} bytes are wanted, {available:,} are available")
 
@@ -346,7 +346,7 @@ def _close(*fds: int) -> None:
 
 
 def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) -> _Region:
-    """Maps a file that another process made, after checking that it cannot hurt."""
+    """Map a file made by another process, after checking that it is safe."""
     try:
         present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if present & _SEALS != _SEALS:

@@ -1,12 +1,12 @@
-"""The standard services of a gRPC server: health, and reflection.
+"""Standard services of a gRPC server: health and reflection.
 
-Reflection lets tools such as grpcurl list and call methods without the proto files. It answers only a caller with the
-token, as every method but the health check (``auth``). A process that listens beyond loopback leaves it out: there it
-would be one more service to defend, and tools can be given the proto files.
+Reflection lets tools such as grpcurl list and call methods without the proto files. It requires the token, as every
+method but the health check does (``auth``). A process that listens beyond loopback does not offer it, to avoid one more
+service to defend; tools can use the proto files.
 
-The health service knows four names: ``""`` and the process's own service, which say that it takes calls; ``LIVE``, that
-its event loop answers; ``READY``, that it does what it is there for. A scheduler that waits for members is live and not
-ready: to end it would not help.
+The health service knows four names: ``""`` and the process's own service (it accepts calls), ``LIVE`` (its event loop
+answers) and ``READY`` (it does its work). A scheduler that waits for members is live and not ready: restarting it would
+not help.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-#: Services of the health check that orchestrators ask for: whether to start a process again, and whether it is in use.
+#: Names of the health check for orchestrators: restart the process unless live, send it work if ready.
 LIVE: Final = "psdist.live"
 READY: Final = "psdist.ready"
 
@@ -26,8 +26,11 @@ READY: Final = "psdist.ready"
 async def add_standard_services(
     server: grpc.aio.Server, service: ServiceDescriptor, *, reflects: bool
 ) -> health.aio.HealthServicer:
-    """Adds them to a ``server`` of ``service`` that was not started; reflection only if it ``reflects``. Returns the
-    health service, by which the process is live, takes calls, and is not ready."""
+    """Add health and reflection to a ``server`` of ``service`` before it starts. Return the health service, initially
+    live, accepting calls, and not ready.
+
+    reflects: offer reflection.
+    """
     probe = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(probe, server)
     for name in ("", service.full_name, LIVE):
@@ -40,6 +43,6 @@ async def add_standard_services(
 
 
 async def set_ready(probe: health.aio.HealthServicer, *, ready: bool) -> None:
-    """Says whether the process is ready."""
+    """Publish whether the process is ready."""
     status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
     await probe.set(READY, status)

@@ -1,8 +1,8 @@
-"""Errors to and from gRPC: one status code and one ErrorDetail message each. Only this module knows both sides.
+"""Conversion of errors to and from gRPC: a status code and an ErrorDetail message. Only this module knows both sides.
 
 A server aborts a call with the error's status, its message, and the detail in the trailing metadata
-``psdist-error-bin``. A client turns a failed call back into the same class. A failed call without the detail (from the
-transport itself, or a peer that is not psdist) becomes the class that its status suggests.
+``psdist-error-bin``. A client converts a failed call back to the same class. Failures without the detail, from gRPC
+itself or a foreign peer, become the class that their status suggests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BY_STATUS: Final[dict[grpc.StatusCode, type[PsdistError]]] = {
 
 
 def to_detail(error: PsdistError) -> common_pb2.ErrorDetail:
-    """The message that carries ``error``."""
+    """Return the message that encodes ``error``."""
     details = {key: value[: limits.DETAIL_CHARACTERS_MAX] for key, value in error.details.items()}
     return common_pb2.ErrorDetail(
         code=error.code, message=error.message[: limits.ERROR_CHARACTERS_MAX], details=details
@@ -38,13 +38,13 @@ def to_detail(error: PsdistError) -> common_pb2.ErrorDetail:
 
 
 def from_detail(detail: common_pb2.ErrorDetail) -> PsdistError:
-    """The error that ``detail`` carries; an InternalError where its code is unknown."""
+    """Return the error encoded in ``detail``, or an InternalError if its code is unknown."""
     cls = errors.BY_CODE.get(detail.code, errors.InternalError)
     return cls(detail.message, **dict(detail.details))
 
 
 async def abort(context: grpc.aio.ServicerContext, error: PsdistError) -> NoReturn:
-    """Ends the call with ``error``."""
+    """End the call with ``error``."""
     detail = to_detail(error)
     metadata = ((DETAIL_KEY, detail.SerializeToString()),)
     await context.abort(grpc.StatusCode[error.status], detail.message, metadata)
@@ -52,7 +52,7 @@ async def abort(context: grpc.aio.ServicerContext, error: PsdistError) -> NoRetu
 
 
 def from_call(error: grpc.aio.AioRpcError, peer: str) -> PsdistError:
-    """The error that a failed call to ``peer`` (a role and an address, for the message) stands for."""
+    """Return the error for a failed call to ``peer`` (a role and an address, for the message)."""
     for key, value in error.trailing_metadata() or ():
         if key == DETAIL_KEY and isinstance(value, bytes):
             return from_detail(common_pb2.ErrorDetail.FromString(value))
