@@ -1,8 +1,8 @@
-"""Memory that one handle uses again from call to call, so that steady training allocates none.
+"""Memory that a handle reuses from call to call, so that steady training allocates none.
 
-The kernel clears each new page when it is first touched, which for a large model takes longer than copying it.
+The kernel clears each new page on first touch. For a large model this takes longer than copying it.
 
-Not here: memory shared with servers (``attachment``), what is written where (``partition``).
+``attachment`` manages memory shared with servers, and ``partition`` maps tensors to the flat vector.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from psdist.off_loop import LARGE_ELEMENTS
 from psdist.types import DType, Layout, Slicing
 from psdist.v1.server_pb2 import SliceResult
 
-#: Vectors that were given to the user are remembered, and used again when nobody holds them any more. A loop that
-#: assigns each result to the same name holds the last one while the next is made.
+#: Number of vectors lent to the user that are remembered for reuse once nobody refers to them. A loop that assigns each
+#: result to the same name still holds the previous one while the next is filled.
 _LENT_MAX: Final = 2
 
 
 def _vector(elements: int) -> Flat:
-    """float32[elements], any values. The end of a large one costs nobody time, see ``AddressRange``."""
+    """Return an uninitialised float32[elements]. Freeing a large one blocks nobody, see ``AddressRange``."""
     if elements < LARGE_ELEMENTS:
         return np.empty(elements, np.float32)
     memory = AddressRange(4 * elements)
@@ -41,7 +41,7 @@ def _vector(elements: int) -> Flat:
 
 
 class BufferPool:
-    """Vectors of ``layout``, each made when it is first needed."""
+    """Vectors for ``layout``, created on first use."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -51,25 +51,25 @@ class BufferPool:
 
     @cached_property
     def kept(self) -> Flat:
-        """The vector that results without a copy are views of, where the servers' memory is not."""
+        """Vector that zero-copy results view if the servers' memory cannot be viewed."""
         return _vector(self._layout.total)
 
     def release(self) -> None:
-        """Lets go of all memory. Arrays that the user has stay as they are."""
+        """Drop all memory. Arrays held by the user stay unchanged."""
         self.__dict__.pop("kept", None)
         self._lent = []
         self.converted = {}
 
     def fresh(self) -> Flat:
-        """A vector that nobody else has: a new one, or one that was lent before and is not in use any more.
+        """Return a vector that nobody else refers to: a new one, or a lent one that is no longer in use.
 
-        Every array made from it refers to the object that is returned here, so its end shows that they are all gone.
+        Every array derived from it refers to the returned object, so its collection shows that all of them are gone.
         """
         if self._layout.total == 0:
             return np.empty(0, np.float32)
         free = [memory for memory, user in self._lent if user() is None]
         memory = free[0] if free else _vector(self._layout.total)
-        # Of a memoryview: views of a view of an array refer to that array alone.
+        # Made from a memoryview, because a view of an array's view refers to the base array alone.
         lent: Flat = np.frombuffer(memory.data, np.float32)
         others = [entry for entry in self._lent if entry[0] is not memory]
         self._lent = [*others, (memory, weakref.ref(lent))][-_LENT_MAX:]
@@ -78,12 +78,12 @@ class BufferPool:
 
 @dataclass
 class PullTarget:
-    """Where the weights of one call arrive.
+    """Destination of the weights of one call.
 
-    target: takes the weights of each slice that is in ``received``.
-    shared: the servers' own memory, if the other slices are read in place; else None, and all are received.
-    dtype: in which the weights are sent.
-    held: whose vector ``target`` is, where servers may send differences.
+    target: receives the weights of each slice in ``received``.
+    shared: the servers' own memory if the other slices are read in place; None if all slices are received.
+    dtype: dtype of the weights on the wire.
+    held: owner of ``target`` if servers may send differences.
     """
 
     slicing: Slicing
@@ -94,19 +94,19 @@ class PullTarget:
     received: set[int] = field(default_factory=set)
 
     def write(self, answer: SliceResult, payload: memoryview, peer: str) -> None:
-        """Writes the weights of a slice that ``peer`` sent, widened to float32, or adds differences to them.
+        """Write the weights of a slice sent by ``peer``, widened to float32, or add differences to them.
 
-        Raises InternalError for a payload of another size, and as ``HeldWeights.add``.
+        Raises InternalError for a payload of the wrong size, and as ``HeldWeights.add``.
         """
         memory = self.memory_for(answer, len(payload), peer)
         memory.view(np.uint8)[...] = np.frombuffer(payload, np.uint8)
         self.accept(answer, memory, peer)
 
     def memory_for(self, answer: SliceResult, size: int, peer: str) -> NDArray[Any]:
-        """Memory of ``size`` bytes for the weights of a slice that ``peer`` sends: their own place if they are float32.
-        ``accept`` when they are there.
+        """Return a buffer of ``size`` bytes for the weights of a slice from ``peer``: their final place if they are
+        float32. Call ``accept`` once it is filled.
 
-        Raises InternalError for another size.
+        Raises InternalError for the wrong size.
         """
         index = answer.slice
         if answer.HasField("differences"):
@@ -119,7 +119,7 @@ class PullTarget:
         return self.target[start:stop] if self.dtype == "float32" else np.empty(stop - start, NUMPY_DTYPES[self.dtype])
 
     def accept(self, answer: SliceResult, values: NDArray[Any], peer: str) -> None:
-        """What ``memory_for`` was asked for is there, in ``values``. Raises as ``HeldWeights.add``."""
+        """Take over the weights that were received in the buffer of ``memory_for``. Raises as ``HeldWeights.add``."""
         index = answer.slice
         if self.dtype != "float32":
             start, stop = self.slicing.bounds(index)
@@ -132,9 +132,10 @@ class PullTarget:
         self.received.add(index)
 
     def part(self, index: int) -> Flat:
-        """The place of a slice in ``target``, for a caller that writes the weights itself, and then calls ``replaced``.
+        """Return the place of a slice in ``target``, for a caller that writes the weights itself and then calls
+        ``replaced``.
 
-        What was held there is forgotten first: the caller may be cancelled in the middle of writing.
+        The held version is forgotten first, because the caller may be cancelled in the middle of writing.
         """
         if self.held is not None:
             self.held.forget(index)
@@ -142,7 +143,7 @@ class PullTarget:
         return self.target[start:stop]
 
     def replaced(self, index: int) -> None:
-        """The weights of a slice were written to its ``part``."""
+        """Record that the weights of a slice were written to its ``part``."""
         self.received.add(index)
 
     def _check_differences(self, index: int, size: int, peer: str) -> None:
@@ -155,7 +156,7 @@ class PullTarget:
             raise InternalError(f"{peer} sent {size} bytes for slice {index}, which has {wanted} in {self.dtype}")
 
     def vector(self, slices: Iterable[int]) -> Flat:
-        """The vector that holds the weights of all of ``slices``, which are answered."""
+        """Return the vector that holds the weights of all ``slices``, which must be answered."""
         if self.shared is None:
             return self.target
         slices = set(slices)

@@ -1,9 +1,9 @@
-"""Creating, attaching to and describing parameter sets: the calls to the scheduler before the first pull.
+"""Calls to the scheduler that create, attach to and describe a parameter set, before its first pull.
 
 The scheduler gathers all creators. The one of lowest rank uploads its values to the servers and commits; the others
-wait. Where a server is lost meanwhile, its slices are uploaded to the server that has them next.
+wait. If a server is lost during the upload, its slices are uploaded to their new primary.
 
-Not here: what the handle does afterwards (``parameters``).
+``parameters`` is the handle that uses the result.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from psdist.wire import convert
 
 logger = logging.getLogger("psdist")
 
-#: Between two calls to servers that did not answer.
+#: Pause between calls to servers that did not answer.
 _RETRY_SECONDS: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class CreatedParameters:
-    """A parameter set that can be used.
+    """Parameter set that is ready for use.
 
-    resumed: the push that was asked for goes on, under its number. notice: what the user should know of how the
-    parameter set began; empty for nothing.
+    resumed: True if the push in the request is to be completed under its number.
+    notice: remark for the user on how the parameter set was created; empty for none.
     """
 
     entry: ParametersEntry
@@ -50,7 +50,7 @@ class CreatedParameters:
     notice: str = ""
 
     def announce(self) -> None:
-        """Logs the notice, as a warning: that is what a script that does not configure logging shows."""
+        """Log the notice as a warning, so that it shows in scripts that do not configure logging."""
         if self.notice:
             logger.warning("%s", self.notice)
 
@@ -69,12 +69,13 @@ class ParametersCreator:
     async def create(
         self, spec: ParametersSpec, layout: Layout, values: Flat | None, resume: pb.ResumePush | None = None
     ) -> CreatedParameters:
-        """Creates the parameter set, or attaches to it. Returns when it is ready.
+        """Create the parameter set or attach to it. Returns once it is ready.
 
-        values: None where it was ready before, and this worker takes part again; then ``resume`` is the push that it
-            would make next.
-        Raises LayoutMismatchError, SettingsMismatchError, InvalidArgumentError where ``values`` are to be uploaded and
-        are not finite, and whatever else scheduler or servers refuse with.
+        values: initial values; None if the parameter set was ready before and this worker rejoins.
+        resume: the push that a rejoining worker would send next.
+
+        Raises LayoutMismatchError, SettingsMismatchError, InvalidArgumentError if ``values`` must be uploaded and are
+        not finite, and any refusal of the scheduler or servers.
         """
         mine, view, peer = self._membership.registration, self._membership.view, self._calls.peer
         await self._until_servers_answer(spec.name, mine.incarnation)
@@ -89,15 +90,15 @@ class ParametersCreator:
             if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
                 if values is None:
                     raise UnknownParametersError(f"{peer} does not know {spec.name!r} any more: restart the run")
-                # In a thread, because heartbeats go on meanwhile. Only values that are uploaded must be finite.
+                # In a thread, to keep heartbeats running. Values that are not uploaded need not be finite.
                 await in_thread(partial(partition.check_initial, layout, values))
                 await self._upload(spec.name, values, placed)
-                # A server that is gone by now had some of them: the scheduler asks again. One that was started again
-                # without its record, and knows no such parameters, ends the run by the session.
+                # If a server with some of the values is gone, the scheduler asks again. A server that restarted without
+                # its record does not know the parameters; the session then ends the run.
                 with suppress(StaleEpochError, UnknownParametersError):
                     await self._commit(spec.name)
             elif response.state == pb.CreateParametersResponse.STATE_READY:
-                # An answer that was long on its way is none to this worker's new incarnation.
+                # Ignore a late answer to an earlier incarnation of this worker.
                 self._membership.raise_if_expelled(mine.incarnation)
                 entry = routing.find_entry(view.cluster, spec.name)
                 return CreatedParameters(entry, layout, response.first_step, response.resumed, response.notice)
@@ -109,8 +110,8 @@ class ParametersCreator:
             return await self._calls.follow(self._calls.stub.CreateParameters, request, wait, handle)
 
     async def _until_servers_answer(self, name: str, incarnation: int) -> None:
-        """Wait until this worker reaches every server of a parameter set that is being trained. The others would wait
-        for its pushes as soon as it takes part. Raises FencedError."""
+        """Wait until this worker reaches every server of a parameter set in training. Otherwise the other workers would
+        wait for its pushes as soon as it joins. Raises FencedError."""
         if name not in self._membership.ready_before:
             return
         with self._waits.open(f"for the servers of {name!r} to answer") as wait:
@@ -120,14 +121,14 @@ class ParametersCreator:
                 self._membership.raise_if_expelled(incarnation)
 
     async def _why_unreachable(self, name: str) -> list[str]:
-        """Why servers of a parameter set cannot be reached, each as "server-0 to be reachable: no route"."""
+        """Return why servers of a parameter set cannot be reached, each as "server-0 to be reachable: no route"."""
         entry = self._membership.view.cluster.entry(name)
         servers = sorted({shard.primary for shard in entry.shards}, key=str) if entry is not None else []
         reasons = await asyncio.gather(*map(self._reachability.why_unreachable, servers))
         return [f"{server} to be reachable: {why}" for server, why in zip(servers, reasons, strict=True) if why]
 
     async def describe(self, name: str) -> CreatedParameters:
-        """Waits until the parameter set exists and is ready."""
+        """Wait until the parameter set exists and is ready."""
         view = self._membership.view
         request = pb.DescribeParametersRequest(**self._membership.registration.caller(), parameters=name)
 
@@ -142,7 +143,7 @@ class ParametersCreator:
             return await self._calls.follow(self._calls.stub.DescribeParameters, request, wait, handle)
 
     async def _upload(self, name: str, values: Flat, placed: dict[int, Replica]) -> None:
-        """Puts all slices on their primaries. placed: the server of each slice that is there."""
+        """Install all slices on their primaries. placed: the server of each installed slice."""
         mine, view = self._membership.registration, self._membership.view
 
         def planner(slices: Sequence[int]) -> RoutingPlan:

@@ -1,9 +1,9 @@
-"""The weights that one handle holds as the servers know them, where servers send differences (``pull_compression``).
+"""Weights of one handle that match a version at the servers, for servers that send differences (``pull_compression``).
 
-Invariant: a slice that has a version here has the bytes of that version at the servers. So it loses its version before
-something else is written to it, and all do when the parameter set begins anew.
+Invariant: A slice with a version here has the bytes of that version at the servers. It loses the version before
+anything else is written to it. All slices lose theirs when the parameter set restarts from a snapshot.
 
-Not here: what the user is given (``results``), how differences are made (``psdist_server.kernels.published``).
+``results`` builds the user's arrays, and ``psdist_server.kernels.published`` computes differences.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from psdist.wire.limits import DIFFERENCES_MAX
 
 
 class HeldWeights:
-    """float32[total] ``vector``, and the versions of its slices as the servers sent them."""
+    """float32[total] ``vector`` and the versions of its slices, as received from the servers."""
 
     def __init__(self, slicing: Slicing, vector: Flat) -> None:
         codec_kernels.prepare(slicing.total)
         self.vector = vector
         self._slicing = slicing
-        #: Generation of the parameter set, and version, by slice.
+        #: Generation of the parameter set and version, by slice.
         self._versions: dict[int, tuple[int, int]] = {}
-        #: The generation in the map by which a slice was asked for last.
+        #: Generation in the map that the latest request for a slice was based on.
         self._asked: dict[int, int] = {}
 
     def message(self, slices: Sequence[int], generation: int) -> server_pb2.HeldWeights:
-        """What is held of ``slices``, for a request for them by a map with this generation of the parameter set."""
+        """Return the held versions of ``slices``, for a request based on a map with this generation of the parameter
+        set."""
         self._asked.update(dict.fromkeys(slices, generation))
         held = [index for index in slices if self._versions.get(index, (-1, 0))[0] == generation]
         versions = [self._versions[index][1] for index in held]
@@ -44,18 +45,18 @@ class HeldWeights:
         return server_pb2.HeldWeights(generation=generation, slices=held, versions=versions)
 
     def forget(self, index: int) -> None:
-        """A slice will be other than the servers know."""
+        """Drop the version of a slice that is about to change."""
         self._versions.pop(index, None)
 
     def take(self, index: int, version: int) -> None:
-        """A slice that was asked for is in the vector as a server sent it."""
+        """Record the version of a requested slice that was received whole."""
         self._versions[index] = self._asked[index], version
 
     def add(self, index: int, version: int, payload: NDArray[np.uint8], sizes: Sequence[int], peer: str) -> None:
-        """Adds the differences that lead to ``version`` of a slice, which are one after another in the payload.
+        """Add the differences that lead to ``version`` of a slice. The payload is their concatenation.
 
-        Raises InternalError, MalformedPayloadError or NonFiniteGradientError for what cannot be added, with nothing
-        changed.
+        Raises InternalError, MalformedPayloadError or NonFiniteGradientError for invalid differences, and changes
+        nothing.
         """
         from psdist.compression import segments
 

@@ -1,1 +1,1 @@
-"""The gRPC transport: every payload in a message of its own."""
+"""gRPC transport: one message per payload."""

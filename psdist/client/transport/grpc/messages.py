@@ -1,7 +1,7 @@
-"""Requests as messages of ServerService, and the answers to them.
+"""Encoding of requests as messages of ServerService, and decoding of the answers.
 
-``encode`` makes the messages of one route, each with the slice that it is for. ``on_answer`` takes one message of the
-server. On the wire a stream of one message is the same as a unary request, so all methods are streams here.
+``encode`` yields the messages of one route, each with its slice. ``on_answer`` processes one message of the server. On
+the wire a stream of one message equals a unary request, so all methods are streams here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from psdist.wire import convert, frames
 
 
 def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
-    """Who pushes what to the server of ``route``."""
+    """Return the header of a push to the server of ``route``."""
     header = pb.PushHeader(
         pull_dtype=convert.dtype_to_proto(push.target.dtype) if push.target is not None else None,
         identity=push.sender.identity(route.epoch),
@@ -32,13 +32,13 @@ def push_header(push: PushRequest, route: Route) -> pb.PushHeader:
 
 
 def name_held(message: pb.HeldWeights, target: PullTarget | None, route: Route, slices: Sequence[int]) -> None:
-    """Writes into a request which weights this worker holds, where servers may send differences to them."""
+    """List the weights that this worker holds in a request, if servers may send differences to them."""
     if target is not None and target.held is not None:
         message.CopyFrom(target.held.message(slices, route.generation))
 
 
 def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int]) -> None:
-    """Writes into a header what differs from push to push of ``slices``."""
+    """Write the header fields that differ between pushes of ``slices``."""
     header.step, header.abstain, header.grad_norm = push.progress.number, push.abstains, push.grad_norm
     header.mark = push.mark
     if push.weight == 1.0:
@@ -57,7 +57,7 @@ def number_push(header: pb.PushHeader, push: PushRequest, slices: Sequence[int])
 
 
 def method_of(request: Request) -> str:
-    """The method of ServerService for ``request``."""
+    """Return the method of ServerService for ``request``."""
     match request:
         case PushRequest():
             return "Push" if request.target is None else "PushPull"
@@ -69,8 +69,8 @@ def method_of(request: Request) -> str:
 
 
 def encode(request: Request, route: Route) -> Iterator[tuple[int, Callable[[], bytes]]]:
-    """The messages for the slices of ``route`` that are not answered: the slice that each is for, and what makes it,
-    once the slice is ready."""
+    """Yield the messages for the unanswered slices of ``route``: each message's slice, and a function that builds the
+    message once the slice is ready."""
     match request:
         case PushRequest():
             yield from _encode_push(request, route)
@@ -84,7 +84,7 @@ def encode(request: Request, route: Route) -> Iterator[tuple[int, Callable[[], b
             name_held(message.held, request.target, route, message.slices)
             yield 0, message.SerializeToString
         case InstallRequest():
-            # A server that has only some of the slices does not answer: after a break all of them are sent again.
+            # A server with only some of the slices does not answer, so all of them are resent after a failure.
             identity: pb.Identity | None = request.sender.identity(route.epoch)
             for index in route.slices:
                 install = pb.InstallRequest(identity=identity, slice=index)
@@ -93,7 +93,7 @@ def encode(request: Request, route: Route) -> Iterator[tuple[int, Callable[[], b
 
 
 def _encode_push(push: PushRequest, route: Route) -> Iterator[tuple[int, Callable[[], bytes]]]:
-    """One message per slice; the first has the header."""
+    """Yield one message per slice. The first contains the header."""
     message_type = pb.PushRequest if push.target is None else pb.PushPullRequest
     first = push_header(push, route)
     name_held(first.held, push.target, route, push.progress.unanswered(route.slices))
@@ -109,7 +109,7 @@ def _pack(message: Any, request: PushRequest | InstallRequest, index: int) -> by
 
 
 def on_answer(request: Request, route: Route, data: bytes) -> str:
-    """Takes one message of the route's server. Returns its reason if all it says is that it waits."""
+    """Process one message of the route's server. Return its reason if it only reports a wait."""
     match request:
         case PushRequest(target=None):
             ack = pb.PushResponse.FromString(data)
@@ -140,6 +140,6 @@ def on_answer(request: Request, route: Route, data: bytes) -> str:
 
 
 def _result(answer: pb.PushPullResponse | pb.PullResponse) -> pb.SliceResult:
-    """What an answer says of its weights."""
+    """Return the fields of an answer that describe its weights."""
     differences = answer.differences if answer.HasField("differences") else None
     return pb.SliceResult(slice=answer.slice, version=answer.version, differences=differences)

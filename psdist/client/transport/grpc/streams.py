@@ -1,6 +1,6 @@
 """``GrpcTransport``: one stream per attempt. It is open to every server.
 
-All handles of a client share it, so that several calls to one server write in the order of their slices.
+All handles of a client share it, so that concurrent calls to one server write in the order of their slices.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from psdist.client.transport.transport import Loss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, again
 from psdist.wire import channels, limits, status
 
-#: What grpc.aio says, in place of the server's own status, where a write came after the server had ended the stream
-#: (grpc issue 36066). The next attempt meets that status, or a server that is well again.
+#: Text of grpc.aio, instead of the server's status, for a write after the server ended the stream (grpc issue 36066).
+#: The next attempt receives that status, or succeeds.
 _WRITE_FAILED: Final = "Internal error from Core"
-#: How a call ends that the server did not answer.
+#: Status codes of calls that the server did not answer.
 _NO_ANSWER: Final = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -48,7 +48,7 @@ class GrpcTransport(Transport):
         self._write_queues: defaultdict[str, WriteQueue] = defaultdict(WriteQueue)
 
     def open_stream(self, address: str, method: str) -> Any:
-        """A call of a method of ServerService, with raw bytes both ways."""
+        """Start a call of a method of ServerService, with raw bytes in both directions."""
         known = self._methods.get((address, method))
         if known is None:
             known = self._methods[address, method] = self._channel(address).stream_stream(_SERVICE + method)
@@ -61,7 +61,7 @@ class GrpcTransport(Transport):
         return channel
 
     async def call_server(self, address: str) -> None:
-        """One short call, to see whether the server answers, whatever it answers. Raises ServerUnreachableError."""
+        """Make a short call to check that the server answers at all. Raises ServerUnreachableError."""
         call = self._channel(address).unary_unary(_SERVICE + "GetStatistics")
         try:
             await call(b"", metadata=self._metadata, timeout=self._silence_seconds())
@@ -71,7 +71,7 @@ class GrpcTransport(Transport):
                 raise ServerUnreachableError(error.message) from None
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
-        """One stream, to its end. See ``Transport.exchange``."""
+        """Run one stream to its end. See ``Transport.exchange``."""
         call = self.open_stream(route.address, messages.method_of(request))
         send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address], wait))
         receive = asyncio.create_task(_receive(call, request, route, wait))
@@ -90,7 +90,7 @@ class GrpcTransport(Transport):
             raise ServerUnreachableError(f"{route.peer} ended the stream before all slices were answered")
 
     async def close(self) -> None:
-        """Closes all channels."""
+        """Close all channels."""
         opened = list(self._channels.values())
         self._channels.clear()
         self._methods.clear()
@@ -99,7 +99,7 @@ class GrpcTransport(Transport):
 
 
 async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wait: Wait) -> None:
-    """Writes all messages. A stream that breaks meanwhile is left for its reader to report."""
+    """Write all messages. If the stream breaks, its reader reports that."""
     with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         for index, pack in messages.encode(request, route):
             await request.ready(index)
@@ -114,7 +114,7 @@ async def _send(call: Any, request: Request, route: Route, queue: WriteQueue, wa
 
 
 async def _receive(call: Any, request: Request, route: Route, wait: Wait) -> None:
-    """Takes answers until the stream ends."""
+    """Process answers until the stream ends."""
     async for data in call:
         if reason := messages.on_answer(request, route, data):
             wait.update_reason(reason)
@@ -123,7 +123,7 @@ async def _receive(call: Any, request: Request, route: Route, wait: Wait) -> Non
 
 
 async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None], loss: Loss) -> None:
-    """Returns when ``receive`` has ended well. Raises its error, an error of ``send``, or the loss."""
+    """Wait until ``receive`` completes. Raises its error, an error of ``send``, or the loss."""
     waiting: set[asyncio.Future[Any]] = {receive, send, loss}
     while not receive.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -131,6 +131,6 @@ async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None],
             raise again(loss.result())
         if send in done and not send.cancelled():
             send.result()
-    if receive.cancelled():  # Only its channel cancels it, when that is closed.
+    if receive.cancelled():  # The channel was closed.
         raise ClosedError("the client was closed before the call was answered")
     receive.result()

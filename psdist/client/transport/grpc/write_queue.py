@@ -1,10 +1,10 @@
-"""The order in which calls write to one server: the one whose next slice is needed first writes first.
+"""Write order of concurrent calls to one server: the call with the lowest next slice writes first.
 
-Several calls at once are the buckets of one step, and the forward pass needs low slices first. Without an order their
+Concurrent calls are the buckets of one step, and the forward pass needs low slices first. Without an order their
 streams would share the connection evenly, and the first slices would arrive last.
 
-The order is a preference, not a lock. A server stops reading a stream whose slices wait for other workers, and these
-may wait for what is queued behind it here. So a turn that lasts longer than ``PATIENCE_SECONDS`` lets the next begin.
+The order is a preference, not a lock. A server stops reading a stream whose slices wait for other workers, and those
+may wait for data queued behind it here. A turn longer than ``PATIENCE_SECONDS`` therefore lets the next one start.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import heapq
 import itertools
 from typing import Final
 
-#: A slice that the server reads is written in less, unless the network is slow; then two are written at once.
+#: Writing a slice that the server reads takes less, unless the network is slow; then two are written concurrently.
 PATIENCE_SECONDS: Final = 0.02
 _BEING_CHOSEN: Final = -1
 
 
 class WriteQueue:
-    """The turns of one server. For one event loop."""
+    """Turns of the writers to one server. For one event loop."""
 
     def __init__(self) -> None:
         self._order = itertools.count(1)
-        #: Number of the turn that others wait for; 0 while there is none.
+        #: Number of the turn that others wait for; 0 for none.
         self._current = 0
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
         self._timer: asyncio.TimerHandle | None = None
 
     async def acquire(self, slice_index: int) -> int:
-        """Waits until nobody with a lower slice wants to write. Returns what ``release`` wants."""
+        """Wait until no caller with a lower slice wants to write. Return the number to pass to ``release``."""
         number = next(self._order)
         if not self._current:
             self._current = number
@@ -43,17 +43,17 @@ class WriteQueue:
         try:
             await ready
         except asyncio.CancelledError:
-            if not ready.cancelled():  # its turn had come just then
+            if not ready.cancelled():  # its turn had just come
                 self.release(number)
             raise
         return number
 
     def release(self, number: int) -> None:
-        """The turn is over."""
+        """End the turn."""
         if number != self._current:
             return
         if self._waiting:
-            # Not at once: whoever releases wants its next turn right away, and that may be of a lower slice.
+            # Deferred: the releasing caller usually requests its next turn right away, possibly for a lower slice.
             self._current = _BEING_CHOSEN
             asyncio.get_running_loop().call_soon(self._next)
         else:

@@ -1,1 +1,1 @@
-"""What transports have in common that are negotiated with each server over gRPC: connections, and calls on them."""
+"""Base of transports that are negotiated with each server over gRPC: connections, and calls on them."""

@@ -1,12 +1,12 @@
-"""Calls to one server on a connection of their own: what shared memory and direct connections have in common.
+"""Calls to one server on a dedicated connection: common part of the shared-memory and TCP transports.
 
-A gRPC stream authenticated the connection, stays open beside it, and says why it ended. Calls go over the connection,
-several at once if need be. They have ascending numbers, and each ends once: with its answers, or with an error.
+A gRPC stream authenticates the connection, stays open beside it, and reports why it ended. Calls use the connection,
+several concurrently if needed. They have ascending numbers. Each ends once, with its answers or with an error.
 
-Invariants: when the connection or the gRPC stream ends, all calls end at once, and the connection is not used again. A
-call that nobody waits for any more is cancelled at the server.
+Invariants: When the connection or the gRPC stream ends, all calls end immediately and the connection is not used again.
+A call that nobody waits for any more is cancelled at the server.
 
-Not here: how payloads travel (``shm``, ``tcp``), which servers there are connections to (``connections``).
+``shm`` and ``tcp`` carry the payloads, and ``connections`` decides which servers to connect to.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status
 
-#: Where the connection closed, the stream is given so long to say why.
+#: After the connection closes, wait this long for the stream to report the reason.
 _REASON_SECONDS: Final = 2.0
 
 
 class PendingCall:
-    """A call under way."""
+    """Unfinished call."""
 
     def __init__(self, wait: Wait) -> None:
         self.wait = wait
@@ -44,19 +44,20 @@ class PendingCall:
 
     @property
     def has_ended(self) -> bool:
-        """Whether there is a result, or nobody waits for it any more."""
+        """True if there is a result, or nobody waits for it any more."""
         return self._ended.done()
 
     def end(self, result: server_pb2.ShareResponse | PsdistError) -> None:
-        """Ends the call, unless it has ended."""
+        """End the call, unless it has ended."""
         if not self._ended.done():
             self._result = result
             self._ended.set_result(None)
 
     async def result(self) -> server_pb2.ShareResponse:
-        """The message that ended the call. Raises the error that did."""
+        """Wait for the message that ends the call. Raises the error that ended it."""
         await self._ended
-        # The traceback of an error holds frames that hold this object: without this, memory of a call stays in a cycle.
+        # An error's traceback refers to frames that refer to this object. Break the cycle, which would keep the call's
+        # memory.
         result, self._result = self._result, None
         assert result is not None
         if isinstance(result, PsdistError):
@@ -71,23 +72,23 @@ CallT = TypeVar("CallT", bound=PendingCall)
 
 
 class CallConnection(ABC, Generic[CallT]):
-    """A connection to the server of ``route``. call: the gRPC stream that authenticated it. loss: ends it."""
+    """Connection to the server of ``route``. call: the gRPC stream that authenticated it. loss: ends it."""
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
         self.incarnation = route.incarnation
-        #: Why no call can be made on it any more.
+        #: Reason that no more calls can be made, or None.
         self.broken: PsdistError | None = None
-        #: Gets that error.
+        #: Receives that error.
         self.end: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
-        #: Calls under way, by number.
+        #: Unfinished calls, by number.
         self.calls: dict[int, CallT] = {}
         self.peer = route.peer
         self.slicing = slicing
         self._call = call
         self._loss = loss
         self._last_id = 0
-        #: Whether the last push asked for weights, its epoch and slices, and its request. The next one is mostly the
-        #: same but for its numbers, and is made of it.
+        #: Latest push: whether it asked for weights, its epoch and slices, and its request. The next push usually
+        #: differs only in numbers and reuses the message.
         self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
         self._reason_timer: asyncio.TimerHandle | None = None
         self._watcher = asyncio.create_task(self._watch(), name="psdist connection")
@@ -95,23 +96,23 @@ class CallConnection(ABC, Generic[CallT]):
 
     @property
     def is_open(self) -> bool:
-        """Whether calls can be made."""
+        """True if calls can be made."""
         return self.broken is None
 
     @abstractmethod
     def send(self, request: server_pb2.ShareRequest) -> None:
-        """Sends a message. Does nothing after the end."""
+        """Send a message. Does nothing after the end."""
 
     @abstractmethod
     def disconnect(self) -> None:
-        """Closes the connection."""
+        """Close the connection."""
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def sent(self, request: server_pb2.ShareRequest, call: CallT) -> Iterator[None]:
-        """Sends a request as a call, which is cancelled if it has not ended at the end of the block. Raises why there
-        can be none."""
+        """Send a request as a call, and cancel it if it has not ended by the end of the block. Raises the reason if the
+        connection has ended."""
         if self.broken is not None:
             raise again(self.broken)
         self._last_id += 1
@@ -125,7 +126,7 @@ class CallConnection(ABC, Generic[CallT]):
                 self.send(server_pb2.ShareRequest(call_id=call.call_id, cancel=server_pb2.SharedCancel()))
 
     def encode_push(self, push: PushRequest, route: Route, slices: tuple[int, ...]) -> server_pb2.ShareRequest:
-        """The request of a push, without payloads."""
+        """Return the request of a push, without payloads."""
         wants_weights = push.target is not None
         kind = (wants_weights, route.epoch, slices)
         if self._pushed is None or self._pushed[0] != kind:
@@ -139,7 +140,7 @@ class CallConnection(ABC, Generic[CallT]):
         return request
 
     def on_response(self, response: server_pb2.ShareResponse) -> None:
-        """Handles a message: news of a call, or its end."""
+        """Process a message: progress of a call, or its end."""
         call = self.calls.get(response.call_id)
         if call is None:  # It was cancelled.
             return
@@ -154,14 +155,14 @@ class CallConnection(ABC, Generic[CallT]):
                 self.end_call(call, InternalError(f"{self.peer} answered a call with {kind}"))
 
     def end_call(self, call: CallT, result: server_pb2.ShareResponse | PsdistError) -> None:
-        """The server has ended a call."""
+        """End a call that the server has answered."""
         del self.calls[call.call_id]
         call.end(result)
 
-    # --- the end ------------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Waits for the end of the gRPC stream, which is the end of everything here."""
+        """Wait for the end of the gRPC stream, which ends the connection."""
         try:
             data = await self._call.read()
             error: PsdistError = ServerUnreachableError(f"{self.peer} ended the stream")
@@ -174,11 +175,11 @@ class CallConnection(ABC, Generic[CallT]):
         self.break_off(error)
 
     def connection_ended(self, error: PsdistError | None) -> None:
-        """The connection ended, with the error that ended it, or None where the server did."""
+        """End the calls. error: the cause, or None if the server closed the connection."""
         if error is not None:
             self.break_off(InternalError(f"what {self.peer} sent cannot be read: {error.message}"))
         else:
-            # The server says why by the stream; but it may hang, or be gone.
+            # The server reports the reason on the stream, unless it hangs or is gone.
             reason = ServerUnreachableError(f"{self.peer} closed the connection")
             self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self.break_off, reason)
 
@@ -186,7 +187,7 @@ class CallConnection(ABC, Generic[CallT]):
         self.break_off(loss.result())
 
     def break_off(self, error: PsdistError) -> None:
-        """No more calls; those under way end with ``error``."""
+        """Close the connection and end the unfinished calls with ``error``."""
         if self.broken is not None:
             return
         self.broken = error
@@ -201,24 +202,27 @@ class CallConnection(ABC, Generic[CallT]):
         self._call.cancel()
 
     def close(self) -> None:
-        """Ends the connection, and the gRPC stream."""
+        """Close the connection and the gRPC stream."""
         self.break_off(ServerUnreachableError(f"the stream to {self.peer} was closed"))
         self._watcher.cancel()
 
     async def ended(self) -> None:
-        """Waits until nothing of it runs any more."""
+        """Wait until no task of the connection runs any more."""
         await asyncio.gather(self._watcher, return_exceptions=True)
 
 
 def encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:
-    """Asks for ``slices`` in ``version`` or a newer one."""
+    """Return the request for ``slices`` in ``version`` or newer."""
     identity = request.sender.identity(route.epoch)
     return server_pb2.ShareRequest(pull=server_pb2.SharedPull(identity=identity, min_version=version, slices=slices))
 
 
 async def ask(call: Any, request: bytes, peer: str, what: str, unavailable: type[PsdistError]) -> bytes:
-    """Sends the first request of a stream that was just opened; what the server answers. Raises ``unavailable`` where
-    the server does not know ``what``, and what else it refuses with."""
+    """Send the first request of a new stream and return the server's answer.
+
+    what: feature that the request needs, for messages.
+    Raises ``unavailable`` if the server lacks the feature, or the server's refusal.
+    """
     try:
         await call.write(request)
         data = await call.read()

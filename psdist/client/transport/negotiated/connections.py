@@ -1,12 +1,13 @@
-"""Transports that are negotiated with each server over gRPC: which servers they are open to, and why not to others.
+"""Connections of transports that are negotiated with each server over gRPC, and the reasons for missing ones.
 
-Connections follow the cluster map. Before each call, one is opened to servers that became primaries of something here.
-One to a server whose shards change stays. One to a server that is no primary here any more is closed.
+Connections follow the cluster map. Before each call, connections are opened to servers that became primaries of this
+parameter set. A server keeps its connection while its shards change. Connections to servers that are no longer
+primaries are closed.
 
-Invariants: a result never depends on such a transport, unless the user insists on it. A server that refused is not
-asked again in the same incarnation. A connection that broke is opened again before the next call.
+Invariants: No result depends on such a transport, unless the user requires it. A server that refused is not asked again
+in the same incarnation. A broken connection is reopened before the next call.
 
-Not here: what is negotiated (``shm``, ``tcp``).
+``shm`` and ``tcp`` implement the negotiation.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ ConnectionT = TypeVar("ConnectionT", bound=CallConnection[Any])
 
 
 class NegotiatedTransport(Transport, Generic[ConnectionT]):
-    """The connections of one handle to the servers of its parameter set.
+    """Connections of one handle to the servers of its parameter set.
 
     grpc: opens the streams on which connections are negotiated.
-    required: raise ``unavailable`` where there can be no connection to a server.
+    required: raise ``unavailable`` if no connection to a server is possible.
     """
 
-    #: What says that there can be no connection to a server.
+    #: Error that says that no connection to a server is possible.
     unavailable: ClassVar[type[PsdistError]]
 
     def __init__(
@@ -60,31 +61,31 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         self._waits = waits
         self._grpc = grpc
         self._sender = sender
-        #: As the map has the parameter set that was looked at last.
+        #: Parameter set in the latest map looked at.
         self._entry = entry
         self._followed: ClusterMap | None = None
         self._required = required
         self.streams: dict[str, ConnectionT] = {}
-        #: Why there is no connection to a server, by its id.
+        #: Reason for a missing connection, by server id.
         self._reasons: dict[str, str] = {}
-        #: Incarnations of servers to which there can be none.
+        #: Incarnations of servers that refused.
         self._refused: set[tuple[str, int]] = set()
         self._preparing = asyncio.Lock()
 
-    # --- the transport ------------------------------------------------------------------------------------------------
+    # --- transport ----------------------------------------------------------------------------------------------------
 
     def is_open(self, route: Route) -> bool:
-        """Whether there is a connection to the route's server."""
+        """True if there is a connection to the route's server."""
         return self._stream_of(route) is not None
 
     def is_missing(self, route: Route) -> bool:
-        """Whether it is to be tried to open one to the route's server, by the newest map."""
+        """True if ``prepare`` should try to connect to the route's server, by the newest map."""
         return self._stream_of(route) is None and (route.server_id, route.incarnation) not in self._refused
 
     async def prepare(self, routes: Sequence[Route]) -> None:
-        """Opens connections to the servers of ``routes`` where that was not tried yet, or they broke.
+        """Open missing or broken connections to the servers of ``routes``.
 
-        Raises ``unavailable`` where the transport is required and there can be none.
+        Raises ``unavailable`` if the transport is required and no connection is possible.
         """
         async with self._preparing:
             if missing := [route for route in routes if self.is_missing(route)]:
@@ -98,10 +99,10 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
 
     @abstractmethod
     async def _open(self, route: Route) -> None:
-        """Opens a connection, which goes to ``streams``, or notes why there is none."""
+        """Open a connection and add it to ``streams``, or record the reason for its absence."""
 
     def why_closed(self, server_id: str) -> str:
-        """Why there is no connection to the server; empty if there is one."""
+        """Return why there is no connection to the server; empty if there is one."""
         stream = self.streams.get(server_id)
         if stream is not None and stream.is_open:
             return ""
@@ -111,12 +112,12 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
     # --- opening ------------------------------------------------------------------------------------------------------
 
     def _stream_of(self, route: Route) -> ConnectionT | None:
-        """The connection to the route's server, by the newest map."""
+        """Return the connection to the route's server, by the newest map."""
         self._follow()
         return self._stream_to(route.server)
 
     def _follow(self) -> None:
-        """Takes over the newest map, if it is new."""
+        """Adopt the newest map."""
         cluster = self._view.cluster
         if cluster is not self._followed:
             self._followed = cluster
@@ -128,7 +129,8 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         return stream if stream is not None and stream.incarnation == server.incarnation and stream.is_open else None
 
     def _streams_changed(self) -> None:
-        """There may be other primaries, or other connections to them."""
+        """Close connections to servers that are not primaries any more. Called when the primaries or connections
+        change."""
         primaries = {shard.primary for shard in self._entry.shards}
         for server_id, stream in list(self.streams.items()):
             if Replica(server_id, stream.incarnation) not in primaries:
@@ -139,8 +141,8 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
     async def _negotiated(
         self, route: Route, method: str, negotiate: Callable[[Any, int], Awaitable[ConnectionT]]
     ) -> ConnectionT:
-        """What ``negotiate`` opens, given a stream of ``method`` and the epoch of the newest map. Raises the loss of
-        the server as soon as it is known: a server that is gone may say nothing."""
+        """Return the connection that ``negotiate`` opens, given a stream of ``method`` and the epoch of the newest map.
+        Raises the loss of the server as soon as it is known: a lost server may stay silent."""
         while True:
             epoch = self._view.cluster.epoch
             loss = self._view.loss_of(route.server_id, route.incarnation)
@@ -151,12 +153,12 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
             except StaleEpochError:
                 call.cancel()
                 await self._view.newer_than(epoch, _NEWER_MAP_SECONDS)
-            except BaseException:  # This includes cancellation.
+            except BaseException:  # Includes cancellation.
                 call.cancel()
                 raise
 
     async def _opened(self, route: Route, stream: ConnectionT) -> None:
-        """Takes a new connection into use."""
+        """Put a new connection into use."""
         old = self.streams.get(route.server_id)
         self.streams[route.server_id] = stream
         self._reasons.pop(route.server_id, None)
@@ -165,7 +167,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         logger.debug("%r reaches %s by %s", self._entry.spec.name, route.peer, self.name)
 
     def _refuse(self, route: Route, error: PsdistError) -> None:
-        """There can be no connection to the route's server."""
+        """Record that no connection to the route's server is possible."""
         name = self._entry.spec.name
         if self._required:
             raise type(error)(
@@ -178,17 +180,17 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         self._refused.add((route.server_id, route.incarnation))
         self._reasons[route.server_id] = error.message
 
-    # --- ending -------------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
-        """This worker takes part anew, as ``sender``. Connections end, and servers are asked again."""
+        """Close the connections after this worker rejoined as ``sender``. Servers are asked again."""
         for stream in self.streams.values():
             stream.close()
         self._sender, self._entry = sender, entry
         self._refused.clear()
 
     async def close(self) -> None:
-        """Ends the connections."""
+        """Close the connections."""
         for stream in self.streams.values():
             stream.close()
         await asyncio.gather(*(stream.ended() for stream in self.streams.values()))

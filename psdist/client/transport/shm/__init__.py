@@ -1,1 +1,1 @@
-"""Shared memory between a worker and the servers on its host."""
+"""Shared-memory transport between a worker and the servers on its host."""

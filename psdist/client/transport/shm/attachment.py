@@ -1,13 +1,13 @@
-"""The shared-memory transport: what one handle shares with servers of this host.
+"""Shared-memory transport: the memory of one handle that servers on this host map.
 
 ``SharedMemory`` attaches one Share stream per server (``stream``), offers the handle's gradient arena, and shows the
-weights of the servers as one vector where that is possible. A slice that is answered by a server whose memory is not
-shown in the vector is copied.
+servers' weights as one vector if possible. Slices answered by a server whose memory is not part of the vector are
+copied.
 
-Invariant: no call is made by a map before the vector has stopped showing servers that lost shards by that map, because
-they free that memory when such a call arrives.
+Invariant: No call is made by a map before the vector has stopped showing servers that lost shards in that map. These
+servers free the memory when such a call arrives.
 
-Not here: which servers are asked, and when (``negotiated``).
+``negotiated`` decides which servers are asked, and when.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert
 from psdist.wire.shm import GradientArena, WeightsArena
 
-#: Here loads are done in the order in which the program has them, which sequence locks rely on.
+#: Machines that perform loads in program order, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
 _DETACHED: Final = "the memory was withdrawn from servers, and is shared again with the next push"
 
 
 class SharedMemory(NegotiatedTransport[SharedStream]):
-    """What one handle shares with the servers of its parameter set: an arena for gradients, a Share stream per server.
+    """Memory that one handle shares with the servers of its parameter set: a gradient arena, and a Share stream per
+    server.
 
-    dtype: of gradients on the wire.
-    member: whether the handle ever pushes; else its arena has no room for gradients.
-    stable: the weights of a slice stand still until this worker pushes it again (BSP members without backup workers).
+    dtype: dtype of gradients on the wire.
+    member: True if the handle ever pushes; otherwise its arena has no room for gradients.
+    stable: the weights of a slice do not change until this worker pushes it again (BSP members without backup workers).
     Other arguments as for ``NegotiatedTransport``.
     """
 
@@ -73,18 +74,18 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         self._settled = True
         self._arena = OfferedArena(entry.total if member else 0, dtype)
         self._arena.join(self)
-        #: Counts how often servers lost the arena, so that who waited can see that.
+        #: Number of times that servers lost the arena, so that waiting callers notice.
         self._detachments = 0
-        #: Whether servers may have its file from this handle.
+        #: True if this handle has given servers the arena's file.
         self._is_offered = False
-        #: Called before other pages lie where ``gradients`` does.
+        #: Called before the pages at the address of ``gradients`` are replaced.
         self.before_replaced: Callable[[], None] = lambda: None
         self._weights = WeightsView()
         self._is_view_stale = False
         self._showing = asyncio.Lock()
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
-        """One call on the stream of the route's server. See ``Transport.exchange``."""
+        """Make one call on the stream of the route's server. See ``Transport.exchange``."""
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"
         if self._is_view_stale or self._showing.locked():
@@ -98,7 +99,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         self._is_view_stale = True
 
     async def _show(self) -> None:
-        """Show each shard where it is now, in the vector of all weights."""
+        """Update the vector of all weights to the current place of each shard."""
         async with self._showing:
             while self._is_view_stale:
                 self._is_view_stale = False
@@ -110,7 +111,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
     async def _open_all(self, routes: Sequence[Route]) -> None:
         reason = "" if self._arena.is_detached else await self._make_arena()
-        if self._arena.is_detached:  # Only until gradients are given again; until then another transport is used.
+        if self._arena.is_detached:  # Until the next gradients; another transport is used meanwhile.
             self._reasons.update((route.server_id, _DETACHED) for route in routes)
         elif reason:
             for route in routes:
@@ -120,7 +121,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         await self._show()
 
     async def _make_arena(self) -> str:
-        """Makes the arena. Returns why that cannot be; empty if it is there."""
+        """Create the arena. Return why that is impossible; empty on success."""
         if not self._stable and platform.machine() not in _ORDERED_MACHINES:
             return f"weights that change while they are read need a processor of x86-64, not {platform.machine()}"
         return await self._arena.prepare()
@@ -139,11 +140,11 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
                 self._refuse(route, error)
             else:
                 self._reasons[route.server_id] = "the memory was given back while it was offered"
-        except PsdistError as error:  # That is for the data path to handle, and sharing is tried again then.
+        except PsdistError as error:  # The data path handles it, and sharing is tried again.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
         if detachments != self._detachments:
-            # The file is another one since, or gone: what was attached, or refused, is not it. A later call tries
-            # again; until then another transport is used.
+            # The file has been replaced or dropped since, so the result concerns an obsolete one. A later call tries
+            # again; another transport is used meanwhile.
             self._reasons[route.server_id] = "the memory was withdrawn while it was offered"
             if stream is not None:
                 stream.close()
@@ -152,7 +153,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             await self._opened(route, stream)
 
     async def _attached(self, route: Route, arena: GradientArena) -> SharedStream:
-        """A stream to the server, by the newest map."""
+        """Open a stream to the server, by the newest map."""
         slicing = self._entry.slicing
         loss = self._view.loss_of(route.server_id, route.incarnation)
         dtype = convert.dtype_to_proto(self._arena.dtype) if self._arena.elements else common_pb2.DTYPE_UNSPECIFIED
@@ -163,7 +164,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
             try:
                 await stream.open(connection)
-            except BaseException:  # This includes cancellation.
+            except BaseException:  # Includes cancellation.
                 stream.close()
                 raise
             return stream
@@ -171,11 +172,11 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         with self._waits.open(f"for {route.peer} to share memory"):
             return await self._negotiated(route, "Share", negotiate)
 
-    # --- what is shared -----------------------------------------------------------------------------------------------
+    # --- shared memory ------------------------------------------------------------------------------------------------
 
     @property
     def gradients(self) -> NDArray[Any] | None:
-        """The whole gradient vector in the arena, if there is one and it is float32."""
+        """Whole gradient vector in the arena if there is one and it is float32."""
         return self._arena.gradients
 
     def on_pages_replaced(self) -> None:
@@ -190,16 +191,17 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             stream.close()
 
     async def share_gradients(self) -> None:
-        """Has memory that servers lost shared again. Nobody writes to ``gradients`` meanwhile."""
+        """Share memory again that was withdrawn from servers. Nobody may write to ``gradients`` during the call."""
         if self._arena.is_detached:
             await self._arena.share()
 
     def check_turns(self, other: SharedMemory) -> None:
-        """Raises InvalidArgumentError where this handle's gradients cannot lie where those of ``other`` do."""
+        """Raise InvalidArgumentError if this handle's gradients do not fit the arena of ``other``."""
         other._arena.check_like(self._arena)
 
     async def take_turns(self, other: SharedMemory | None) -> None:
-        """Has gradients where ``other`` has its from now on; None: in memory of its own. No push is under way."""
+        """Move this handle's gradients to the arena of ``other``, or to its own for None. No push may be in
+        progress."""
         if other is not None:
             arena = other._arena
         else:
@@ -212,8 +214,8 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
     @property
     def weights(self) -> Flat | None:
-        """All weights where they lie, if that is one vector that stands still between this worker's pushes. It is
-        always the same vector."""
+        """All weights in place, if they form one vector that does not change between this worker's pushes. It is always
+        the same vector."""
         self._follow()
         shards = self._entry.shards[: self._entry.slicing.count]
         if not self.is_stable or not shards or not all(self._stream_to(shard.primary) for shard in shards):
@@ -221,49 +223,50 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         return self._weights.vector(self._entry, self._stream_to)
 
     def shows(self, index: int, arena: WeightsArena) -> bool:
-        """Whether the vector of all weights shows a slice as it is in ``arena``."""
+        """True if the vector of all weights shows a slice from ``arena``."""
         return self._weights.shows(index % len(self._entry.shards), arena)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether other servers have copies."""
+        """True if other servers hold copies."""
         return any(len(shard.replicas) > 1 for shard in self._entry.shards)
 
     @property
     def is_stable(self) -> bool:
-        """Whether weights stand still now. After a push that did not end well they may not: others can go on with what
-        of it reached the servers, until this worker knows that all of it did."""
+        """True if weights do not change between pushes now. After a failed push they may: others can continue with the
+        part that reached the servers, until this worker knows that all of it did."""
         return self._stable and self._settled
 
-    # --- ending -------------------------------------------------------------------------------------------------------
+    # --- closing ------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """A push ended well: all of it is in the weights."""
+        """Record that a push completed: the weights contain all of it."""
         if not self._settled:
             self._settled = True
             for stream in self.streams.values():
                 stream.stable = self._stable
 
     async def release_memory(self, *, shared: bool) -> None:
-        """Gives the memory of gradients back to the system until some are written again. No push is under way.
+        """Return the gradients' memory to the system until it is written again. No push may be in progress.
 
-        shared: even if other handles have their gradients there."""
+        shared: do this even if other handles use the same arena.
+        """
         if shared or not self._arena.is_shared:
             await self._arena.release()
 
     async def withdraw(self) -> None:
-        """A push did not end well: its servers lose the gradient arena, before this returns."""
+        """Withdraw the gradient arena from the servers before returning, after a failed push."""
         self._settled = False
         if self._is_offered and self._arena.elements:
             await self._arena.detach()
 
     def rejoin(self, sender: RequestIdentity, entry: ParametersEntry) -> None:
-        """See ``NegotiatedTransport.rejoin``. Comes after ``withdraw``."""
+        """See ``NegotiatedTransport.rejoin``. Call ``withdraw`` first."""
         self._arena.no_file = ""
         super().rejoin(sender, entry)
 
     async def close(self) -> None:
-        """Ends the streams, and what is shared."""
+        """Close the streams and the shared memory."""
         if any(stream.calls for stream in self.streams.values()):
             await self.withdraw()
         self.on_detached()

@@ -1,15 +1,15 @@
-"""One Share stream: calls to one server whose payloads lie in memory that both processes have mapped.
+"""Share stream: calls to one server whose payloads are in memory mapped by both processes.
 
-``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls go over the socket on which
-the memory files were exchanged (``psdist.wire.framed_socket``).
+``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls use the socket on which the
+memory files were exchanged (``psdist.wire.framed_socket``).
 
-Invariants: what is in the arena is not touched between a request and its answer. Only slices that the server has just
-answered are read from its arena, at their own bounds. Weights that may change are read under the sequence lock: copied,
-and copied again if the slice was written meanwhile. If that read gave a newer version than the server answered,
-replicas may lack it, and the server is asked about it before it counts.
+Invariants: The content of the arena is not modified between a request and its answer. Only slices that the server has
+just answered are read from its arena, within their bounds. Weights that may change are copied under the sequence lock:
+the copy is repeated if the slice was written in between. If the copy has a newer version than the answer, replicas may
+lack it, and the server must confirm it before it counts.
 
-Not here: calls as such (``negotiated.calls``), which servers are attached and why others are not (``attachment``), what
-is sent again after a break (``data_path``).
+``negotiated.calls`` implements calls, ``attachment`` knows which servers are attached, and ``data_path`` resends after
+a failure.
 """
 
 from __future__ import annotations
@@ -45,30 +45,31 @@ from psdist.wire import fd_passing, frames
 from psdist.wire.framed_socket import FramedSocket
 from psdist.wire.shm import GradientArena, WeightsArena
 
-#: A slice that is being written is looked at again so often before the loop goes on with other things for a while.
+#: Number of checks of a slice under write before the event loop gets a turn.
 _SPINS: Final = 4
 _SPIN_SECONDS: Final = 0.0005
-#: After so many of these a slice that cannot be read is asked for again: it may be another server's.
+#: Number of such turns before the slice is requested again: it may have moved to another server.
 _WAITS_MAX: Final = 2000
-#: Between slices of at least this many elements the event loop gets a turn.
+#: Minimum elements of a slice after which the event loop gets a turn.
 _LARGE_SLICE: Final = 1 << 16
 
 
 async def attach(
     call: Any, attaching: server_pb2.Attach, arena: GradientArena, slicing: Slicing, peer: str
 ) -> tuple[WeightsArena, socket.socket]:
-    """Attaches on ``call``, a Share stream that was just opened; the server's weights arena, and the connection for
-    calls, which the caller closes.
+    """Attach on ``call``, a new Share stream. Return the server's weights arena, and the connection for calls, which
+    the caller closes.
 
     attaching: the request, without the socket.
-    Raises SharingUnavailableError, and what else the server refuses with.
+
+    Raises SharingUnavailableError, or the server's refusal.
     """
     with ExitStack() as opened:
         with fd_passing.listening() as (attaching.socket, listener):
             exchange = asyncio.ensure_future(_exchange(listener, arena, slicing, opened))
             try:
-                attached = await _ask(call, attaching, peer)  # The server says so if the exchange fails.
-                # The server gave its file before it answered.
+                attached = await _ask(call, attaching, peer)  # The server reports a failed exchange.
+                # The server sent its file before its answer.
                 await asyncio.wait({exchange}, timeout=fd_passing.HANDOVER_SECONDS)
                 if not exchange.done():
                     raise SharingUnavailableError(f"{peer} says that it gave its memory, and that did not come")
@@ -88,7 +89,7 @@ async def _exchange(
     listener: socket.socket, arena: GradientArena, slicing: Slicing, opened: ExitStack
 ) -> tuple[WeightsArena, socket.socket]:
     try:
-        mine = os.dup(arena.fd)  # The arena may be detached meanwhile, and its number be given to another file.
+        mine = os.dup(arena.fd)  # The arena may be detached and its descriptor number reused.
     except OSError as error:
         raise SharingUnavailableError(f"the memory is not shared any more: {error.strerror}") from None
     try:
@@ -100,7 +101,7 @@ async def _exchange(
 
 
 async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2.Attached:
-    """Sends the first request; what the server says to it."""
+    """Send the first request and return the server's answer."""
     request = server_pb2.ShareRequest(attach=attaching).SerializeToString()
     data = await ask(call, request, peer, "shared memory", SharingUnavailableError)
     response = server_pb2.ShareResponse.FromString(data)
@@ -110,19 +111,18 @@ async def _ask(call: Any, attaching: server_pb2.Attach, peer: str) -> server_pb2
 
 
 class StreamOwner(Protocol):
-    """What a stream needs to know of the servers as a whole."""
+    """State of all servers together that a stream needs."""
 
     @property
     def is_replicated(self) -> bool:
-        """Whether other servers have copies."""
+        """True if other servers hold copies."""
 
     def shows(self, index: int, arena: WeightsArena) -> bool:
-        """Whether the vector of all weights shows a slice as it is in ``arena``."""
+        """True if the vector of all weights shows a slice from ``arena``."""
 
 
 class _ReadSlice(NamedTuple):
-    """A slice that was answered, and the version of the weights that were read then. ``is_ahead``: it is newer than the
-    version in the answer."""
+    """Answered slice. version: of the weights that were read. is_ahead: it is newer than the version in the answer."""
 
     slice: int
     version: int
@@ -132,9 +132,9 @@ class _ReadSlice(NamedTuple):
 
 
 class SharedStream(CallConnection[PendingCall]):
-    """An attached stream.
+    """Attached stream.
 
-    stable: weights stand still until this worker's next push, so that they are read without a lock.
+    stable: weights do not change until this worker's next push, so they are read without a lock.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class SharedStream(CallConnection[PendingCall]):
         self.socket = FramedSocket(self._on_message, self.connection_ended)
 
     async def open(self, connection: socket.socket) -> None:
-        """Begins, on the connection that ``attach`` gave."""
+        """Start calls on the connection returned by ``attach``."""
         await self.socket.open(connection)
 
     def send(self, request: server_pb2.ShareRequest) -> None:
@@ -167,22 +167,22 @@ class SharedStream(CallConnection[PendingCall]):
         self.on_response(frames.parse(server_pb2.ShareResponse, data))
 
     def view(self, index: int) -> Flat:
-        """The weights of a slice where they lie."""
+        """Return the weights of a slice in place."""
         start, stop = self.slicing.bounds(index)
         return self.weights.weights[start:stop]
 
-    # --- a call -------------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     async def exchange(self, request: Request, route: Route, wait: Wait, owner: StreamOwner) -> None:
-        """One call for the slices of ``route`` that are not answered. See ``Transport.exchange``."""
+        """Make one call for the unanswered slices of ``route``. See ``Transport.exchange``."""
         assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
         slices = request.progress.unanswered(route.slices)
         if isinstance(request, PullRequest):
             encoded = encode_pull(request, route, request.progress.number, slices)
         else:
-            await self._stage(request, slices)  # Before the server is told to read it.
+            await self._stage(request, slices)  # Before asking the server to read it.
             encoded = self.encode_push(request, route, slices)
-            encoded.push.header.codec = common_pb2.CODEC_RAW  # Whatever codec made it, the arena has gradients.
+            encoded.push.header.codec = common_pb2.CODEC_RAW  # The arena holds decoded gradients.
             encoded.push.header.ClearField("difference")
         response = await self._call_server(encoded, wait)
         wait.progress()
@@ -195,7 +195,7 @@ class SharedStream(CallConnection[PendingCall]):
             raise ServerUnreachableError(f"{self.peer} did not answer all slices")
 
     async def _stage(self, push: PushRequest, slices: Sequence[int]) -> None:
-        """Writes the gradient into the arena, unless it lies there."""
+        """Write the gradient into the arena, unless it is there already."""
         if push.abstains:
             return
         lies_there = push.flat is not None and push.flat.__array_interface__["data"][0] == self._arena.address
@@ -208,7 +208,7 @@ class SharedStream(CallConnection[PendingCall]):
             push.traffic.sent += part.nbytes
 
     async def _call_server(self, request: server_pb2.ShareRequest, wait: Wait) -> server_pb2.ShareResponse:
-        """Sends a request, and returns the message that ends its call. Raises why there is none."""
+        """Send a request and return the message that ends its call. Raises the error that ended it."""
         call = PendingCall(wait)
         with self.sent(request, call):
             wait.sent()
@@ -219,7 +219,7 @@ class SharedStream(CallConnection[PendingCall]):
     async def _read(
         self, request: PushRequest | PullRequest, answers: server_pb2.SharedAnswers, owner: StreamOwner
     ) -> dict[int, _ReadSlice]:
-        """Reads the weights that were answered, if they were asked for. Returns what was answered, by slice."""
+        """Read the answered weights if the request wants them. Return the answered slices."""
         slices, count = answers.slices, len(answers.slices)
         versions = answers.versions if len(answers.versions) != 1 else [answers.versions[0]] * count
         staleness = answers.staleness or [0] * count
@@ -234,27 +234,27 @@ class SharedStream(CallConnection[PendingCall]):
                 raise InternalError(f"{self.peer} answered slice {index}, which is not asked for")
             if target is not None:
                 request.traffic.received += self.slicing.size(index) * ITEM_BYTES[target.dtype]
-                # The vector that shows all weights may show another server's since.
+                # The vector of all weights may show another server by now.
                 if target.shared is None or not self.stable or not owner.shows(index, self.weights):
                     version = await self._copy(target, index, answered)
                     if self.slicing.slice_elements >= _LARGE_SLICE:
-                        await asyncio.sleep(0)  # All slices together may be gigabytes: let heartbeats run between them.
+                        await asyncio.sleep(0)  # Let heartbeats run: all slices together may be gigabytes.
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
-                    # Since the answer: this worker slept for longer than its lease.
+                    # Written since the answer: this worker slept for longer than its lease.
                     raise NotMemberError(f"{self.peer} went on from version {version} without this worker")
             read[index] = _ReadSlice(index, version, version > answered, behind, index in ignored)
         return read
 
     async def _confirm(self, request: Request, route: Route, read: Mapping[int, _ReadSlice], wait: Wait) -> None:
-        """Returns when all replicas have acknowledged what was read: until then a version that is newer than the
-        answer may be lost with its server. Raises why that cannot be known."""
+        """Wait until all replicas have acknowledged the versions that were read. Until then a version newer than the
+        answer may be lost with its server. Raises the error if that cannot be known."""
         ahead = [answer for answer in read.values() if answer.is_ahead]
         for version in sorted({answer.version for answer in ahead}):
             slices = sorted(answer.slice for answer in ahead if answer.version == version)
             await self._call_server(encode_pull(request, route, version, slices), wait)
 
     async def _copy(self, target: PullTarget, index: int, version: int) -> int:
-        """Copies the weights of a slice into ``target``. Returns their version."""
+        """Copy the weights of a slice into ``target``. Return their version."""
         part = target.part(index)
         if self.stable:
             part[...] = self.view(index)
@@ -268,8 +268,8 @@ class SharedStream(CallConnection[PendingCall]):
         return version
 
     async def copy_moving(self, index: int, target: Flat) -> int:
-        """Copies weights that the server may be writing; the version that they are all of. Raises why the stream
-        broke."""
+        """Copy weights that the server may be writing. Return the version that all of them have. Raises the error that
+        broke the stream."""
         sequence, source = self.weights.sequence, self.view(index)
         for _ in range(_WAITS_MAX):
             for _ in range(_SPINS):

@@ -1,9 +1,9 @@
 """All weights of a parameter set as one vector over the memory of its servers.
 
-The vector, which the user may be reading, stays at its address. A shard that moved is shown in the memory of its new
-primary, where the bytes are the same. A shard whose primary is not shared with is kept as it is.
+The vector stays at its address, since the user may be reading it. A shard that moved is mapped from the memory of its
+new primary, where the bytes are equal. A shard whose primary shares no memory keeps its bytes.
 
-Not here: which servers are shared with (``attachment``), how memory is mapped (``psdist.wire.shm``).
+``attachment`` knows which servers share memory, and ``psdist.wire.shm`` maps it.
 """
 
 from __future__ import annotations
@@ -18,29 +18,30 @@ from psdist.wire.shm import MappedVector, Piece, WeightsArena, reason_of
 
 logger = logging.getLogger("psdist")
 
-#: By shard, the stream of the memory that it is to be shown in; None to keep the bytes.
+#: Streams whose memory the shards are to be mapped from, by shard; None keeps the bytes.
 Moves = Mapping[int, SharedStream | None]
 
 
 class WeightsView:
-    """The vector, and what it shows."""
+    """Vector of all weights, and the origin of its parts."""
 
     def __init__(self) -> None:
         self._mapped: MappedVector | None = None
-        #: Whose memory the vector shows, by shard, and the nonce of that memory.
+        #: Origin of each shard in the vector: the server and the nonce of its memory.
         self._shown: dict[int, tuple[Replica, bytes]] = {}
         #: False after the kernel refused a mapping: weights are copied from then on.
         self._works = True
 
     def vector(self, entry: ParametersEntry, stream_to: Callable[[Replica], SharedStream | None]) -> Flat | None:
-        """The vector, which shows each shard where ``stream_to`` says that its primary is. None if that cannot be."""
+        """Return the vector, with each shard mapped from its primary in ``stream_to``, or None if that is
+        impossible."""
         if self._mapped is None:
             self._mapped = MappedVector(entry.total)
             self.show(entry, self.moves(entry, stream_to, lambda server: True))
         return self._mapped.vector if self._works else None
 
     def show(self, entry: ParametersEntry, moved: Moves) -> None:
-        """Show shards where ``moves`` says that they are. In a thread: pages that were shown are unmapped."""
+        """Map the shards of ``moves``. Runs in a thread, because it unmaps pages."""
         if self._mapped is None or not self._works:
             return
         slicing, count = entry.slicing, len(entry.shards)
@@ -65,11 +66,11 @@ class WeightsView:
         stream_to: Callable[[Replica], SharedStream | None],
         is_live: Callable[[Replica], bool],
     ) -> Moves:
-        """The shards that are to be shown in other memory. They count as not shown until ``show`` has ended. Returns
-        nothing before ``vector`` was called.
+        """Return the shards that must be mapped from other memory. They count as unmapped until ``show`` has ended.
+        Empty before ``vector`` is called.
 
-        Only a live server gives memory back. That of one that is gone lasts as long as it is mapped, so it is shown
-        until the next primary is shared with.
+        Only a live server frees memory. The memory of a lost server lasts as long as it is mapped, so it is shown until
+        the next primary shares memory.
         """
         moved: dict[int, SharedStream | None] = {}
         for number, shard in enumerate(entry.shards if self._mapped is not None else ()):
@@ -84,10 +85,10 @@ class WeightsView:
         return moved
 
     def shows(self, shard: int, arena: WeightsArena) -> bool:
-        """Whether the vector shows the shard as it is in ``arena``."""
+        """True if the vector shows the shard from ``arena``."""
         shown = self._shown.get(shard)
         return self._works and shown is not None and shown[1] == arena.nonce
 
     def close(self) -> None:
-        """Lets go of the vector. It is unmapped when the user lets go of its arrays, too."""
+        """Drop the vector. It is unmapped once the user drops its arrays, too."""
         self._mapped = None

@@ -1,1 +1,1 @@
-"""The tcp transport: a direct connection to each server, with payloads received where they are needed."""
+"""TCP transport: a connection to each server, with payloads received in place."""

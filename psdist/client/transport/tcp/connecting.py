@@ -1,9 +1,9 @@
-"""The tcp transport: a direct connection from one handle to each server that it needs.
+"""TCP transport: a connection from one handle to each server that it needs.
 
-A Connect stream says where to connect to, and stays open as long as the connection does (``stream``). The host is that
-of the server's address; the port is another one, which a firewall may not let through. Then gRPC is used.
+A Connect stream returns the port, and stays open as long as the connection (``stream``). The host is that of the
+server's address. A firewall may block the port; then gRPC is used.
 
-Not here: which servers are asked, and when (``negotiated``).
+``negotiated`` decides which servers are asked, and when.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from psdist.v1 import server_pb2
 
 
 class TcpTransport(NegotiatedTransport[TcpStream]):
-    """The direct connections of one handle. Arguments as for ``NegotiatedTransport``."""
+    """TCP connections of one handle. Arguments as for ``NegotiatedTransport``."""
 
     name = "tcp"
     unavailable = TcpUnavailableError
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
-        """One call on the connection to the route's server. See ``Transport.exchange``."""
+        """Make one call on the connection to the route's server. See ``Transport.exchange``."""
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"
         await stream.exchange(request, route, wait)
@@ -41,11 +41,11 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
                 stream = await self._negotiated(route, "Connect", lambda call, epoch: self._connect(call, epoch, route))
         except TcpUnavailableError as error:
             self._refuse(route, error)
-        except PsdistError as error:  # That is for the data path to handle, and connecting is tried again then.
+        except PsdistError as error:  # The data path handles it, and connecting is tried again.
             self._reasons[route.server_id] = f"connecting failed: {error.message}"
         else:
             await self._opened(route, stream)
-            if sender is not self._sender:  # This worker's incarnation has ended meanwhile.
+            if sender is not self._sender:  # This worker rejoined as another incarnation.
                 stream.close()
 
     async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:

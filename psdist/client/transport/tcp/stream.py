@@ -1,14 +1,14 @@
-"""One direct connection: calls to one server, with payloads in frames (``psdist.wire.frame_connection``).
+"""TCP connection to one server: calls with payloads in frames (``psdist.wire.frame_connection``).
 
-A gradient is sent from where it lies, slice by slice, as the server lets go of those before, and the connection writes
-the lowest slice of all calls first. Weights are received straight into the memory of the call's target where they come
-as float32. Each slice is answered by itself.
+A gradient is sent from its place in memory, slice by slice, as the server releases earlier ones. The connection writes
+the lowest slice of all calls first. Weights sent as float32 are received straight into the memory of the call's target.
+Each slice is answered separately.
 
-Invariants: the memory of a call is not written to after the call, nor is its gradient read: a push that ends badly
-while its gradient may be queued ends the connection. Nothing is sent before the server let the connection in.
+Invariants: A call's memory is neither written nor, for gradients, read after the call. A push that fails while its
+gradient may be queued therefore closes the connection. Nothing is sent before the server accepts the connection.
 
-Not here: calls as such (``negotiated.calls``), which servers are connected to (``connecting``), what is sent again
-after a break (``data_path``).
+``negotiated.calls`` implements calls, ``connecting`` knows which servers are connected, and ``data_path`` resends after
+a failure.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
 from psdist.wire.frame_connection import FrameConnection, PathTimer
 
-#: A firewall that drops packets says nothing.
+#: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0
-#: What is refused counts as a firewall's doing after so long.
+#: Delay before a refused connection is blamed on a firewall.
 _REFUSED_SECONDS: Final = 0.25
 
 
 class TcpCall(PendingCall):
-    """A push or pull of ``slices`` under way."""
+    """Push or pull of ``slices`` in progress."""
 
     def __init__(self, wait: Wait, request: PushRequest | PullRequest, slices: Sequence[int]) -> None:
         super().__init__(wait)
         self.request = request
-        #: Slices that are not answered.
+        #: Unanswered slices.
         self.left = set(slices)
         self._sent = 0
         self._taken = 0
         self._window = asyncio.Event()
 
     async def may_send(self) -> None:
-        """Waits until the server takes one more payload, or the call has ended."""
+        """Wait until the server accepts one more payload, or the call has ended."""
         while self._sent - self._taken >= limits.DIRECT_WINDOW_SLICES and not self.has_ended:
             self._window.clear()
             await self._window.wait()
         self._sent += 1
 
     def on_taken(self, count: int) -> None:
-        """The server has let go of so many payloads."""
+        """Record that the server has released ``count`` payloads."""
         self._taken = count
         self._window.set()
 
@@ -68,8 +68,8 @@ class TcpCall(PendingCall):
         self._window.set()
 
     def memory_for(self, result: server_pb2.SliceResult, size: int, peer: str) -> NDArray[Any] | None:
-        """Memory for the weights of a slice; None where the answer has none. Raises InternalError for a slice that is
-        not asked for, and for another size."""
+        """Return a buffer for the weights of a slice, or None if the answer has no weights. Raises InternalError for a
+        slice that was not requested, and for the wrong size."""
         index = result.slice
         if index not in self.left or index not in self.request.progress.pending:
             raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
@@ -80,7 +80,7 @@ class TcpCall(PendingCall):
         return None
 
     def on_slice(self, result: server_pb2.SliceResult, values: NDArray[Any] | None, peer: str) -> None:
-        """A slice is answered, with its weights in ``memory_for``."""
+        """Record the answer of a slice. values: its weights, in the buffer of ``memory_for``."""
         if values is not None and self.request.target is not None:
             self.request.target.accept(result, values, peer)
             self.request.traffic.received += values.nbytes
@@ -90,7 +90,7 @@ class TcpCall(PendingCall):
 
 
 class TcpStream(CallConnection[TcpCall]):
-    """A connection, once ``open`` has returned."""
+    """Connection to one server. Usable once ``open`` returns."""
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
         super().__init__(call, route, slicing, loss)
@@ -98,13 +98,13 @@ class TcpStream(CallConnection[TcpCall]):
         self._path_timer = PathTimer(self.connection, self._cut_off)
         self._writes = WriteQueue()
         self._let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        #: The message in the frame that is being received, the call that it is for, and where its payload goes.
+        #: Frame being received: its message, its call, and the buffer of its payload.
         self._response = server_pb2.ShareResponse()
         self._receiving: TcpCall | None = None
         self._values: NDArray[Any] | None = None
 
     async def open(self, host: str, port: int, nonce: bytes) -> None:
-        """Connects. Raises TcpUnavailableError where that cannot be, and what ended the gRPC stream meanwhile."""
+        """Connect. Raises TcpUnavailableError if that is impossible, or the error that ended the gRPC stream."""
         where = f"{host}:{port}"
         with ending_with(self.end):
             try:
@@ -118,14 +118,14 @@ class TcpStream(CallConnection[TcpCall]):
                     "port of servers"
                 ) from None
             except OSError as error:
-                # The port of a server that was just killed refuses, too; the end of the stream is about to say so.
+                # The port of a server that was just killed refuses, too; the end of the stream is about to report that.
                 await asyncio.sleep(_REFUSED_SECONDS)
                 raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
 
-    # --- a call -------------------------------------------------------------------------------------------------------
+    # --- calls --------------------------------------------------------------------------------------------------------
 
     async def exchange(self, request: Request, route: Route, wait: Wait) -> None:
-        """One call for the slices of ``route`` that are not answered. See ``Transport.exchange``."""
+        """Make one call for the unanswered slices of ``route``. See ``Transport.exchange``."""
         assert isinstance(request, PushRequest | PullRequest), "initial values are sent over gRPC"
         slices = request.progress.unanswered(route.slices)
         call = TcpCall(wait, request, slices)
@@ -146,7 +146,7 @@ class TcpStream(CallConnection[TcpCall]):
             self._let_go(call)
 
     async def _send_payloads(self, push: PushRequest, call: TcpCall, slices: Sequence[int]) -> None:
-        """Sends the gradient, unless the call ends meanwhile."""
+        """Send the gradient, unless the call ends first."""
         header = server_pb2.ShareRequest(call_id=call.call_id, slice=server_pb2.SliceHeader())
         for index in slices:
             await push.ready(index)
@@ -162,14 +162,14 @@ class TcpStream(CallConnection[TcpCall]):
                 self._writes.release(turn)
 
     def _let_go(self, call: TcpCall) -> None:
-        """Sees to it that the memory of a call that is over, which is the user's again, is used no more."""
+        """Stop using the memory of a call that is over: it belongs to the user again."""
         if self._receiving is call:
             self._receiving, self._values = None, None
             self.connection.discard_payload()
         if call.left and isinstance(call.request, PushRequest) and self.connection.is_sending:
             self.break_off(ServerUnreachableError(f"a push to {self.peer} ended while its gradient was sent"))
 
-    # --- what the connection calls ------------------------------------------------------------------------------------
+    # --- connection callbacks -----------------------------------------------------------------------------------------
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:
         self._response = response = frames.parse(server_pb2.ShareResponse, header)
@@ -201,10 +201,10 @@ class TcpStream(CallConnection[TcpCall]):
             case _:
                 self.on_response(response)
 
-    # --- what a connection of calls is --------------------------------------------------------------------------------
+    # --- CallConnection -----------------------------------------------------------------------------------------------
 
     def send(self, request: server_pb2.ShareRequest) -> None:
-        self.connection.send_soon(request.SerializeToString())  # A push goes with its first slice.
+        self.connection.send_soon(request.SerializeToString())  # A push is sent with its first slice.
 
     def _cut_off(self, error: PsdistError) -> None:
         self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
