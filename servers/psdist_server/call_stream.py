@@ -1,14 +1,14 @@
-"""Calls of one worker on a connection of its own: what shared memory and direct connections have in common.
+"""Calls of one worker on a dedicated connection: common part of the shared-memory and TCP services.
 
-A worker that may use a connection, because a gRPC stream authenticated it, sends calls on it: pushes, pulls and their
-cancellation. All slices of a call are checked before any is taken. Meanwhile the worker is sent the reason of the wait.
-How payloads travel is for the two kinds of stream to say (``shm_service``, ``tcp_service``).
+A gRPC stream authenticates the connection. The worker then sends calls on it: pushes, pulls and cancellations. All
+slices of a call are validated before any is accepted. While a call waits, the worker is sent the reason. The two
+services carry the payloads (``shm_service``, ``tcp_service``).
 
-Invariants: calls are taken in the order in which they came. A call with a wrong sender, header or list of slices is
-refused before any slice is taken; after that each slice is taken or refused by its shard. The slices here bound what
-one connection can make this server hold. The calls end with the connection, but their contributions stay.
+Invariants: Calls are processed in order of arrival. A call with an invalid sender, header or list of slices is refused
+before any slice is accepted; after that, each slice is accepted or refused by its shard. Limits on named slices bound
+the memory that one connection can use. Calls end with the connection, but their contributions stay.
 
-Not here: what a push does (``parameter_store``), which connections there are (``service``).
+``parameter_store`` applies pushes, and ``service`` owns the streams.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ log = logging.getLogger("psdist.server")
 
 @dataclass
 class StreamCall(Call):
-    """A call of a connection."""
+    """Call of a connection."""
 
     call_id: int = 0
     stream: CallStream | None = None
-    #: How many slices it named.
+    #: Number of slices that it named.
     named: int = 0
     answers: list[SliceAnswer] = field(default_factory=list)
     error: PsdistError | None = None
-    #: Slices, and the versions that their gradient is based on, whose payloads come in later frames.
+    #: Slices whose payloads arrive in later frames, and the versions that their gradients are based on.
     coming: deque[tuple[int, int]] = field(default_factory=deque)
-    #: How many payloads this server has let go of, and how many of them it has told the worker of.
+    #: Number of released payloads, and how many of them the worker was notified of.
     taken: int = 0
     told: int = 0
     timer: asyncio.TimerHandle | None = None
@@ -86,66 +86,68 @@ class StreamCall(Call):
 
 
 class CallStream(ABC):
-    """The calls under way of one worker, on one connection. identity: of the worker, as it was admitted."""
+    """Unfinished calls of one worker on one connection. identity: of the worker, as it was admitted."""
 
     def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
         self.store = store
-        #: Done when the connection ended, with the error if one ended it.
+        #: Done when the connection has ended. Result: the error that ended it, or None.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
-        #: Calls that are not over: not answered yet, or the worker has not read it.
+        #: Calls that are not answered yet, or whose answer is not sent.
         self.calls: dict[int, StreamCall] = {}
         self._server = server
         self._identity = identity
         self._last_id = 0
         self._named = 0
-        #: The identity that was admitted last; it needs no check again while the map is the same.
+        #: Identity admitted last. It needs no check while the map is the same.
         self.admitted = identity
-        #: Admits a call that has to wait for a map or for confirmations; those after it wait too.
+        #: Admission of a call that waits for a map or for confirmations. Later calls wait, too.
         self._admitting: asyncio.Task[None] | None = None
 
-    def fenced(self) -> None:  # noqa: B027 - who reads shared memory is sent nothing
-        """The worker is fenced: sends it nothing more."""
+    def fenced(self) -> None:  # noqa: B027 - readers of shared memory receive nothing
+        """Stop sending: the worker is fenced."""
 
-    # --- the connection -----------------------------------------------------------------------------------------------
+    # --- connection ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def send(self, response: server_pb2.ShareResponse) -> None:
-        """Sends a message."""
+        """Send a message."""
 
     @abstractmethod
     def hold(self) -> None:
-        """Pauses receiving until ``release``."""
+        """Pause receiving until ``release``."""
 
     @abstractmethod
     def release(self) -> None:
-        """Ends a ``hold``."""
+        """End a ``hold``."""
 
     @property
     @abstractmethod
     def is_full(self) -> bool:
-        """Whether the worker does not read what was sent."""
+        """True if the worker is not reading fast enough to keep the write queue short."""
 
     # --- payloads -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
-        """Takes a push whose header and slices were checked, or expects its payloads. bases: of the slices."""
+        """Accept a push whose header and slices are valid, or expect its payloads. bases: base version of each
+        slice."""
 
     def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:  # noqa: B027 - shared memory waits for all
-        """A slice of a call is answered."""
+        """Handle the answer of one slice."""
 
     @abstractmethod
     def call_ended(self, call: StreamCall) -> None:
-        """All slices of a call are answered, or it failed: its worker is to be told, and then ``end_call``."""
+        """Report the result of a call to its worker, then call ``end_call``. All slices are answered, or the call
+        failed."""
 
-    def payload_released(self, call: StreamCall) -> None:  # noqa: B027 - in shared memory none is held
-        """A payload of a push is not held any more."""
+    def payload_released(self, call: StreamCall) -> None:  # noqa: B027 - shared memory holds none
+        """Handle the release of a push's payload."""
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def on_request(self, request: server_pb2.ShareRequest) -> None:
-        """Handles a request. Raises InvalidArgumentError for one that names no call that could fail with it, and
-        LimitExceededError for too many."""
+        """Process a request. Raises InvalidArgumentError if the request names no call that could fail instead, and
+        LimitExceededError for too many calls."""
         self._server.admission.heard(self._identity)
         kind = request.WhichOneof("kind")
         if kind == "cancel":
@@ -171,7 +173,7 @@ class CallStream(ABC):
             self._admitting = asyncio.create_task(self._admit(call, sender, request))
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
-        """Whether ``sender`` is the identity that was admitted last, and the map is still the same."""
+        """True if ``sender`` is the identity that was admitted last and the map has not changed."""
         before = self.admitted
         return (
             sender.epoch == before.epoch == self._server.admission.map.epoch
@@ -185,8 +187,8 @@ class CallStream(ABC):
         return self.store.replicator.needs_confirm(pull.slices)
 
     async def _admit(self, call: StreamCall, sender: server_pb2.Identity, request: server_pb2.ShareRequest) -> None:
-        """Carries a call out once its sender is admitted, which may have to wait for a newer map, and once the backups
-        have confirmed that its slices may be read."""
+        """Execute a call once its sender is admitted, which may require a newer map, and the backups have confirmed
+        that its slices may be read."""
         try:
             if not self._is_admitted(sender):
                 await self._check_sender(sender)
@@ -196,7 +198,7 @@ class CallStream(ABC):
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             self._refuse(call, as_psdist_error(error, "admitting a call", log))
         else:
-            if call.call_id in self.calls:  # Else it was cancelled meanwhile.
+            if call.call_id in self.calls:  # Otherwise it was cancelled.
                 self._carry_out(call, request)
         finally:
             self.release()
@@ -244,15 +246,15 @@ class CallStream(ABC):
         for index in pull.slices:
             self.store.router.pull(call, index, pull.min_version)
 
-    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:  # noqa: B027 - nothing more in memory
-        """Notes what is special in a pull. Raises InvalidArgumentError for an unknown dtype."""
+    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:  # noqa: B027 - none over shared memory
+        """Read fields of a pull that depend on the service. Raises InvalidArgumentError for an unknown dtype."""
 
     def _check_slices(self, call: StreamCall, slices: Sequence[int]) -> None:
-        """Raises unless all slices of a call are served here, ascend, and are not too many."""
+        """Raise an error unless this server has all slices of a call, they ascend, and they are not too many."""
         last = -1
         if not slices:
             raise InvalidArgumentError("a call must name a slice")
-        # Of the whole set: a shard that moves away leaves calls behind that name its slices.
+        # Counted over the whole set, because a shard that moves away leaves calls behind that name its slices.
         most = limits.SHARED_ROUNDS_MAX * self.store.entry.slicing.count
         if self._named + len(slices) > most:
             raise LimitExceededError(
@@ -272,7 +274,7 @@ class CallStream(ABC):
         call.timer = loop.call_later(limits.WAIT_REASON_SECONDS, self._report, call, len(call.answers))
 
     def _report(self, call: StreamCall, answered: int) -> None:
-        """Sends the reason why ``call`` waits, unless there was progress, or the worker does not read its answers."""
+        """Send the reason why ``call`` waits, unless it made progress or the worker does not read its answers."""
         call.note_wait("")
         if len(call.answers) == answered and call.state is not CallState.ENDED:
             reason = call.note_wait(self._server.waiting_for(call) or _own_wait(call))
@@ -281,7 +283,7 @@ class CallStream(ABC):
         self._report_later(call)
 
     def end_call(self, call: StreamCall) -> None:
-        """Nothing answers ``call`` any more."""
+        """Remove ``call``: nothing answers it any more."""
         del self.calls[call.call_id]
         self._named -= call.named
         call.state = CallState.ENDED
@@ -292,7 +294,7 @@ class CallStream(ABC):
             self._server.cancel_call(call)
 
     def end(self) -> None:
-        """Ends all calls."""
+        """End all calls."""
         if self._admitting is not None:
             self._admitting.cancel()
         for call in list(self.calls.values()):
@@ -300,7 +302,7 @@ class CallStream(ABC):
 
 
 async def until_over(stream: CallStream, requests: AsyncIterator[bytes]) -> None:
-    """Returns when the worker ended the gRPC stream or the connection. Raises the error of an invalid message on
+    """Wait until the worker ends the gRPC stream or the connection. Raises the error of an invalid message on
     either."""
     disconnected = asyncio.create_task(_until_disconnected(requests))
     try:
@@ -321,7 +323,7 @@ async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
 
 
 def error_response(call: StreamCall) -> server_pb2.ShareResponse:
-    """The message that ends a call that failed."""
+    """Return the message that ends a failed call."""
     assert call.error is not None
     return server_pb2.ShareResponse(call_id=call.call_id, error=status.to_detail(call.error))
 

@@ -1,4 +1,4 @@
-"""The other servers of the newest map, how they are called, and the global gradient norm that is asked of them."""
+"""Channels to the other servers of the newest map, and the global gradient norm computed with them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ _RETRY_SECONDS: Final = 0.05
 
 
 class PeerServers:
-    """Channels to the servers that ``me`` replicates to, and asks. See ``ReplicaNetwork``.
+    """Channels to the servers that ``me`` replicates to and queries. See ``ReplicaNetwork``.
 
-    report: called when there is something new to report to the scheduler. carriers: of updates, besides gRPC.
+    report: called when there is news to report to the scheduler.
+    carriers: transports of updates, besides gRPC.
     """
 
     def __init__(
@@ -46,18 +47,18 @@ class PeerServers:
         self.report = report
         self.carriers = carriers
         self._metadata = auth.metadata(token)
-        #: The map that is being followed, or was last.
+        #: Newest map.
         self._map = ClusterMap(run_id, 0)
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def follow(self, cluster: ClusterMap) -> bool:
-        """A map has come; whether it is newer than those before."""
+        """Adopt a map. Return True if it is newer than the previous one."""
         is_newer = cluster.epoch > self._map.epoch
         self._map = cluster if is_newer else self._map
         return is_newer
 
     def is_live(self, replica: Replica) -> bool:
-        """Whether the newest map has this incarnation of a server."""
+        """True if the newest map lists this incarnation of a server."""
         server = self._map.server(replica.server_id)
         return server is not None and server.incarnation == replica.incarnation
 
@@ -78,7 +79,7 @@ class PeerServers:
         return self._channels[address]
 
     def fetch_norms(self, replica: Replica, request: server_pb2.FetchNormsRequest) -> Any:
-        """Calls FetchNorms of another server: a stream of answers. Raises ServerUnreachableError."""
+        """Call FetchNorms of another server. Return a stream of answers. Raises ServerUnreachableError."""
         stub = server_pb2_grpc.ServerServiceStub(self._channel(replica))
         return stub.FetchNorms(request, metadata=self._metadata)
 
@@ -98,16 +99,16 @@ class PeerServers:
         return server_pb2.ReplicateRequest(hello=hello)
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         for channel in self._channels.values():
             await channel.close()
 
 
 class NormExchange:
-    """Finds the global gradient norms of steps that are aggregated here (BSP), by asking the other servers of the
-    parameter set for the squares of their slices.
+    """Computes the global gradient norms of steps aggregated here (BSP), by asking the parameter set's other servers
+    for the squared norms of their slices.
 
-    followed: the map that all stores have followed.
+    followed: returns the map that all stores have adopted.
     """
 
     def __init__(self, peers: PeerServers, followed: Callable[[], ClusterMap]) -> None:
@@ -116,7 +117,8 @@ class NormExchange:
         self._tasks: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     def find(self, store: ParameterStore, step: int) -> None:
-        """All slices that ``store`` serves are aggregated for ``step``: it learns the norm once all servers' are."""
+        """Compute the norm of ``step``, all slices of which ``store`` has aggregated. The store receives it once all
+        servers have answered."""
         key = (store.entry.spec.name, step)
 
         def done(task: asyncio.Task[None]) -> None:
@@ -130,19 +132,19 @@ class NormExchange:
             task.add_done_callback(done)
 
     def cancel(self, parameters: str | None = None) -> None:
-        """Nothing of this parameter set, or of all, is to be found any more."""
+        """Stop computing norms of this parameter set, or of all."""
         for key in [key for key in self._tasks if parameters in (None, key[0])]:
             self._tasks.pop(key).cancel()
 
     async def _find(self, store: ParameterStore, step: int) -> None:
         while set(range(store.dense.slicing.count)) - store.norms.known(step).keys():
             await self._gather_squares(store, step)
-        # A slice that is aggregated again from here on, after a promotion, asks anew.
+        # A slice that is aggregated again after a promotion asks again.
         self._tasks.pop((store.entry.spec.name, step), None)
         store.norm_known(step, global_norm(store.norms.known(step)))
 
     async def _gather_squares(self, store: ParameterStore, step: int) -> None:
-        """Asks all other servers that have replicas, once, unless there is another map meanwhile."""
+        """Ask all other servers with replicas once, or until the map changes."""
         shards = store.entry.shards
         others = sorted({replica for shard in shards for replica in shard.replicas} - {self._peers.me}, key=str)
         asking = asyncio.gather(*(self._fetch_squares(other, store, step) for other in others))
@@ -159,7 +161,7 @@ class NormExchange:
             await asyncio.gather(asking, changed, return_exceptions=True)
 
     async def _fetch_squares(self, server: Replica, store: ParameterStore, step: int) -> None:
-        """Asks until the server answers. Shows as a wait of the workers."""
+        """Ask a server until it answers. Shows as a wait of the workers."""
         name, logged = store.entry.spec.name, ""
         while True:
             known = self._followed()

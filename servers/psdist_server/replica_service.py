@@ -1,16 +1,16 @@
-"""The replica's end of Replicate streams: updates and copies of shards that other servers send.
+"""Replica's end of Replicate streams: updates and copies of shards sent by other servers.
 
-The first message, hello, says how the sender can send the others, and the answer which of these ways it is: a unix
-socket beside an arena with the gradients, where both run on one host; a TCP connection; or the gRPC stream itself
-(``store.replica_carriers`` is the sender's end). Frames on a connection have the same messages. A payload that comes in
-a frame is received into memory of its own, one in the arena is read in place by the kernel.
+The first message, hello, lists the transports that the sender can use, and the answer names the one chosen: a Unix
+socket beside an arena with the gradients if both run on one host, a TCP connection, or the gRPC stream itself
+(``store.replica_carriers`` is the sender's end). Frames on a connection carry the same messages. A payload in a frame
+is received into its own buffer; one in the arena is read in place by the kernel.
 
-Invariants: messages of a stream are handled in the order in which they came; a hello that waits for a map holds up
-those behind it. Memory for a payload is allocated once its slice and size are known to be right. A connection and its
-gRPC stream end together. One on which a frame, or what it is sent, does not move on for ``limits.STALL_SECONDS`` is cut
-off. Acknowledgements that are made in one turn of the event loop are one message.
+Invariants: Messages of a stream are processed in order of arrival; a hello that waits for a map delays those behind it.
+The buffer of a payload is allocated once its slice and size are known to be valid. A connection and its gRPC stream end
+together. A connection with a stalled frame or unread output is closed after ``limits.STALL_SECONDS``. Acknowledgements
+made in one iteration of the event loop form one message.
 
-Not here: what a message does (``store.backup_shards``), which connections are let in (``tcp_listener``).
+``store.backup_shards`` processes the messages, and ``tcp_listener`` accepts connections.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class ReplicaService:
     async def serve(
         self, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.ReplicateResponse]:
-        """Serves one stream. Reads in a task of its own, since an update may wait for its kernel while the next ones
-        come."""
+        """Serve one stream. It is read in a separate task, since updates may wait for their kernel while the next ones
+        arrive."""
         stream = StreamFromPrimary(self._server, self._listener)
         self._streams.add(stream)
         reader = asyncio.create_task(stream.read(requests))
@@ -68,7 +68,7 @@ class ReplicaService:
             stream.close()
 
     def disconnect(self) -> None:
-        """Ends all streams, which would keep the server from ending."""
+        """End all streams, which would keep the server running."""
         for stream in self._streams:
             stream.answers.put_nowait(None)
 
@@ -77,7 +77,7 @@ class StreamFromPrimary:
     """One stream, and the connection beside it if there is one. The other end is ``StreamToReplica``."""
 
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
-        #: What goes over the gRPC stream. None and an error end it.
+        #: Messages for the gRPC stream. None and errors end it.
         self.answers: asyncio.Queue[pb.ReplicateResponse | PsdistError | None] = asyncio.Queue()
         self._server = server
         self._listener = listener
@@ -87,18 +87,18 @@ class StreamFromPrimary:
         self._connected = asyncio.Event()
         self._stall_timer: StallTimer | None = None
         self._arena: GradientArena | None = None
-        #: Acknowledgements that are not sent, by shard.
+        #: Unsent acknowledgements, by shard.
         self._acks: dict[int, pb.ReplicateResponse] = {}
-        #: The message in the frame that is being received, and its payload.
+        #: Frame being received: its message and payload.
         self._message = pb.ReplicateRequest()
         self._payload = _NOTHING
-        #: Admits a newer hello on the connection.
+        #: Admission of a newer hello on the connection.
         self._admitting: asyncio.Task[None] | None = None
 
-    # --- the gRPC stream ----------------------------------------------------------------------------------------------
+    # --- gRPC stream --------------------------------------------------------------------------------------------------
 
     async def read(self, requests: AsyncIterator[bytes]) -> None:
-        """Handles what comes on the gRPC stream, until its end."""
+        """Process the messages on the gRPC stream until it ends."""
         try:
             async for data in requests:
                 frame = frames.unpack(pb.ReplicateRequest, data)
@@ -111,7 +111,7 @@ class StreamFromPrimary:
                 else:
                     self._handle(frame)
             self.answers.put_nowait(None)
-        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
+        except Exception as error:  # ``serve`` raises it, and would wait forever otherwise.
             self.answers.put_nowait(as_psdist_error(error, "reading an update", log))
         except asyncio.CancelledError:
             self.answers.put_nowait(None)
@@ -124,7 +124,7 @@ class StreamFromPrimary:
         self._sender, self._store = sender, store
 
     async def _open(self, message: pb.ReplicateRequest) -> None:
-        """Handles the first message: chooses what carries the others."""
+        """Process the first message: choose the transport of the others."""
         if message.WhichOneof("kind") != "hello":
             raise InvalidArgumentError("the first message of a Replicate stream must be hello")
         hello = message.hello
@@ -154,18 +154,18 @@ class StreamFromPrimary:
         self.answers.put_nowait(answer)
 
     async def _share(self, hello: pb.ReplicateRequest.Hello) -> None:
-        """Takes the sender's arena, and the socket by which it came. Raises SharingUnavailableError."""
+        """Take over the sender's arena and the socket it arrived on. Raises SharingUnavailableError."""
         if not 0 < hello.arena_elements * ITEM_BYTES["float32"] <= limits.KEPT_BYTES_MAX:
             raise SharingUnavailableError(
                 f"an arena of {hello.arena_elements} elements: at most {limits.KEPT_BYTES_MAX} bytes are mapped"
             )
         fd, handed = await fd_passing.connect(hello.socket)
         try:
-            # In a thread, because mapping takes long; once begun it closes ``fd``.
+            # In a thread, because mapping takes long. Once started it closes ``fd``.
             loop = asyncio.get_running_loop()
             opening = loop.run_in_executor(None, GradientArena.open, fd, hello.arena_elements, "float32")
             arena = await asyncio.shield(opening)
-        except BaseException:  # This includes cancellation.
+        except BaseException:  # Includes cancellation.
             handed.close()
             raise
         connection = self._connection = FrameConnection(self)
@@ -174,7 +174,7 @@ class StreamFromPrimary:
         self._arena = arena
 
     async def _connect(self, reason: str) -> None:
-        """Promises a TCP connection, and waits for it. Raises TcpUnavailableError."""
+        """Promise a TCP connection and wait for it. Raises TcpUnavailableError."""
         with self._listener.promise(self) as nonce:
             self._welcome(pb.ReplicateResponse.Welcome(port=self._listener.port, nonce=nonce, reason=reason))
             try:
@@ -184,20 +184,20 @@ class StreamFromPrimary:
                 raise TcpUnavailableError(f"no connection came within {limits.NONCE_SECONDS:g} s") from None
 
     def close(self) -> None:
-        """The gRPC stream has ended: so does the connection."""
+        """Close the connection after the gRPC stream has ended."""
         if self._admitting is not None:
             self._admitting.cancel()
         if self._stall_timer is not None:
             self._stall_timer.cancel()
         if self._connection is not None:
             self._connection.abort()
-        self._arena = None  # Updates that are not carried out yet refer to its memory.
+        self._arena = None  # Pending updates still refer to its memory.
 
     # --- messages -----------------------------------------------------------------------------------------------------
 
     def answer(self, response: pb.ReplicateResponse) -> None:
-        """Sends an answer. Acknowledgements of one turn of the event loop are merged, and keep their order with other
-        answers."""
+        """Send an answer. Acknowledgements of one iteration of the event loop are merged, and keep their order with
+        other answers."""
         if response.WhichOneof("kind") == "ack":
             if not self._acks:
                 asyncio.get_running_loop().call_soon(self._send_acks)
@@ -222,7 +222,7 @@ class StreamFromPrimary:
         assert self._store is not None
         self._store.backups.on_message(self._sender, frame, self._store.entry, self.answer)
 
-    # --- the connection -----------------------------------------------------------------------------------------------
+    # --- connection ---------------------------------------------------------------------------------------------------
 
     def connected(self, connection: FrameConnection) -> None:
         """See ``Promised``."""
@@ -252,7 +252,7 @@ class StreamFromPrimary:
         return _NOTHING
 
     def _in_arena(self, index: int, offset: int) -> memoryview:
-        """The payload at ``offset`` in the sender's arena. Raises InvalidArgumentError where it is not in there."""
+        """Return the payload at ``offset`` in the sender's arena. Raises InvalidArgumentError if it lies outside."""
         if self._arena is None:
             raise InvalidArgumentError(f"a payload at offset {offset}, without an arena")
         start, rest = divmod(offset - PAGE, ITEM_BYTES["float32"])
@@ -286,13 +286,13 @@ class StreamFromPrimary:
             return
         try:
             self._handle(Frame(message, payload))
-        except Exception as error:  # The connection ends with a PsdistError alone.
+        except Exception as error:  # Only a PsdistError ends the connection.
             raise as_psdist_error(error, "taking an update", log) from None
 
     async def _admit_later(self, connection: FrameConnection, hello: pb.ReplicateRequest.Hello) -> None:
         try:
             await self._admit(hello)
-        except Exception as error:  # Without this the sender would wait for answers that never come.
+        except Exception as error:  # Without an answer the sender would wait forever.
             self.connection_ended(as_psdist_error(error, "admitting a server", log))
         else:
             connection.release()

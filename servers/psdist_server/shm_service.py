@@ -1,14 +1,14 @@
-"""The Share stream, by which a worker on this host pushes and pulls without sending payloads.
+"""Share stream: pushes and pulls of a worker on this host, without sending payloads.
 
 The only request on the stream attaches: the worker's gradient arena and this server's weights arena are exchanged
-(``psdist.wire.fd_passing``). The socket over which that happened carries the calls (``psdist.wire.framed_socket``).
-Each message on it is a call whose payloads lie in the arenas. All slices of a call go to the shard machines as soon as
-it is read, and one message answers it when all of them are answered.
+(``psdist.wire.fd_passing``). The socket used for the exchange carries the calls (``psdist.wire.framed_socket``). Each
+message on it is a call with payloads in the arenas. All slices of a call are passed to the shard machines when it is
+read, and one message answers the call once all of them are answered.
 
-Invariants: an attachment ends with its stream or its socket, whichever ends first. Its calls then end too, but their
-contributions stay: the machines hold views of the arena, whose mapping lasts as long as the views do.
+Invariants: An attachment ends with its stream or its socket, whichever ends first. Its calls end too, but their
+contributions stay: the machines hold views of the arena, and the mapping lasts as long as the views.
 
-Not here: calls as such (``call_stream``), arenas as such (``psdist.wire.shm``).
+``call_stream`` implements calls, and ``psdist.wire.shm`` the arenas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from psdist_server.store.parameter_store import ParameterStore
 async def serve_share(
     server: ParameterServer, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
 ) -> AsyncIterator[server_pb2.ShareResponse]:
-    """Serves one Share stream until it ends."""
+    """Serve one Share stream until it ends."""
     async for data in requests:
         stream, attached = await _attach(server, data)
         try:
@@ -46,14 +46,14 @@ async def serve_share(
 
 
 async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, server_pb2.Attached]:
-    """Carries out the first request of a stream: the attachment, and the answer."""
+    """Process the first request of a stream: attach, and return the answer."""
     request = frames.parse(server_pb2.ShareRequest, data)
     if request.WhichOneof("kind") != "attach" or request.call_id != 0:
         raise InvalidArgumentError("the first request of a Share stream must be attach, with call_id 0")
     attach = request.attach
     identity = convert.sender_from_proto(attach)
     store = await server.admission.admit(identity)
-    # A worker that never pushes has an arena without elements.
+    # A worker that never pushes offers an arena without elements.
     reads_only = attach.dtype == common_pb2.DTYPE_UNSPECIFIED
     dtype, elements = (
         ("float32", 0) if reads_only else (convert.payload_dtype_from_proto(attach.dtype), store.entry.total)
@@ -63,7 +63,8 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
         raise SharingUnavailableError(store.dense.weights.arena_error)
     fd, connection = await fd_passing.connect(attach.socket)
     try:
-        # In a thread, because mapping a large file takes longer than heartbeats may; once begun it closes ``fd``.
+        # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
+        # ``fd``.
         opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
         arena = await asyncio.shield(opening)
         fd_passing.give(connection, weights.fd)
@@ -77,17 +78,17 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
 
 @dataclass(frozen=True, slots=True)
 class _Attachment:
-    """The worker that attached, and what it shares."""
+    """Attached worker and the memory it shares."""
 
     identity: Identity
     store: ParameterStore
     arena: GradientArena
-    #: Of its elements; "" where it has none.
+    #: Dtype of its elements; "" if it has none.
     dtype: str
 
 
 class ShmCallStream(CallStream):
-    """One attachment, and its socket."""
+    """One attachment and its socket."""
 
     def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
         super().__init__(server, attachment.identity, attachment.store)
@@ -95,7 +96,7 @@ class ShmCallStream(CallStream):
         self._socket = FramedSocket(self._on_message, self.over.set_result, waits_for_reader=True)
 
     async def open(self, connection: socket.socket) -> None:
-        """Begins to receive calls."""
+        """Start receiving calls."""
         await self._socket.open(connection)
         self.store.readers.add(self)
 
@@ -142,14 +143,14 @@ class ShmCallStream(CallStream):
             counters.pull_bytes += elements * ITEM_BYTES[call.wanted.dtype]
 
     def end(self) -> None:
-        """Ends the attachment and its calls."""
+        """End the attachment and its calls."""
         self.store.readers.remove(self)
         self._socket.close()
         super().end()
 
 
 def _answers(call: StreamCall) -> server_pb2.ShareResponse:
-    """The message with all answers of a call."""
+    """Return the message with all answers of a call."""
     versions = [answer.version for answer in call.answers]
     staleness = [answer.staleness for answer in call.answers]
     answers = server_pb2.SharedAnswers(

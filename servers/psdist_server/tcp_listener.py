@@ -1,13 +1,13 @@
-"""The port for direct connections: lets in those that were promised, and cuts off all others.
+"""Port for TCP connections: accepts promised connections and closes all others.
 
-A gRPC call that was authenticated promises a connection (``TcpListener.promise``), and its worker is told the port and
-a nonce. The first frame of a connection shows a nonce, within ``limits.NONCE_SECONDS``; then the connection belongs to
-the stream that it was promised to. A nonce is good once, and for as long.
+An authenticated gRPC call promises a connection (``TcpListener.promise``), and its worker receives the port and a
+nonce. The first frame of a connection must show a nonce within ``limits.NONCE_SECONDS``; then the connection is handed
+to the stream that it was promised to. A nonce is valid once, for the same time.
 
-Invariants: nothing of a connection is taken before its nonce, and little memory is held for it. Connections that say
-nothing are bounded: one more cuts off the oldest, so that they do not keep others out.
+Invariants: Nothing else is read from a connection before its nonce, and it is given little memory. The number of silent
+connections is bounded. One more closes the oldest, so that they do not keep others out.
 
-Not here: what is said on the connection afterwards (``tcp_service``).
+``tcp_service`` and ``replica_service`` use the connection afterwards.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _log = structlog.get_logger("psdist.server")
 
 
 class Promised(FrameReceiver, Protocol):
-    """What a connection was promised to."""
+    """Receiver of a promised connection."""
 
     def connected(self, connection: FrameConnection) -> None:
-        """The connection is there; frames come from now on."""
+        """Take over the connection. Frames arrive from now on."""
 
 
 class TcpListener:
-    """A port for direct connections, on the interface of the gRPC port. gRPC is plaintext there, and so are these;
-    where it is not, no listener must be opened."""
+    """Port for TCP connections, on the interface of the gRPC port. Like gRPC there, they are plaintext. If gRPC is
+    encrypted, no listener may be opened."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -50,13 +50,13 @@ class TcpListener:
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
 
     async def open(self, host: str, port: int = 0) -> None:
-        """Listens on ``port`` of ``host``; 0 takes a free one, and where that cannot be, workers use gRPC.
+        """Listen on ``port`` of ``host``; 0 picks a free port, and a failure then makes workers use gRPC.
 
-        Raises ConfigurationError if the port was given, for a firewall, and cannot be had.
+        Raises ConfigurationError if an explicit port, chosen for a firewall, is not available.
         """
         loop = asyncio.get_running_loop()
         try:
-            # Of one address alone: each would have a free port of its own.
+            # Use one address only: each would get a different free port.
             address = (await addresses.look_up(host))[0]
             listening = _listening_socket(address, port)
             self._server = await loop.create_server(self._accept, sock=listening)
@@ -73,7 +73,7 @@ class TcpListener:
         self.port = listening.getsockname()[1]
 
     def close(self) -> None:
-        """Lets nobody in any more."""
+        """Stop accepting connections."""
         if self._server is not None:
             self._server.close()
         for connection in list(self._unidentified):
@@ -81,8 +81,8 @@ class TcpListener:
 
     @contextmanager
     def promise(self, stream: Promised) -> Iterator[bytes]:
-        """The nonce by which a connection comes to ``stream``, while this lasts. Raises TcpUnavailableError where too
-        many were promised."""
+        """Yield the nonce that assigns a connection to ``stream``, valid during the block. Raises TcpUnavailableError
+        if too many connections are promised."""
         if len(self._promised) >= limits.NONCES_MAX:
             raise TcpUnavailableError(f"{len(self._promised)} connections are awaited already: try again")
         nonce = secrets.token_bytes(32)
@@ -100,7 +100,7 @@ class TcpListener:
         return unidentified.connection
 
     def identify(self, unidentified: _Unidentified, nonce: bytes) -> None:
-        """Gives a connection to whom it was promised. Raises InvalidArgumentError for a nonce that is not awaited."""
+        """Hand a connection to the stream it was promised to. Raises InvalidArgumentError for an unknown nonce."""
         stream = self._promised.pop(nonce, None)
         if stream is None:
             raise InvalidArgumentError("the nonce is wrong, was used before, or came too late: ask for another one")
@@ -109,17 +109,18 @@ class TcpListener:
         stream.connected(unidentified.connection)
 
     def note_stranger(self, reason: str) -> None:
-        """Log that a connection was cut off."""
+        """Log that a connection was closed."""
         if count := self._log.note(asyncio.get_running_loop().time()):
             _log.info("cut off connections", connections=count, reason_of_the_last=reason)
 
     def forget(self, unidentified: _Unidentified) -> None:
-        """A connection was identified, or has ended."""
+        """Remove a connection that was identified or has ended."""
         self._unidentified.pop(unidentified, None)
 
 
 def _listening_socket(address: str, port: int) -> socket.socket:
-    """A socket that listens at an address, and for a wildcard at all addresses of both families, as gRPC does."""
+    """Return a socket that listens at an address. For a wildcard it listens at all addresses of both families, as gRPC
+    does."""
     if addresses.is_wildcard(address) and socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -127,7 +128,7 @@ def _listening_socket(address: str, port: int) -> socket.socket:
 
 
 class _Unidentified:
-    """A connection that has not shown its nonce."""
+    """Connection that has not shown its nonce."""
 
     def __init__(self, listener: TcpListener) -> None:
         self.connection = FrameConnection(self, limits.OPENING_BYTES)
@@ -157,6 +158,6 @@ class _Unidentified:
             self._listener.note_stranger(error.message)
 
     def cut_off(self, reason: str) -> None:
-        """Ends the connection."""
+        """Close the connection."""
         self.connection.abort()
         self.connection_ended(InvalidArgumentError(reason))

@@ -1,18 +1,18 @@
-"""The Connect stream, by which a worker opens a TCP connection of its own for pushes and pulls.
+"""Connect stream: pushes and pulls of a worker over a dedicated TCP connection.
 
-The only request on the stream says who connects, and is answered with a port and a nonce (``tcp_listener``). The
-connection carries the same calls as one for shared memory, in frames (``psdist.wire.frame_connection``). The slices of
-a push follow it, each in a frame whose payload is received into memory of its own, which the kernel reads in place. A
-slice is answered as soon as it may be, with its weights as the payload: from where they lie if they stand still until
-this worker pushes again, else from a copy that the workers of a step share.
+The only request on the stream identifies the worker; the answer is a port and a nonce (``tcp_listener``). The
+connection carries the same calls as a shared-memory connection, in frames (``psdist.wire.frame_connection``). The
+slices of a push follow it, each in a frame whose payload is received into its own buffer, which the kernel reads in
+place. A slice is answered as soon as its consistency allows, with its weights as the payload. Weights that do not
+change until this worker pushes again are sent from their place in memory; otherwise the workers of a step share a copy.
 
-Invariants: of each push at most ``limits.DIRECT_WINDOW_SLICES`` payloads are held. The worker is told when they are not
-held any more, and sends no more before: what one push waits for may come behind it on the same connection, so this
-server goes on reading. Answers wait without their weights, so that a worker that does not read them costs no memory.
-The memory of a payload is allocated once its slice and size are known to be right. A connection on which a frame, or
-what it is sent, does not move on for ``limits.STALL_SECONDS`` is cut off.
+Invariants: At most ``limits.DIRECT_WINDOW_SLICES`` payloads of each push are held. The worker learns when they are
+released and sends no more before that. This server keeps reading, because a push may depend on data behind it on the
+same connection. Answers are queued without their weights, so a slow reader costs no memory. The buffer of a payload is
+allocated once its slice and size are known to be valid. A connection with a stalled frame or unread output is closed
+after ``limits.STALL_SECONDS``.
 
-Not here: calls as such (``call_stream``).
+``call_stream`` implements calls.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _BYTES: Final = np.dtype(np.uint8)
 async def serve_connect(
     server: ParameterServer, listener: TcpListener, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
 ) -> AsyncIterator[server_pb2.ConnectResponse]:
-    """Serves one Connect stream until it ends."""
+    """Serve one Connect stream until it ends."""
     async for data in requests:
         if not listener.port:
             raise TcpUnavailableError("this server takes no direct connections")
@@ -72,16 +72,16 @@ async def _connected(stream: TcpCallStream) -> None:
 
 
 class TcpCallStream(CallStream):
-    """One connection. The listener gives it."""
+    """One connection, accepted by the listener."""
 
     def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
         super().__init__(server, identity, store)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._connection: FrameConnection | None = None
-        #: The request in the frame that is being received, and the gradient that its payload is.
+        #: Frame being received: its request, and the gradient in its payload.
         self._request = server_pb2.ShareRequest()
         self._values: Gradient | None = None
-        #: Answers that were not sent, in order; None where a call has ended.
+        #: Unsent answers in order; None marks the end of a call.
         self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
         self._sender: asyncio.Task[None] | None = None
         self._timers: tuple[StallTimer | PathTimer, ...] = ()
@@ -97,7 +97,7 @@ class TcpCallStream(CallStream):
             PathTimer(connection, self.connection_ended),
         )
 
-    # --- what the connection calls ------------------------------------------------------------------------------------
+    # --- connection callbacks -----------------------------------------------------------------------------------------
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:
         self._request = request = frames.parse(server_pb2.ShareRequest, header)
@@ -112,13 +112,13 @@ class TcpCallStream(CallStream):
                 raise InvalidArgumentError(
                     f"slice {request.slice.slice} is of call {request.call_id}, which has not begun"
                 )
-            return memoryview(bytearray(size))  # Sent before the worker knew that the call has ended.
+            return memoryview(bytearray(size))  # Sent before the worker knew that the call had ended.
         self._values = self._memory_for(call, request.slice.slice, size)
         return self._values.view(np.uint8).data
 
     def _memory_for(self, call: StreamCall, index: int, size: int) -> Gradient:
-        """Memory for the payload of a slice. Raises InvalidArgumentError where the slice is not the next one of its
-        push, or has another size, LimitExceededError where too many payloads are held already."""
+        """Return a buffer for the payload of a slice. Raises InvalidArgumentError unless the slice is the next one of
+        its push and has the right size, and LimitExceededError if too many payloads are held."""
         if not call.coming or call.coming[0][0] != index:
             wanted = f"slice {call.coming[0][0]} is the next" if call.coming else "none is missing"
             raise InvalidArgumentError(f"slice {index} of call {call.call_id}, of which {wanted}")
@@ -146,7 +146,7 @@ class TcpCallStream(CallStream):
         self._values = None
         call = self.calls.get(request.call_id)
         if values is None or call is None or not call.coming:
-            return  # The call has ended since.
+            return  # The call has ended.
         index, base = call.coming.popleft()
         self._take(call, index, base, values)
         if not call.coming and call.state is CallState.ASKING:
@@ -154,14 +154,14 @@ class TcpCallStream(CallStream):
 
     def fenced(self) -> None:
         if self._connection is not None:
-            self._connection.abort()  # What is queued may lie where others' updates are written from now on.
+            self._connection.abort()  # Queued payloads may refer to memory that other updates now overwrite.
         self.connection_ended(fenced(self._identity))
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self.over.done():
             self.over.set_result(error)
 
-    # --- what a stream of calls is ------------------------------------------------------------------------------------
+    # --- CallStream ---------------------------------------------------------------------------------------------------
 
     def send(self, response: server_pb2.ShareResponse) -> None:
         assert self._connection is not None
@@ -193,7 +193,8 @@ class TcpCallStream(CallStream):
         call.wanted.read_held(pull.held, self.store.entry.generation)
 
     def _take(self, call: StreamCall, index: int, base: int, values: Gradient) -> None:
-        """Takes a slice of a push, all of whose bytes are there. The worker may be fenced since the push began."""
+        """Process a slice of a push once all of its bytes are received. The worker may have been fenced since the push
+        began."""
         try:
             self._server.admission.check_live(self._identity)
             if call.is_encoded:
@@ -201,7 +202,7 @@ class TcpCallStream(CallStream):
                 return
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
             self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
-        except Exception as error:  # Without this the worker would wait for an answer that never comes.
+        except Exception as error:  # Without an answer the worker would wait forever.
             call.fail(as_psdist_error(error, "taking a slice", log))
 
     def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
@@ -211,13 +212,13 @@ class TcpCallStream(CallStream):
         self._answers.put_nowait((call, None))
 
     def payload_released(self, call: StreamCall) -> None:
-        """Tells the worker, for several payloads at a time."""
+        """Notify the worker, for several payloads at a time."""
         if call.coming and call.taken - call.told >= limits.DIRECT_WINDOW_SLICES // 2:
             call.told = call.taken
             self.send(server_pb2.ShareResponse(call_id=call.call_id, taken=call.taken))
 
     def end(self) -> None:
-        """Ends the connection and its calls."""
+        """Close the connection and end its calls."""
         if self._connection is not None:
             self._connection.abort()
             self.store.readers.remove(self)
@@ -242,7 +243,7 @@ class TcpCallStream(CallStream):
                         self.send(error_response(call))
                 elif call.error is None:
                     await self._send_answer(connection, call, answer)
-        except Exception as error:  # Without this the worker would wait for answers that never come.
+        except Exception as error:  # Without an answer the worker would wait forever.
             self.connection_ended(as_psdist_error(error, "sending an answer", log))
 
     async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:

@@ -1,15 +1,15 @@
-"""What carries the messages of a stream to a replica: the gRPC stream itself, or a connection that it agreed on.
+"""Transports of a stream to a replica: the gRPC stream itself, or a negotiated connection.
 
-The first hello says what this server can use, and the answer what the replica chose: a unix socket, over which it got
-the arena of gradients (``replica_memory``), or a TCP connection with a nonce. Both carry the same frames
-(``psdist.wire.frame_connection``). A payload that the replica can read in the arena is named by its offset; others
-follow their header. The gRPC stream stays open beside the connection, and each ends with the other.
+The first hello lists the transports that this server can use, and the replica answers with its choice: a Unix socket,
+over which it received the arena of gradients (``replica_memory``), or a TCP connection with a nonce. Both carry the
+same frames (``psdist.wire.frame_connection``). A payload that the replica can read in the arena is named by its offset;
+others follow their header. The gRPC stream stays open beside the connection, and each ends with the other.
 
-Invariants: no message is sent twice, or on two ways: what a stream was opened with carries it to its end. Gradients in
-the arena are referred to until the replica has acknowledged them; at the end those that were not are ``lost``.
+Invariants: No message is sent twice or over two transports: a stream keeps its transport to its end. Gradients in the
+arena are referenced until the replica has acknowledged them; at the end the unacknowledged ones are ``lost``.
 
-Not here: which messages are sent (``replicator``), when a stream is opened (``stream_to_replica``), the other end
-(``replica_service``).
+``replicator`` decides which messages are sent, ``stream_to_replica`` opens streams, and ``replica_service`` is the
+other end.
 """
 
 from __future__ import annotations
@@ -48,46 +48,46 @@ from psdist_server.store.replica_memory import UpdateMemory
 
 log = logging.getLogger("psdist.server")
 
-#: A slice is copied when no more than this waits to be written.
+#: Size of the write queue below which the next slice is copied.
 COPY_AHEAD_BYTES: Final = 4 << 20
-#: A firewall that drops packets says nothing.
+#: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0
-#: The replica says by the gRPC stream why it ended a connection, but it may hang, or be gone.
+#: After the connection closes, wait this long for the gRPC stream to report the reason.
 _REASON_SECONDS: Final = 0.5
 _NOTHING: Final = memoryview(b"")
 
 Values = NDArray[Any]
-#: Handles an answer of the replica.
+#: Handler of a replica's answers.
 OnResponse = Callable[[pb.ReplicateResponse], None]
 
 
 class Carrier(ABC):
-    """One opened stream. ``name`` is "shm", "tcp" or "grpc"."""
+    """Transport of one open stream. ``name`` is "shm", "tcp" or "grpc"."""
 
     name = ""
 
     @abstractmethod
     def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
-        """Queues a message; its payload must stay as it is."""
+        """Queue a message. Its payload must not change."""
 
     @abstractmethod
     async def has_room(self) -> None:
-        """Waits until little is queued."""
+        """Wait until the write queue is short."""
 
     @abstractmethod
     async def run(self, on_response: OnResponse) -> None:
-        """Carries messages until the stream ends, and raises why."""
+        """Carry messages until the stream ends, and raise the reason."""
 
-    def acknowledged(self, ack: pb.ReplicateResponse.Ack) -> None:  # noqa: B027 - others keep nothing
-        """The replica needs no gradient up to this one any more."""
+    def acknowledged(self, ack: pb.ReplicateResponse.Ack) -> None:  # noqa: B027 - others hold none
+        """Release gradients up to this acknowledgement."""
 
     def close(self) -> list[Values]:
-        """Ends it. Returns gradients that the replica may still read."""
+        """Close the transport. Return gradients that the replica may still read."""
         return []
 
 
 async def read(call: Any, peer: str) -> pb.ReplicateResponse:
-    """The next answer on a gRPC stream. Raises ServerUnreachableError at its end."""
+    """Return the next answer on a gRPC stream. Raises ServerUnreachableError at its end."""
     data = await call.read()
     if data is grpc.aio.EOF:
         raise ServerUnreachableError(f"{peer} ended the stream")
@@ -95,7 +95,7 @@ async def read(call: Any, peer: str) -> pb.ReplicateResponse:
 
 
 async def _end_of(call: Any, peer: str) -> PsdistError:
-    """Waits for the end of a gRPC stream on which nothing more is to come; why it ended."""
+    """Wait for the end of a gRPC stream that carries no more messages, and return the reason."""
     try:
         await read(call, peer)
     except grpc.aio.AioRpcError as error:
@@ -110,8 +110,7 @@ async def _end_of(call: Any, peer: str) -> PsdistError:
 
 
 class GrpcCarrier(Carrier):
-    """The gRPC stream. Messages are packed when they are written, so that those that wait hold no second copy of their
-    payloads."""
+    """gRPC stream. Messages are packed when written, so that waiting ones hold no second copy of their payloads."""
 
     name = "grpc"
 
@@ -162,7 +161,8 @@ class GrpcCarrier(Carrier):
 
 
 class FrameCarrier(Carrier):
-    """A connection beside the gRPC stream. arena: the file that the replica has mapped; None where payloads follow."""
+    """Connection beside the gRPC stream. arena: the file that the replica has mapped; None if payloads follow their
+    headers."""
 
     def __init__(self, name: str, call: Any, peer: str, memory: UpdateMemory, arena: GradientArena | None) -> None:
         self.name = name
@@ -170,16 +170,16 @@ class FrameCarrier(Carrier):
         self._peer = peer
         self._memory = memory
         self._arena = arena
-        #: Gradients in the arena that are not acknowledged, with their lsn, by shard and term.
+        #: Unacknowledged gradients in the arena with their lsn, by shard and term.
         self._shown: dict[tuple[int, int], deque[tuple[int, Values]]] = {}
         self._response = b""
         self._on_response: OnResponse | None = None
-        #: Answers that came before ``run``.
+        #: Answers received before ``run``.
         self._early: list[pb.ReplicateResponse] = []
         loop = asyncio.get_running_loop()
         self.let_in: asyncio.Future[None] = loop.create_future()
         self._over: asyncio.Future[PsdistError | None] = loop.create_future()
-        #: Gets the error with which the gRPC stream ends.
+        #: Receives the error that ends the gRPC stream.
         self.end: asyncio.Future[PsdistError] = loop.create_task(_end_of(call, peer))
 
     def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
@@ -221,7 +221,7 @@ class FrameCarrier(Carrier):
         shown, self._shown = self._shown, {}
         return [gradient for queue in shown.values() for _, gradient in queue]
 
-    # --- what the connection calls ------------------------------------------------------------------------------------
+    # --- connection callbacks -----------------------------------------------------------------------------------------
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:
         if size:
@@ -239,7 +239,7 @@ class FrameCarrier(Carrier):
         else:
             try:
                 self._on_response(response)
-            except Exception as error:  # The connection ends with a PsdistError alone.
+            except Exception as error:  # Only a PsdistError ends the connection.
                 raise as_psdist_error(error, "taking an answer of a replica", log) from None
 
     def connection_ended(self, error: PsdistError | None) -> None:
@@ -247,12 +247,12 @@ class FrameCarrier(Carrier):
             self._over.set_result(error)
         if not self.let_in.done():
             self.let_in.set_exception(error or TcpUnavailableError(f"{self._peer} closed the connection"))
-            self.let_in.exception()  # Nobody may wait for it.
+            self.let_in.exception()  # Mark as retrieved: nobody may be waiting.
 
 
 @dataclass(slots=True)
 class Offer:
-    """What a primary can use towards one replica. refused: why some of it did not work, by its name."""
+    """Transports that a primary offers to one replica. refused: reasons why some did not work, by name."""
 
     peer: str
     host: str
@@ -261,13 +261,13 @@ class Offer:
     refused: dict[str, str] = field(default_factory=dict)
 
     def allows(self, name: str) -> bool:
-        """Whether a carrier is to be tried."""
+        """True if a transport should be tried."""
         return name in self.carriers and name not in self.refused
 
 
 async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tuple[Carrier, pb.ReplicateResponse]:
-    """Sends the first hello of a stream; what carries it from now on, and the replica's welcome. Raises
-    SharingUnavailableError or TcpUnavailableError where that was not to be had, and then another stream is to be opened
+    """Send the first hello of a stream. Return the chosen transport and the replica's welcome. Raises
+    SharingUnavailableError or TcpUnavailableError if that transport failed; the caller then opens another stream
     without it."""
     hello.hello.tcp = offer.allows("tcp")
     with ExitStack() as stack:
@@ -312,15 +312,15 @@ async def _share(
     handing: asyncio.Task[socket.socket],
     welcome: pb.ReplicateResponse.Welcome,
 ) -> Carrier:
-    # The replica took the file before it answered.
+    # The replica took the file before its answer.
     await asyncio.wait({handing}, timeout=fd_passing.HANDOVER_SECONDS)
     if not handing.done() or welcome.arena_nonce != arena.nonce:
         raise SharingUnavailableError(f"{offer.peer} did not map this server's memory: it answered with another nonce")
     carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
-    connection = socket.socket(fileno=handing.result().detach())  # It is the event loop's from now on.
+    connection = socket.socket(fileno=handing.result().detach())  # The event loop owns it from now on.
     try:
         await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
-    except BaseException:  # This includes cancellation.
+    except BaseException:  # Includes cancellation.
         carrier.close()
         raise
     return carrier
@@ -336,7 +336,7 @@ async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcom
                 await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
                 carrier.connection.send(opening.SerializeToString())
                 await carrier.let_in
-    except BaseException as error:  # This includes cancellation.
+    except BaseException as error:  # Includes cancellation.
         carrier.close()
         if isinstance(error, TimeoutError):
             raise TcpUnavailableError(
@@ -350,7 +350,7 @@ async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcom
 
 
 def _discard(handing: asyncio.Task[socket.socket]) -> None:
-    """Ends an exchange, and closes the connection that it may have come to and that nothing has taken over."""
+    """End an exchange, and close its connection if nothing took it over."""
     handing.cancel()
     if handing.done() and not handing.cancelled() and handing.exception() is None:
         handing.result().close()

@@ -1,8 +1,8 @@
-"""The server's side of one stream of slices, between the gRPC handler and the parameter store; and all of a store.
+"""Server's side of one stream of slices, between the gRPC handler and the parameter store, and the table of a store's
+calls.
 
-A call holds at most HELD_SLICES_MAX payloads that are not used yet. More stay in the network, which holds the sender
-back. Answers queue up without their weights, which are read when the answer is written. So a slow reader costs no
-memory.
+A call holds at most HELD_SLICES_MAX unused payloads. More stay in the network, which slows the sender down. Answers are
+queued without their weights, which are read when the answer is written. A slow reader therefore costs no memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CODEC_NAMES: Final = ", ".join(f"{common_pb2.Codec.Name(codec)} ({codec})" for 
 
 @dataclass(frozen=True, slots=True)
 class SliceAnswer:
-    """A slice may be read (or was applied)."""
+    """Permission to read a slice, or news that a push to it was applied."""
 
     index: int
     version: int
@@ -36,8 +36,8 @@ class SliceAnswer:
 
 
 def one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Sequence[int]:
-    """``values``, or the only one of them as often as there are slices. Raises InvalidArgumentError for other numbers
-    of them."""
+    """Expand ``values`` to one per slice: a single value is repeated. Raises InvalidArgumentError for any other number
+    of values."""
     if len(values) == 1:
         return [values[0]] * len(slices)
     if len(values) != len(slices):
@@ -46,7 +46,7 @@ def one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Seq
 
 
 class CallState(Enum):
-    """How far a call is. It changes in ``asked_all``, and when the last answer is there."""
+    """Progress of a call. It changes in ``asked_all``, and with the last answer."""
 
     ASKING = "more slices may be asked about"
     WAITING = "some slices are not answered"
@@ -55,9 +55,13 @@ class CallState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PushedGradient:
-    """What a push says of its gradient as a whole. norm: its L2 norm, if needed. weight: what it counts for in the mean
-    of its step. difference: its payloads are differences; None where they are gradients. lr_factor: on the learning
-    rate of its update; None where others say it."""
+    """Properties of a whole pushed gradient.
+
+    norm: its L2 norm, if needed.
+    weight: its weight in the mean of its step.
+    difference: set if its payloads are differences, None for gradients.
+    lr_factor: factor on the learning rate of its update; None if other members decide.
+    """
 
     norm: float = 0.0
     weight: float = 1.0
@@ -66,7 +70,7 @@ class PushedGradient:
 
     @classmethod
     def of(cls, header: server_pb2.PushHeader) -> PushedGradient:
-        """What the header says. Raises InvalidArgumentError for a difference that is not encoded."""
+        """Read a header. Raises InvalidArgumentError for a difference that is not encoded."""
         difference: GradientDifference | None = None
         if header.HasField("difference"):
             if header.codec != common_pb2.CODEC_SEGMENTS:
@@ -79,37 +83,38 @@ class PushedGradient:
 
 @dataclass
 class WantedWeights:
-    """How a worker is sent weights. held: versions of those that it holds, by slice: it may be sent differences."""
+    """Form in which a worker wants weights. held: versions of slices that it holds and that differences may refer
+    to."""
 
     dtype: str = "float32"
     held: dict[int, int] = field(default_factory=dict)
 
     def read_held(self, held: server_pb2.HeldWeights, generation: int) -> None:
-        """Notes the weights that the worker holds, if they are of this generation of the parameter set. Raises
-        InvalidArgumentError where there is not a version for each slice."""
+        """Record the weights that the worker holds, if they are of this generation of the parameter set. Raises
+        InvalidArgumentError unless each slice has a version."""
         if held.generation == generation:
             self.held = dict(zip(held.slices, one_for_each(held.versions, held.slices, "versions"), strict=True))
 
 
 @dataclass
 class Call:
-    """One stream: its sender, the slices that it waits for, and the answers that were not sent yet."""
+    """One stream: its sender, the slices that it waits for, and its unsent answers."""
 
     identity: Identity
     is_push: bool
     wants_weights: bool
     step: int = 0
     dtype: str = "float32"
-    #: Its payloads are segments (``psdist.compression.segments``).
+    #: True if its payloads are segments (``psdist.compression.segments``).
     is_encoded: bool = False
     wanted: WantedWeights = field(default_factory=WantedWeights)
     abstain: bool = False
     gradient: PushedGradient = PushedGradient()
-    #: The snapshot attempt that the push comes after; 0 for none.
+    #: Snapshot attempt that the push comes after; 0 for none.
     mark: int = 0
-    #: Slices that were asked about and not answered, by token.
+    #: Requested and unanswered slices, by token.
     outstanding: dict[int, int] = field(default_factory=dict)
-    #: Why the oldest of them has waited for longer than WAIT_REASON_SECONDS; "" if it has not.
+    #: Reason that the oldest of them has waited for longer than WAIT_REASON_SECONDS; "" otherwise.
     waiting_for: str = ""
     state: CallState = CallState.ASKING
 
@@ -118,17 +123,17 @@ class Call:
         self._answers: asyncio.Queue[SliceAnswer | PsdistError | None] = asyncio.Queue()
 
     def identify(self, identity: Identity) -> None:
-        """Notes the sender, which the first message names."""
+        """Set the sender, which the first message names."""
         self.identity = identity
 
     def note_wait(self, reason: str) -> str:
-        """Notes why the oldest slice has waited for long; "" where it has not. Returns the reason."""
+        """Record why the oldest slice waits; "" if it has not waited long. Return the reason."""
         self.waiting_for = reason
         return reason
 
     def read_header(self, header: server_pb2.PushHeader) -> None:
-        """Notes the header of a push. Raises UnknownCodecError, and InvalidArgumentError for a dtype that is unknown or
-        not the codec's, and for a difference that is not encoded."""
+        """Read the header of a push. Raises UnknownCodecError, and InvalidArgumentError for an unknown dtype, a dtype
+        that the codec does not use, or a difference that is not encoded."""
         if header.codec not in _CODECS:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
         self.step, self.abstain = header.step, header.abstain
@@ -143,30 +148,30 @@ class Call:
             self.wanted.dtype = convert.payload_dtype_from_proto(header.pull_dtype)
 
     def ask(self, index: int) -> int:
-        """A token for one more slice: a number that no slice of any call had before."""
+        """Add a slice. Return its token, a number unique among all calls."""
         token = next(_tokens)
         self.outstanding[token] = index
         return token
 
     def answer(self, token: int, answer: SliceAnswer) -> None:
-        """Queues the answer for ``token``."""
+        """Queue the answer for ``token``."""
         del self.outstanding[token]
         self._add_answer(answer)
         if self.state is CallState.WAITING and not self.outstanding:
             self._end()
 
     def asked_all(self) -> None:
-        """No more slices will be asked about."""
+        """Record that no more slices will be added."""
         self.state = CallState.WAITING
         if not self.outstanding:
             self._end()
 
     def fail(self, error: PsdistError) -> None:
-        """Ends the stream with ``error``, after the answers that are there already."""
+        """End the stream with ``error``, after the queued answers."""
         self._answers.put_nowait(error)
 
     def release_payload(self) -> None:
-        """A payload of the call is not held any more."""
+        """Release the slot of a payload."""
         self.slots.release()
 
     def _add_answer(self, answer: SliceAnswer) -> None:
@@ -177,7 +182,7 @@ class Call:
         self._answers.put_nowait(None)
 
     async def next_answer(self) -> SliceAnswer | None:
-        """The next answer; None at the end of the stream. Raises the error that the call failed with, and TimeoutError
+        """Return the next answer, or None at the end of the stream. Raises the error of a failed call, and TimeoutError
         after WAIT_REASON_SECONDS without an answer."""
         if self._answers.empty():
             async with asyncio.timeout(limits.WAIT_REASON_SECONDS):
@@ -191,9 +196,9 @@ class Call:
 
 
 class CallTable:
-    """The calls that wait for slices of one parameter set, by token.
+    """Calls that wait for slices of one parameter set, by token.
 
-    Once the parameter set has failed, all calls have the error, and ``raise_if_failed`` raises it.
+    Once the parameter set has failed, all calls receive the error, and ``raise_if_failed`` raises it.
     """
 
     def __init__(self) -> None:
@@ -201,45 +206,45 @@ class CallTable:
         self._failure: PsdistError | None = None
 
     def __iter__(self) -> Iterator[Call]:
-        """Each call that waits for something, once."""
+        """Iterate over the waiting calls, each once."""
         return iter({id(call): call for call in self._by_token.values()}.values())
 
     def ask(self, call: Call, index: int) -> int:
-        """A token under which ``call`` waits for slice ``index``."""
+        """Return a token under which ``call`` waits for slice ``index``."""
         token = call.ask(index)
         self._by_token[token] = call
         return token
 
     def pop(self, token: int) -> Call | None:
-        """The call that waits under ``token``, which it does no more; None where it was cancelled."""
+        """Remove and return the call that waits under ``token``; None if it was cancelled."""
         return self._by_token.pop(token, None)
 
     def fence(self, live: Mapping[str, int]) -> None:
-        """Ends the calls of workers that are no longer ``live`` (incarnation by worker id)."""
+        """End the calls of workers that are not ``live`` (incarnation by worker id)."""
         for call in self:
             if live.get(call.identity.worker_id) != call.identity.incarnation:
                 call.fail(fenced(call.identity))
 
     def fail_slices(self, indices: Collection[int], error: PsdistError) -> None:
-        """Ends the calls that wait for one of these slices."""
+        """End the calls that wait for one of these slices."""
         for call in self:
             if any(index in indices for index in call.outstanding.values()):
                 call.fail(error)
 
     def fail_permanently(self, error: PsdistError) -> None:
-        """Ends all calls, and those of the future: some slices will never be updated again."""
+        """End all current and future calls: some slices will never be updated again."""
         self._failure = error
         for call in self:
             call.fail(error)
 
     def raise_if_failed(self) -> None:
-        """Raises the error of ``fail_permanently``, if there was one."""
+        """Raise the error of ``fail_permanently``, if there was one."""
         if self._failure is not None:
             raise type(self._failure)(self._failure.message, **self._failure.details)
 
 
 def fenced(identity: Identity) -> FencedError:
-    """The error for a worker that the cluster map does not know any more."""
+    """Return the error for a worker that the cluster map does not list any more."""
     return FencedError(
         f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease ended or it was "
         "replaced; start the worker anew",

@@ -1,7 +1,7 @@
-"""The stream from a primary to one replica: opened, and opened again whenever it breaks.
+"""Stream from a primary to one replica. It is reopened whenever it breaks.
 
-Not here: what is sent (``replicator``, ``replication``), what carries it (``replica_carriers``), and the other end
-(``replica_service.StreamFromPrimary``).
+``replicator`` and ``replication`` decide which messages are sent, ``replica_carriers`` transports them, and
+``replica_service.StreamFromPrimary`` is the other end.
 """
 
 from __future__ import annotations
@@ -46,51 +46,51 @@ Machine = PrimaryReplication[Gradient]
 
 @dataclass(slots=True)
 class _Confirm:
-    """A caller waits until the replica confirms that this server is the primary of ``machines``' shards."""
+    """Caller that waits until the replica confirms this server as primary of the shards of ``machines``."""
 
     machines: list[Machine]
     done: asyncio.Future[None]
 
 
 class StreamToReplica:
-    """The stream to ``replica``, for all shards that it holds copies of."""
+    """Stream to ``replica``, for all shards that it copies."""
 
     def __init__(self, replicator: Replicator, replica: Replica) -> None:
         self.replica = replica
-        #: Why the stream is not open.
+        #: Reason that the stream is not open.
         self.reason = ""
         self._replicator = replicator
-        #: What carries the stream; None while it is not open.
+        #: Transport of the stream; None while it is not open.
         self._carrier: Carrier | None = None
-        #: Why better carriers did not work, by their name.
+        #: Reasons why better transports did not work, by name.
         self._refused: dict[str, str] = {}
-        #: What carries the stream, and why nothing better does.
+        #: Name of the transport, and the reasons that no better one is used.
         self.carrier_text = ""
         self._copies: asyncio.Queue[Machine] = asyncio.Queue()
         self._numbers = itertools.count(1)
         self._confirms: dict[int, _Confirm] = {}
-        #: Ends the stream, be it open or about to be.
+        #: Ends the stream, whether open or opening.
         self._end: asyncio.Future[PsdistError] | None = None
         self._closed = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     def send(self, message: pb.ReplicateRequest, payload: Gradient | None = None) -> None:
-        """Queues a message; drops it while there is no stream."""
+        """Queue a message, or drop it if there is no stream."""
         if self._carrier is not None:
             self._carrier.send(message, payload)
 
     def add(self, machine: Machine) -> None:
-        """The replica has a role in one more shard."""
+        """Open one more shard on the stream."""
         if self._carrier is not None:
             self._replicator.opened(self, machine, None)
 
     def copy(self, machine: Machine) -> None:
-        """Queues the copy of a shard."""
+        """Queue the copy of a shard."""
         self._copies.put_nowait(machine)
 
     async def confirm(self, machines: list[Machine]) -> None:
-        """Returns when the replica has confirmed these shards. Raises StaleEpochError."""
-        # A newer map may have come before this call waits, and failed those that waited then.
+        """Wait until the replica has confirmed these shards. Raises StaleEpochError."""
+        # A newer map may have arrived before this call and failed the earlier waits.
         for machine in machines:
             if self._closed or not self._is_current(machine):
                 raise not_primary(machine.number)
@@ -112,18 +112,19 @@ class StreamToReplica:
         self.send(pb.ReplicateRequest(confirm=confirm))
 
     def refuse(self, number: int) -> None:
-        """The shard has another primary: confirmations of it fail."""
+        """Fail confirmations of a shard that has another primary."""
         for waiting in self._confirms.values():
             if any(machine.number == number for machine in waiting.machines) and not waiting.done.done():
                 waiting.done.set_exception(not_primary(number))
 
     def restart(self) -> None:
-        """Opens the stream again, to learn what the replica has."""
+        """Reopen the stream, to learn the replica's current state."""
         if self._end is not None and not self._end.done():
             self._end.set_result(ServerUnreachableError("the stream was opened again"))
 
     def close(self) -> None:
-        """The replica has no role any more: confirmations fail, and are asked of the replicas that have one."""
+        """End the stream: the replica has no role any more. Confirmations fail, and callers ask the replicas that have
+        one."""
         self._closed = True
         for waiting in self._confirms.values():
             if not waiting.done.done():
@@ -149,7 +150,7 @@ class StreamToReplica:
                 self.reason = "the call was cancelled"
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
-            except Exception as error:  # Without this the copies would fall behind without a reason in the log.
+            except Exception as error:  # Log defects, and keep retrying.
                 self.reason = f"a defect: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
@@ -157,21 +158,21 @@ class StreamToReplica:
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
 
     def _ended(self) -> bool:
-        """Discards what was queued for a stream that ended; whether it had been open."""
+        """Discard messages queued for a stream that ended. Return True if it had been open."""
         carrier, self._carrier, self._end, self.carrier_text = self._carrier, None, None, ""
         self._copies = asyncio.Queue()
         for machine in self._replicator.machines.values():
             machine.closed(self.replica, now())
         if carrier is not None:
-            self._refused.clear()  # Something has changed since they did not work.
+            self._refused.clear()  # Conditions have changed since they failed.
             self._lose(carrier.close())
         if not self._closed:
-            self._replicator.updates.ship_waiting()  # Nothing is kept for a copy that broke off.
+            self._replicator.updates.ship_waiting()  # Nothing is retained for an interrupted copy.
         return carrier is not None
 
     def _lose(self, gradients: Sequence[Gradient]) -> None:
-        """The replica may still read these gradients. Where too many are lost in this way there is another arena from
-        now on, which all replicas get by new streams."""
+        """Give up gradients that the replica may still read. If too many are lost in this way, replace the arena and
+        restart all streams to share the new one."""
         if self._replicator.memory.lose(gradients):
             self._replicator.memory.renew()
             for stream in self._replicator.streams.values():
@@ -187,7 +188,7 @@ class StreamToReplica:
         tasks: list[asyncio.Task[None]] = []
         try:
             with ending_with(self._end):
-                # In this task: a carrier that is made in the moment of a cancellation would be lost with another one.
+                # In this task, because a carrier created by another one would be lost if cancelled at that moment.
                 carrier, answer = await negotiate(call, network.hello(replicator.name), offer)
                 self.carrier_text = _carrier_text(carrier.name, network.carriers, self._refused, answer.welcome.reason)
                 self._open(carrier, answer.welcome)
@@ -196,7 +197,7 @@ class StreamToReplica:
                 for task in ended:
                     task.result()
         finally:
-            # A call that is cancelled before its first message was sent never says so to whoever sends it.
+            # gRPC never tells the sender about a call that is cancelled before its first message was sent.
             call.cancel()
             for task in tasks:
                 task.cancel()
@@ -224,10 +225,10 @@ class StreamToReplica:
         self._replicator.answered(self, response)
 
     async def _copy_all(self, carrier: Carrier) -> None:
-        """Copies one shard after the other, slice by slice."""
+        """Copy one shard after the other, slice by slice."""
         while True:
             machine = await self._copies.get()
-            # Nothing is sent of a shard that moved to another server, so there would always be a next slice.
+            # A shard that moved to another server sends nothing, so it would always have a next slice.
             while self._is_current(machine) and (index := machine.next_copy(self.replica)) is not None:
                 await self._copy_slice(machine, index)
                 await carrier.has_room()
@@ -242,13 +243,13 @@ class StreamToReplica:
         done = asyncio.get_running_loop().create_future()
 
         def copy() -> None:
-            """Runs while the slice is quiescent: no update comes between the copy and its place in the queue."""
+            """Run while the slice is quiescent: no update gets between the copy and its place in the queue."""
             if done.done():
                 return
             try:
                 if self._is_current(machine) and machine.peers[self.replica].is_copying:
                     self._replicator.copy_slice(self, machine, index)
-            except Exception as error:  # Raised by the caller, who waits for the copy.
+            except Exception as error:  # Raised by the waiting caller.
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -258,7 +259,7 @@ class StreamToReplica:
 
 
 def _carrier_text(name: str, carriers: Collection[str], refused: Mapping[str, str], reason: str) -> str:
-    """What carries a stream, and why nothing that was allowed and is better does."""
+    """Return the name of the transport, and the reasons that no better one of those allowed is used."""
     why = [f"no {better}: {text}" for better, text in refused.items() if better in carriers]
     if reason:
         why.append(reason)
@@ -266,14 +267,14 @@ def _carrier_text(name: str, carriers: Collection[str], refused: Mapping[str, st
 
 
 def not_primary(number: int) -> StaleEpochError:
-    """The error for a request to this server as the primary of a shard that it is not."""
+    """Return the error for a request that assumes that this server is the primary of a shard."""
     return StaleEpochError(
         f"this server is not the primary of shard {number} any more: fetch the map, route anew and send again"
     )
 
 
 def now() -> float:
-    """The loop's time."""
+    """Return the loop's time."""
     return asyncio.get_running_loop().time()
 
 
@@ -284,7 +285,7 @@ def _producers(producers: Iterable[Producer]) -> list[pb.Life]:
 def update_message(
     machine: Machine, update: ReplicaUpdate[Gradient], whole: bool
 ) -> tuple[pb.ReplicateRequest, Gradient | None]:
-    """The message that carries ``update``, and its payload if it has one."""
+    """Return the message for ``update``, and its payload if it has one."""
     gradient = update.gradient if whole else None
     message = pb.ReplicateRequest.Update(
         lsn=update.lsn,
@@ -303,7 +304,7 @@ def update_message(
 def state_message(
     record: SliceRecord, square: float, index: int, array: int, arrays: int
 ) -> pb.ReplicateRequest.SliceState:
-    """The message that carries one array of a slice, whose last step had the sum of squares ``square``."""
+    """Return the message for one array of a slice. square: sum of squares of the slice's last step."""
     return pb.ReplicateRequest.SliceState(
         slice=index,
         array=array,
