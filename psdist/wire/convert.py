@@ -409,8 +409,8 @@ def sender_from_proto(message: HasIdentity) -> Identity:
     """Return the identity of the sender of ``message``. Raises InvalidArgumentError if it has none."""
     if not message.HasField("identity"):
         raise InvalidArgumentError(
-            f"{message.DESCRIPTOR.name} without an identity: the first message of a call must say who sends, and by "
-            "which map"
+            f"{message.DESCRIPTOR.name} without an identity: the first message of a call must name its sender and "
+            "map epoch"
         )
     return identity_from_proto(message.identity)
 
@@ -434,7 +434,7 @@ def position_to_proto(position: DataPosition) -> scheduler_pb2.DataPosition:
 def position_from_proto(message: scheduler_pb2.DataPosition) -> DataPosition:
     """Convert a data set's position. Callers that know the data set check that the position is possible."""
     if len(message.done) > limits.SPANS_MAX:
-        raise LimitExceededError(f"a position of {len(message.done)} stretches is over the limit: {limits.SPANS_MAX}")
+        raise LimitExceededError(f"a position of {len(message.done)} spans is over the limit of {limits.SPANS_MAX}")
     done = tuple((span.first, span.count) for span in message.done)
     return _from_proto(DataPosition, message, done=done)
 

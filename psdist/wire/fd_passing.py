@@ -47,7 +47,9 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
                 path.chmod(stat.S_IRUSR | stat.S_IWUSR)  # Nobody can connect before it listens.
                 listener.listen(1)
             except OSError as error:
-                raise SharingUnavailableError(f"no socket in {DIRECTORY}: {error.strerror or error}") from None
+                raise SharingUnavailableError(
+                    f"cannot listen on a socket in {DIRECTORY}: {error.strerror or error}"
+                ) from None
             yield name, listener
         finally:
             with suppress(OSError):
@@ -64,7 +66,9 @@ async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket
         with _closed_on_error(await offer(listener, fd)) as peer:
             return await _take(peer), peer
     except OSError as error:
-        raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
+        raise SharingUnavailableError(
+            f"the memory exchange with the server failed: {error.strerror or error}"
+        ) from None
 
 
 async def offer(listener: socket.socket, fd: int) -> socket.socket:
@@ -78,7 +82,9 @@ async def offer(listener: socket.socket, fd: int) -> socket.socket:
             socket.send_fds(peer, [b"\0"], [fd])
             return peer
     except OSError as error:
-        raise SharingUnavailableError(f"no exchange with the server: {error.strerror or error}") from None
+        raise SharingUnavailableError(
+            f"the memory exchange with the server failed: {error.strerror or error}"
+        ) from None
 
 
 async def connect(name: str) -> tuple[int, socket.socket]:
@@ -100,9 +106,9 @@ async def connect(name: str) -> tuple[int, socket.socket]:
                 "not share an IPC namespace"
             ) from None
         except TimeoutError:
-            raise SharingUnavailableError(f"the worker gave no file within {HANDOVER_SECONDS:.0f} s") from None
+            raise SharingUnavailableError(f"the worker sent no file within {HANDOVER_SECONDS:.0f} s") from None
         except OSError as error:
-            raise SharingUnavailableError(f"the worker gave no file: {error.strerror or error}") from None
+            raise SharingUnavailableError(f"the worker sent no file: {error.strerror or error}") from None
 
 
 def give(connection: socket.socket, fd: int) -> None:
@@ -110,7 +116,7 @@ def give(connection: socket.socket, fd: int) -> None:
     try:
         socket.send_fds(connection, [b"\0"], [fd])
     except OSError as error:
-        raise SharingUnavailableError(f"the worker does not take the server's file: {error.strerror}") from None
+        raise SharingUnavailableError(f"the worker did not accept the server's file: {error.strerror}") from None
 
 
 def sweep() -> int:
@@ -160,7 +166,9 @@ def _check_user(peer: socket.socket, who: str) -> None:
     credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid = _CREDENTIALS.unpack(credentials)[1]
     if uid != os.geteuid():
-        raise SharingUnavailableError(f"the {who} runs as user {uid}, not {os.geteuid()}: only one user's share memory")
+        raise SharingUnavailableError(
+            f"the {who} runs as user {uid}, not {os.geteuid()}: sharing memory requires the same user"
+        )
 
 
 async def _take(peer: socket.socket) -> int:
@@ -168,7 +176,7 @@ async def _take(peer: socket.socket) -> int:
     await _readable(peer)
     data, fds, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)
     if len(fds) != 1:
-        raise SharingUnavailableError("the other side gave no file" if data else "the other side hung up")
+        raise SharingUnavailableError("the peer sent no file" if data else "the peer closed the connection")
     return fds[0]
 
 

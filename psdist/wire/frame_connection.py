@@ -321,7 +321,7 @@ class StallTimer:
             limits.STALL_SECONDS, self._look, connection.received, connection.paused if connection.is_full else -1
         )  # fmt: skip
         if connection.is_within_frame and connection.received == received:
-            self._stop(f"the rest of a frame did not come in {limits.STALL_SECONDS:g} s")
+            self._stop(f"the rest of a frame did not arrive within {limits.STALL_SECONDS:g} s")
         elif connection.is_full and connection.paused == paused:
             self._stop(f"answers were not read for {limits.STALL_SECONDS:g} s")
 
@@ -348,7 +348,7 @@ class PathTimer:
 
     def _look(self) -> None:
         if self._connection.is_cut_off:
-            self._cut_off(ClosedError("no packet of the TCP connection arrives: a new one, or gRPC, is used instead"))
+            self._cut_off(ClosedError("no packets arrive on the TCP connection: using a new one, or gRPC"))
         else:
             self._schedule()
 

@@ -117,7 +117,7 @@ class MemberConnection:
         except grpc.aio.AioRpcError as failure:
             if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
                 raise SchedulerUnreachableError(
-                    f"what answers at {self.address} (from {self._source}) is no psdist scheduler: "
+                    f"the service at {self.address} (from {self._source}) is not a psdist scheduler: "
                     f"{failure.details()}; check the address",
                     address=self.address,
                 ) from None
@@ -142,7 +142,7 @@ class MemberConnection:
             async with asyncio.timeout(timeout):
                 await addresses.look_up(host)
         except OSError as error:  # TimeoutError is an OSError.
-            reason = error.strerror or f"no answer of the resolver in {timeout:g} s"
+            reason = error.strerror or f"no answer from the resolver within {timeout:g} s"
             raise ServerUnreachableError(f"the scheduler's name {host} does not resolve: {reason}") from None
 
     def unreachable(self, timeout: float, attempts: int, last: str) -> SchedulerUnreachableError:
@@ -224,7 +224,7 @@ class SessionRequests:
                 try:
                     beat = heartbeat()
                 except Exception:  # gRPC would end the stream silently.
-                    logger.exception("a heartbeat could not be made")
+                    logger.exception("could not build a heartbeat")
                     raise
                 yield pb.SessionRequest(heartbeat=beat)
             try:

@@ -95,7 +95,7 @@ def as_psdist_error(error: Exception, name: str, log: logging.Logger) -> PsdistE
     if isinstance(error, PsdistError):
         return error
     log.error("%s failed", name, exc_info=error)
-    return InternalError(f"{name} failed: the log of the process that was called says why")
+    return InternalError(f"{name} failed: see the log of the called process")
 
 
 def _serialize(answer: Any) -> bytes:

@@ -206,7 +206,7 @@ class WeightsArena:
             size = cls.size_of(slices, elements)
             region = _open_region(fd, size, _WEIGHTS, "weights arena", sparse=True)
             if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY:
-                raise SharingUnavailableError("the weights arena could be written by who should only read it")
+                raise SharingUnavailableError("the descriptor of the weights arena is writable and must be read-only")
         except BaseException:
             os.close(fd)
             raise
@@ -286,10 +286,10 @@ def reason_of(error: OSError) -> str:
     """Return why memory could not be shared, as text for people."""
     match error.errno:
         case errno.EFBIG:
-            return "no room in shared memory: it is more than the limit on file sizes (ulimit -f) allows"
+            return "no room in shared memory: the limit on file sizes (ulimit -f) is too low"
         case errno.ENOSPC | errno.ENOMEM:
             return f"no room in shared memory: {error.strerror}"
-    return f"shared memory cannot be had: {error.strerror or error}"
+    return f"shared memory is unavailable: {error.strerror or error}"
 
 
 class _Region(AddressRange):
@@ -309,7 +309,7 @@ class _Region(AddressRange):
 def _create_region(kind: bytes, size: int, allocated: int) -> tuple[int, _Region]:
     """Create and map a sealed memory file of ``size`` bytes. Only the first ``allocated`` bytes have memory."""
     if not hasattr(os, "memfd_create"):
-        raise OSError(errno.ENOSYS, "this system has no memory files")
+        raise OSError(errno.ENOSYS, "this system does not support memory files")
     _check_room(allocated)
     fd = os.memfd_create(kind.rstrip(b"\0").decode(), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -336,7 +336,7 @@ def _check_room(size: int) -> None:
     """Raise OSError if the machine lacks ``size`` free bytes: the kernel would sooner kill a process than refuse
     memory."""
     if size > (available := psutil.virtual_memory().available):
-        raise OSError(errno.ENOMEM, f"{size:,} bytes are wanted, {available:,} are available")
+        raise OSError(errno.ENOMEM, f"{size:,} bytes are needed, {available:,} are available")
 
 
 def _close(*fds: int) -> None:
@@ -350,10 +350,10 @@ def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) ->
     try:
         present = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
         if present & _SEALS != _SEALS:
-            raise SharingUnavailableError(f"the {what} has seals {present:#x}, and needs {_SEALS:#x}")
+            raise SharingUnavailableError(f"the {what} has seals {present:#x}, but needs {_SEALS:#x}")
         status = os.fstat(fd)
         if status.st_size != size:
-            raise SharingUnavailableError(f"the {what} has {status.st_size} bytes, and needs {size}")
+            raise SharingUnavailableError(f"the {what} has {status.st_size} bytes, but needs {size}")
         if not sparse and status.st_blocks * _STATUS_BLOCK_BYTES < size:  # reading a hole would take memory
             raise SharingUnavailableError(f"the {what} has holes")
         region = _Region(size, writable=False)
@@ -361,7 +361,7 @@ def _open_region(fd: int, size: int, kind: bytes, what: str, *, sparse: bool) ->
     except OSError as error:
         raise SharingUnavailableError(f"the {what} cannot be used: {error.strerror or error}") from None
     if region.kind() != kind:
-        raise SharingUnavailableError(f"what was offered as {what} is none")
+        raise SharingUnavailableError(f"the file offered as {what} is not one")
     return region
 
 

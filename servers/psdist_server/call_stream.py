@@ -159,7 +159,7 @@ class CallStream(ABC):
         if request.call_id <= self._last_id:
             raise InvalidArgumentError(f"call_id {request.call_id} does not come after {self._last_id}")
         if len(self.calls) >= limits.STREAM_CALLS_MAX:
-            raise LimitExceededError(f"{len(self.calls)} calls of one worker are not over: read their answers")
+            raise LimitExceededError(f"{len(self.calls)} calls of one worker are unfinished: read their answers")
         self._last_id = request.call_id
         is_push = kind == "push"
         wants_weights = not is_push or request.push.wants_weights
@@ -210,7 +210,7 @@ class CallStream(ABC):
             raise InvalidArgumentError("a stream is for the worker and the parameters that opened it")
         store = await self._server.admission.admit(identity)
         if store is not self.store:
-            raise UnknownParametersError(f"{identity.parameters!r} are not those that this stream was opened for")
+            raise UnknownParametersError(f"this stream was not opened for these {identity.parameters!r}")
         self.admitted = identity
 
     @staticmethod
@@ -227,7 +227,7 @@ class CallStream(ABC):
             else:
                 self._pull(call, request.pull)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
-            call.fail(as_psdist_error(error, "taking a call", log))
+            call.fail(as_psdist_error(error, "executing a call", log))
         if not call.coming:
             call.asked_all()
         if call.state is not CallState.ENDED:
@@ -258,7 +258,7 @@ class CallStream(ABC):
         most = limits.SHARED_ROUNDS_MAX * self.store.entry.slicing.count
         if self._named + len(slices) > most:
             raise LimitExceededError(
-                f"the calls of one worker under way name {self._named + len(slices)} slices, more than {most}: "
+                f"the unfinished calls of one worker name {self._named + len(slices)} slices, more than {most}: "
                 "wait for their answers"
             )
         for index in slices:
@@ -319,7 +319,7 @@ async def until_over(stream: CallStream, requests: AsyncIterator[bytes]) -> None
 
 async def _until_disconnected(requests: AsyncIterator[bytes]) -> None:
     async for _ in requests:
-        raise InvalidArgumentError("only the first request is for the stream: calls go over the connection")
+        raise InvalidArgumentError("the stream carries only the first request: send calls over the connection")
 
 
 def error_response(call: StreamCall) -> server_pb2.ShareResponse:

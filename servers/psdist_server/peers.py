@@ -173,5 +173,7 @@ class NormExchange:
             except (grpc.aio.AioRpcError, PsdistError) as error:
                 if logged != str(error):
                     logged = str(error)
-                    _log.warning("no norms yet", server=str(server), parameters=name, step=step, reason=logged)
+                    _log.warning(
+                        "could not fetch gradient norms", server=str(server), parameters=name, step=step, reason=logged
+                    )
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -105,7 +105,7 @@ class StreamFromPrimary:
                 if self._sender is None:
                     await self._open(frame.header)
                 elif self._connection is not None:
-                    raise InvalidArgumentError("a message on a stream whose messages go over a connection")
+                    raise InvalidArgumentError("a message on the stream, but messages must use the connection")
                 elif frame.header.WhichOneof("kind") == "hello":
                     await self._admit(frame.header.hello)
                 else:
@@ -136,14 +136,14 @@ class StreamFromPrimary:
             except SharingUnavailableError as error:
                 reasons.append(f"no shm: {error.message}")
         elif hello.socket:
-            reasons.append("no shm: the replica is told not to use it")
+            reasons.append("no shm: it is disabled at the replica")
         if self._connection is not None and self._arena is not None:
             self._welcome(pb.ReplicateResponse.Welcome(arena_nonce=self._arena.nonce))
         elif hello.tcp and "tcp" in allowed and self._listener.port:
             await self._connect("; ".join(reasons))
         else:
             if hello.tcp:
-                reasons.append("no tcp: the replica takes no direct connections")
+                reasons.append("no tcp: the replica accepts no TCP connections")
             self._welcome(pb.ReplicateResponse.Welcome(reason="; ".join(reasons)))
 
     def _welcome(self, welcome: pb.ReplicateResponse.Welcome) -> None:
@@ -181,7 +181,7 @@ class StreamFromPrimary:
                 async with asyncio.timeout(limits.NONCE_SECONDS):
                     await self._connected.wait()
             except TimeoutError:
-                raise TcpUnavailableError(f"no connection came within {limits.NONCE_SECONDS:g} s") from None
+                raise TcpUnavailableError(f"no connection arrived within {limits.NONCE_SECONDS:g} s") from None
 
     def close(self) -> None:
         """Close the connection after the gRPC stream has ended."""
@@ -287,7 +287,7 @@ class StreamFromPrimary:
         try:
             self._handle(Frame(message, payload))
         except Exception as error:  # Only a PsdistError ends the connection.
-            raise as_psdist_error(error, "taking an update", log) from None
+            raise as_psdist_error(error, "applying an update", log) from None
 
     async def _admit_later(self, connection: FrameConnection, hello: pb.ReplicateRequest.Hello) -> None:
         try:

@@ -68,7 +68,7 @@ class TcpListener:
                     host=host,
                     port=port,
                 ) from None
-            _log.warning("no direct connections", host=host, reason=reason)
+            _log.warning("TCP connections disabled", host=host, reason=reason)
             return
         self.port = listening.getsockname()[1]
 
@@ -77,14 +77,14 @@ class TcpListener:
         if self._server is not None:
             self._server.close()
         for connection in list(self._unidentified):
-            connection.cut_off("the server ends")
+            connection.cut_off("the server is shutting down")
 
     @contextmanager
     def promise(self, stream: Promised) -> Iterator[bytes]:
         """Yield the nonce that assigns a connection to ``stream``, valid during the block. Raises TcpUnavailableError
         if too many connections are promised."""
         if len(self._promised) >= limits.NONCES_MAX:
-            raise TcpUnavailableError(f"{len(self._promised)} connections are awaited already: try again")
+            raise TcpUnavailableError(f"{len(self._promised)} connections are already expected: try again")
         nonce = secrets.token_bytes(32)
         self._promised[nonce] = stream
         try:
@@ -94,7 +94,7 @@ class TcpListener:
 
     def _accept(self) -> FrameConnection:
         if len(self._unidentified) >= limits.UNIDENTIFIED_MAX:
-            next(iter(self._unidentified)).cut_off(f"{limits.UNIDENTIFIED_MAX} others came after it")
+            next(iter(self._unidentified)).cut_off(f"{limits.UNIDENTIFIED_MAX} newer connections are waiting")
         unidentified = _Unidentified(self)
         self._unidentified[unidentified] = None
         return unidentified.connection
@@ -103,7 +103,7 @@ class TcpListener:
         """Hand a connection to the stream it was promised to. Raises InvalidArgumentError for an unknown nonce."""
         stream = self._promised.pop(nonce, None)
         if stream is None:
-            raise InvalidArgumentError("the nonce is wrong, was used before, or came too late: ask for another one")
+            raise InvalidArgumentError("the nonce is wrong, used before, or expired: request another one")
         self.forget(unidentified)
         unidentified.connection.hand_over(stream)
         stream.connected(unidentified.connection)
@@ -111,7 +111,7 @@ class TcpListener:
     def note_stranger(self, reason: str) -> None:
         """Log that a connection was closed."""
         if count := self._log.note(asyncio.get_running_loop().time()):
-            _log.info("cut off connections", connections=count, reason_of_the_last=reason)
+            _log.info("closed unidentified connections", connections=count, reason_of_the_last=reason)
 
     def forget(self, unidentified: _Unidentified) -> None:
         """Remove a connection that was identified or has ended."""
@@ -135,7 +135,7 @@ class _Unidentified:
         self._listener = listener
         self._header = b""
         self._timer = asyncio.get_running_loop().call_later(
-            limits.NONCE_SECONDS, self.cut_off, f"no nonce came within {limits.NONCE_SECONDS:g} s"
+            limits.NONCE_SECONDS, self.cut_off, f"no nonce arrived within {limits.NONCE_SECONDS:g} s"
         )
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:

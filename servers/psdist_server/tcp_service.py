@@ -51,7 +51,7 @@ async def serve_connect(
     """Serve one Connect stream until it ends."""
     async for data in requests:
         if not listener.port:
-            raise TcpUnavailableError("this server takes no direct connections")
+            raise TcpUnavailableError("this server accepts no TCP connections")
         identity = convert.sender_from_proto(frames.parse(server_pb2.ConnectRequest, data))
         store = await server.admission.admit(identity)
         stream = TcpCallStream(server, identity, store)
@@ -68,7 +68,7 @@ async def serve_connect(
 async def _connected(stream: TcpCallStream) -> None:
     await asyncio.wait({stream.opened}, timeout=limits.NONCE_SECONDS)
     if not stream.opened.done():
-        raise TcpUnavailableError(f"no connection came within {limits.NONCE_SECONDS:g} s")
+        raise TcpUnavailableError(f"no connection arrived within {limits.NONCE_SECONDS:g} s")
 
 
 class TcpCallStream(CallStream):
@@ -110,7 +110,7 @@ class TcpCallStream(CallStream):
         if call is None or call.state is CallState.ENDED:
             if request.call_id > self._last_id:
                 raise InvalidArgumentError(
-                    f"slice {request.slice.slice} is of call {request.call_id}, which has not begun"
+                    f"slice {request.slice.slice} is of call {request.call_id}, which has not started"
                 )
             return memoryview(bytearray(size))  # Sent before the worker knew that the call had ended.
         self._values = self._memory_for(call, request.slice.slice, size)
@@ -120,8 +120,8 @@ class TcpCallStream(CallStream):
         """Return a buffer for the payload of a slice. Raises InvalidArgumentError unless the slice is the next one of
         its push and has the right size, and LimitExceededError if too many payloads are held."""
         if not call.coming or call.coming[0][0] != index:
-            wanted = f"slice {call.coming[0][0]} is the next" if call.coming else "none is missing"
-            raise InvalidArgumentError(f"slice {index} of call {call.call_id}, of which {wanted}")
+            wanted = f"slice {call.coming[0][0]} is next" if call.coming else "all slices arrived"
+            raise InvalidArgumentError(f"slice {index} of call {call.call_id} is unexpected: {wanted}")
         elements, dtype = self.store.dense.slicing.size(index), NUMPY_DTYPES[call.dtype]
         if call.is_encoded:
             self.store.gradients.check_size(index, size)
@@ -134,7 +134,7 @@ class TcpCallStream(CallStream):
         if held >= limits.DIRECT_WINDOW_SLICES:
             raise LimitExceededError(
                 f"{held} payloads of call {call.call_id} are held: send no more than {limits.DIRECT_WINDOW_SLICES} "
-                "beyond those that were taken"
+                "beyond the acknowledged ones"
             )
         return np.empty(elements, dtype)
 
@@ -203,7 +203,7 @@ class TcpCallStream(CallStream):
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
             self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
         except Exception as error:  # Without an answer the worker would wait forever.
-            call.fail(as_psdist_error(error, "taking a slice", log))
+            call.fail(as_psdist_error(error, "accepting a slice", log))
 
     def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
         self._answers.put_nowait((call, answer))

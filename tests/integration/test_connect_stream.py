@@ -411,15 +411,15 @@ CUT_OFF: dict[str, tuple[type[PsdistError], str, Wrong]] = {
         lambda p, push: p.slice(push, 0, PART + b"1234"),
     ),
     "a shorter payload": (InvalidArgumentError, "not 36", lambda p, push: p.slice(push, 0, PART[4:])),
-    "another slice": (InvalidArgumentError, "slice 0 is the next", lambda p, push: p.slice(push, 1, PART)),
+    "another slice": (InvalidArgumentError, "slice 0 is next", lambda p, push: p.slice(push, 1, PART)),
     "a slice too many": (
         InvalidArgumentError,
-        "none is missing",
+        "all slices arrived",
         lambda p, push: p.slices(push) + p.slice(push, 2, GRADIENT[20:].tobytes()),
     ),
     "a slice of no call": (
         InvalidArgumentError,
-        "call 99, which has not begun",
+        "call 99, which has not started",
         lambda p, push: framed(pb.ShareRequest(call_id=99, slice=pb.SliceHeader(slice=0)), PART),
     ),
     "a payload of no slice": (
@@ -474,7 +474,7 @@ async def test_a_peer_that_stops_within_a_payload(bench: TcpBench, monkeypatch: 
     peer = await connected(bench)
     request = peer.push(0)
     await peer.connection.send(framed(request) + peer.slice(request, 0, PART)[:-1])
-    with pytest.raises(LimitExceededError, match="the rest of a frame did not come"):
+    with pytest.raises(LimitExceededError, match="the rest of a frame did not arrive"):
         await peer.stream()
     await still_serves(bench)
 

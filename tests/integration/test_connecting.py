@@ -43,7 +43,7 @@ async def test_who_asks_is_checked(bench: TcpBench) -> None:
 async def test_a_server_without_a_port_says_so(bench: TcpBench) -> None:
     await bench.create()
     bench.listener.port = 0
-    with pytest.raises(TcpUnavailableError, match="takes no direct connections"):
+    with pytest.raises(TcpUnavailableError, match="accepts no TCP connections"):
         await Worker(bench).ask()
 
 
@@ -90,7 +90,7 @@ async def test_a_nonce_that_comes_late_is_none(bench: TcpBench, monkeypatch: pyt
     monkeypatch.setattr(limits, "NONCE_SECONDS", 0.01)
     peer = Worker(bench)
     nonce = (await peer.ask()).nonce
-    with pytest.raises(TcpUnavailableError, match="no connection came"):
+    with pytest.raises(TcpUnavailableError, match="no connection arrived"):
         await peer.stream()
     monkeypatch.setattr(limits, "NONCE_SECONDS", 5.0)
     await peer.connection.open()
@@ -105,7 +105,7 @@ async def test_promises_are_bounded(bench: TcpBench, monkeypatch: pytest.MonkeyP
     waiting = [Worker(bench) for _ in range(2)]
     for one in waiting:
         await one.ask()
-    with pytest.raises(TcpUnavailableError, match="2 connections are awaited"):
+    with pytest.raises(TcpUnavailableError, match="2 connections are already expected"):
         await Worker(bench).ask()
 
 

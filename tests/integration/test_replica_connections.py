@@ -243,7 +243,7 @@ async def test_a_primary_that_stops_within_a_payload_is_cut_off(
     header = Request(shard=0, term=1, update=update(1)).SerializeToString()
     await primary.send_bytes(PREFIX.pack(len(header), 4 * SIZE) + header + bytes(SIZE))
     refused = await primary.refusal()
-    assert isinstance(refused, LimitExceededError) and "the rest of a frame did not come" in refused.message
+    assert isinstance(refused, LimitExceededError) and "the rest of a frame did not arrive" in refused.message
     with pytest.raises(ConnectionError):
         await primary.receive()
 
@@ -287,7 +287,7 @@ async def test_who_shows_another_nonce_is_not_let_in_and_the_stream_ends(
     await primary.dial(bytes(32))
     with pytest.raises(ConnectionError):
         await primary.receive()
-    assert "no connection came" in (await primary.refusal()).message
+    assert "no connection arrived" in (await primary.refusal()).message
 
 
 async def test_messages_of_an_earlier_stream_do_not_count(replicas: Replicas) -> None:

@@ -355,9 +355,9 @@ async def test_calls_come_after_attaching_and_it_comes_once(bench: Bench) -> Non
 async def test_the_stream_is_not_for_calls(bench: Bench) -> None:
     await bench.create()
     peer = await attached(bench)
-    with pytest.raises(InvalidArgumentError, match="go over the connection"):
+    with pytest.raises(InvalidArgumentError, match="over the connection"):
         await peer.ask(peer.pull())
-    with pytest.raises(InvalidArgumentError, match="go over the connection"):  # and the connection is closed
+    with pytest.raises(InvalidArgumentError, match="over the connection"):  # and the connection is closed
         await peer.say()
     await still_serves(bench)
 
@@ -454,7 +454,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     ("size", "seals", "reason"),
     [
         (GradientArena.size(TOTAL, "float32"), 0, "seals"),
-        (4096, SEALS, "has 4096 bytes, and needs 8192"),
+        (4096, SEALS, "has 4096 bytes, but needs 8192"),
         (1 << 20, SEALS, "has 1048576 bytes"),
     ],
     ids=["unsealed", "too small", "too large"],

@@ -187,9 +187,9 @@ class Liar:
     ("lie", "reason"),
     [
         ("nonce", "another nonce"),
-        ("weights", "is not that of"),
-        ("size", "bytes, and needs"),
-        ("silence", "hung up"),
+        ("weights", "does not belong to"),
+        ("size", "bytes, but needs"),
+        ("silence", "closed the connection"),
         ("", ""),
     ],
 )

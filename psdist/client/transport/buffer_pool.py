@@ -148,7 +148,7 @@ class PullTarget:
 
     def _check_differences(self, index: int, size: int, peer: str) -> None:
         if self.held is None or size > 4 * self.slicing.size(index):
-            raise InternalError(f"{peer} sent {size} bytes of differences for slice {index}, which were not asked for")
+            raise InternalError(f"{peer} sent {size} bytes of differences for slice {index}, which were not requested")
 
     def _check_size(self, index: int, size: int, peer: str) -> None:
         wanted = NUMPY_DTYPES[self.dtype].itemsize * self.slicing.size(index)

@@ -89,7 +89,7 @@ class ParametersCreator:
                 view.on_map(convert.map_from_proto(response.map))
             if response.state == pb.CreateParametersResponse.STATE_UPLOAD:
                 if values is None:
-                    raise UnknownParametersError(f"{peer} does not know {spec.name!r} any more: restart the run")
+                    raise UnknownParametersError(f"{peer} no longer knows {spec.name!r}: restart the run")
                 # In a thread, to keep heartbeats running. Values that are not uploaded need not be finite.
                 await in_thread(partial(partition.check_initial, layout, values))
                 await self._upload(spec.name, values, placed)
@@ -116,7 +116,7 @@ class ParametersCreator:
             return
         with self._waits.open(f"for the servers of {name!r} to answer") as wait:
             while reasons := await self._why_unreachable(name):
-                wait.update_reason(f"for {reasons[0]}, before taking part in {name!r}")
+                wait.update_reason(f"for {reasons[0]}, before joining {name!r}")
                 await asyncio.sleep(_RETRY_SECONDS)
                 self._membership.raise_if_expelled(incarnation)
 

@@ -61,7 +61,7 @@ class HeldWeights:
         from psdist.compression import segments
 
         if self._versions.get(index, (-1, 0))[0] != self._asked[index]:
-            raise InternalError(f"{peer} sent differences of slice {index}, of which this worker holds no weights")
+            raise InternalError(f"{peer} sent differences of slice {index}, but this worker holds no weights of it")
         if len(sizes) > DIFFERENCES_MAX or sum(sizes) != payload.size:
             raise InternalError(f"{peer} sent {len(sizes)} differences of {sum(sizes)} bytes in {payload.size} bytes")
         start, stop = self._slicing.bounds(index)

@@ -106,7 +106,7 @@ async def _end_of(call: Any, peer: str) -> PsdistError:
         if is_cancelled():
             raise
         return ServerUnreachableError(f"the stream to {peer} was closed")
-    return InternalError(f"{peer} sent more on the stream than its first answer")
+    return InternalError(f"{peer} sent a second answer on a stream that carries only one")
 
 
 class GrpcCarrier(Carrier):
@@ -209,7 +209,7 @@ class FrameCarrier(Carrier):
         ends: set[asyncio.Future[Any]] = {self.end, self._over}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not self.end.done() and (error := self._over.result()) is not None:
-            raise InternalError(f"what {self._peer} sent cannot be read: {error.message}")
+            raise InternalError(f"{self._peer} sent an invalid message: {error.message}")
         await asyncio.wait({self.end}, timeout=_REASON_SECONDS)
         if not self.end.done():
             raise ServerUnreachableError(f"{self._peer} closed the connection")
@@ -240,7 +240,7 @@ class FrameCarrier(Carrier):
             try:
                 self._on_response(response)
             except Exception as error:  # Only a PsdistError ends the connection.
-                raise as_psdist_error(error, "taking an answer of a replica", log) from None
+                raise as_psdist_error(error, "processing a replica's answer", log) from None
 
     def connection_ended(self, error: PsdistError | None) -> None:
         if not self._over.done():

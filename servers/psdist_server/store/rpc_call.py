@@ -48,8 +48,8 @@ def one_for_each(values: Sequence[int], slices: Sequence[int], what: str) -> Seq
 class CallState(Enum):
     """Progress of a call. It changes in ``asked_all``, and with the last answer."""
 
-    ASKING = "more slices may be asked about"
-    WAITING = "some slices are not answered"
+    ASKING = "more slices may be requested"
+    WAITING = "some slices are unanswered"
     ENDED = "all slices are answered, or the call was refused"
 
 
@@ -246,7 +246,7 @@ class CallTable:
 def fenced(identity: Identity) -> FencedError:
     """Return the error for a worker that the cluster map does not list any more."""
     return FencedError(
-        f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease ended or it was "
-        "replaced; start the worker anew",
+        f"{identity.worker_id} (incarnation {identity.incarnation}) is not a live member: its lease expired or it was "
+        "replaced; restart the worker",
         worker_id=identity.worker_id,
     )

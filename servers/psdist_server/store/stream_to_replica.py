@@ -120,7 +120,7 @@ class StreamToReplica:
     def restart(self) -> None:
         """Reopen the stream, to learn the replica's current state."""
         if self._end is not None and not self._end.done():
-            self._end.set_result(ServerUnreachableError("the stream was opened again"))
+            self._end.set_result(ServerUnreachableError("the stream was reopened"))
 
     def close(self) -> None:
         """End the stream: the replica has no role any more. Confirmations fail, and callers ask the replicas that have
@@ -151,7 +151,7 @@ class StreamToReplica:
             except asyncio.InvalidStateError:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
             except Exception as error:  # Log defects, and keep retrying.
-                self.reason = f"a defect: {error!r}"
+                self.reason = f"internal error: {error!r}"
                 _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
                 delay = _RETRY_MIN_SECONDS if self._ended() else min(_RETRY_MAX_SECONDS, 2 * delay)
@@ -269,7 +269,7 @@ def _carrier_text(name: str, carriers: Collection[str], refused: Mapping[str, st
 def not_primary(number: int) -> StaleEpochError:
     """Return the error for a request that assumes that this server is the primary of a shard."""
     return StaleEpochError(
-        f"this server is not the primary of shard {number} any more: fetch the map, route anew and send again"
+        f"this server is no longer the primary of shard {number}: fetch the map, update the route and resend"
     )
 
 

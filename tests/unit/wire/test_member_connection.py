@@ -77,7 +77,7 @@ async def test_a_name_that_does_not_resolve_yet_is_looked_up_again(
     answer = await connection.register(pb.RegisterRequest(), 60.0, (ServerUnreachableError,), failures.append)
     assert answer.member_id == "worker-0" and not outcomes
     assert "does not resolve: Name or service not known" in failures[0].message
-    assert "no answer of the resolver" in failures[1].message
+    assert "no answer from the resolver" in failures[1].message
 
 
 async def test_a_client_that_closes_while_it_registers_does_not_try_again(

@@ -65,7 +65,7 @@ def _raising(error: Exception) -> dict[str, Handler]:
     ("raised", "arrives", "text"),
     [
         (errors.FencedError("incarnation 3 was expelled"), errors.FencedError, "incarnation 3 was expelled"),
-        (KeyError("a password"), errors.InternalError, "failed: the log of the process"),
+        (KeyError("a password"), errors.InternalError, "failed: see the log"),
     ],
 )
 async def test_errors_arrive_as_statuses(

@@ -133,7 +133,7 @@ def on_answer(request: Request, route: Route, data: bytes) -> str:
             installed = pb.InstallResponse.FromString(data)
             if installed.slices != len(route.slices):
                 raise InternalError(
-                    f"{route.peer} took {installed.slices} of {len(route.slices)} slices of initial values"
+                    f"{route.peer} installed {installed.slices} of {len(route.slices)} slices of initial values"
                 )
             request.on_installed(route.server, route.slices)
     return ""

@@ -167,7 +167,7 @@ class CallConnection(ABC, Generic[CallT]):
             data = await self._call.read()
             error: PsdistError = ServerUnreachableError(f"{self.peer} ended the stream")
             if data is not grpc.aio.EOF:
-                error = InternalError(f"{self.peer} sent more on the stream than its first answer")
+                error = InternalError(f"{self.peer} sent a second answer on a stream that carries only one")
         except grpc.aio.AioRpcError as failure:
             error = attempt_error(status.from_call(failure, self.peer))
         except asyncio.CancelledError:
@@ -177,7 +177,7 @@ class CallConnection(ABC, Generic[CallT]):
     def connection_ended(self, error: PsdistError | None) -> None:
         """End the calls. error: the cause, or None if the server closed the connection."""
         if error is not None:
-            self.break_off(InternalError(f"what {self.peer} sent cannot be read: {error.message}"))
+            self.break_off(InternalError(f"{self.peer} sent an invalid message: {error.message}"))
         else:
             # The server reports the reason on the stream, unless it hangs or is gone.
             reason = ServerUnreachableError(f"{self.peer} closed the connection")
@@ -228,7 +228,7 @@ async def ask(call: Any, request: bytes, peer: str, what: str, unavailable: type
         data = await call.read()
     except grpc.aio.AioRpcError as failure:
         if failure.code() is grpc.StatusCode.UNIMPLEMENTED:
-            raise unavailable(f"{peer} is of a version that has no {what}") from None
+            raise unavailable(f"{peer} runs a version without {what}") from None
         raise status.from_call(failure, peer) from None
     except asyncio.InvalidStateError:
         raise ServerUnreachableError(f"{peer} ended the stream while it was written to") from None

@@ -164,7 +164,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         self._reasons.pop(route.server_id, None)
         if old is not None:
             await old.ended()
-        logger.debug("%r reaches %s by %s", self._entry.spec.name, route.peer, self.name)
+        logger.debug("%r opened a connection to %s over %s", self._entry.spec.name, route.peer, self.name)
 
     def _refuse(self, route: Route, error: PsdistError) -> None:
         """Record that no connection to the route's server is possible."""
@@ -172,11 +172,11 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         if self._required:
             raise type(error)(
                 f"{name!r} cannot reach {route.peer} by the transport {self.name!r}: {error.message}. "
-                "Use transport='auto' to go on by another one",
+                "Use transport='auto' to fall back to another one",
                 server=route.server_id,
             ) from None
         if self._reasons.get(route.server_id) != error.message:
-            logger.info("%r does not reach %s by %s: %s", name, route.peer, self.name, error.message)
+            logger.info("%r opened no connection to %s over %s: %s", name, route.peer, self.name, error.message)
         self._refused.add((route.server_id, route.incarnation))
         self._reasons[route.server_id] = error.message
 

@@ -40,7 +40,7 @@ from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Machines that perform loads in program order, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
-_DETACHED: Final = "the memory was withdrawn from servers, and is shared again with the next push"
+_DETACHED: Final = "the memory was withdrawn from the servers; the next push shares it again"
 
 
 class SharedMemory(NegotiatedTransport[SharedStream]):
@@ -123,7 +123,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     async def _make_arena(self) -> str:
         """Create the arena. Return why that is impossible; empty on success."""
         if not self._stable and platform.machine() not in _ORDERED_MACHINES:
-            return f"weights that change while they are read need a processor of x86-64, not {platform.machine()}"
+            return f"weights that change while they are read require an x86-64 processor, not {platform.machine()}"
         return await self._arena.prepare()
 
     async def _open(self, route: Route) -> None:
@@ -139,7 +139,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             if (detachments, releases) == (self._detachments, self._arena.releases):
                 self._refuse(route, error)
             else:
-                self._reasons[route.server_id] = "the memory was given back while it was offered"
+                self._reasons[route.server_id] = "the memory was released while it was offered"
         except PsdistError as error:  # The data path handles it, and sharing is tried again.
             self._reasons[route.server_id] = f"attaching failed: {error.message}"
         if detachments != self._detachments:

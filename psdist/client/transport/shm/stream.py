@@ -72,7 +72,7 @@ async def attach(
                 # The server sent its file before its answer.
                 await asyncio.wait({exchange}, timeout=fd_passing.HANDOVER_SECONDS)
                 if not exchange.done():
-                    raise SharingUnavailableError(f"{peer} says that it gave its memory, and that did not come")
+                    raise SharingUnavailableError(f"{peer} reported that it sent its memory, which did not arrive")
                 weights, connection = exchange.result()
             finally:
                 exchange.cancel()
@@ -80,7 +80,7 @@ async def attach(
         if attached.nonce != arena.nonce:
             raise SharingUnavailableError(f"{peer} did not map this worker's memory: it answered with another nonce")
         if attached.weights_nonce != weights.nonce:
-            raise SharingUnavailableError(f"the memory that came over the socket is not that of {peer}")
+            raise SharingUnavailableError(f"the memory received over the socket does not belong to {peer}")
         opened.pop_all()
         return weights, connection
 
@@ -91,7 +91,7 @@ async def _exchange(
     try:
         mine = os.dup(arena.fd)  # The arena may be detached and its descriptor number reused.
     except OSError as error:
-        raise SharingUnavailableError(f"the memory is not shared any more: {error.strerror}") from None
+        raise SharingUnavailableError(f"the memory is no longer shared: {error.strerror}") from None
     try:
         fd, connection = await fd_passing.exchange(listener, mine)
     finally:
@@ -231,7 +231,7 @@ class SharedStream(CallConnection[PendingCall]):
         for index, answered, behind in zip(slices, versions, staleness, strict=True):
             version = answered
             if index not in request.progress.pending or index in read:
-                raise InternalError(f"{self.peer} answered slice {index}, which is not asked for")
+                raise InternalError(f"{self.peer} answered slice {index}, which was not requested")
             if target is not None:
                 request.traffic.received += self.slicing.size(index) * ITEM_BYTES[target.dtype]
                 # The vector of all weights may show another server by now.
@@ -241,7 +241,7 @@ class SharedStream(CallConnection[PendingCall]):
                         await asyncio.sleep(0)  # Let heartbeats run: all slices together may be gigabytes.
                 if self.stable and int(self.weights.sequence[index]) != 2 * version:
                     # Written since the answer: this worker slept for longer than its lease.
-                    raise NotMemberError(f"{self.peer} went on from version {version} without this worker")
+                    raise NotMemberError(f"{self.peer} continued from version {version} without this worker")
             read[index] = _ReadSlice(index, version, version > answered, behind, index in ignored)
         return read
 
@@ -281,4 +281,4 @@ class SharedStream(CallConnection[PendingCall]):
             if self.broken is not None:
                 raise again(self.broken)
             await asyncio.sleep(_SPIN_SECONDS)
-        raise ServerUnreachableError(f"{self.peer} does not let slice {index} be read")
+        raise ServerUnreachableError(f"{self.peer} kept slice {index} locked for writing")

@@ -50,7 +50,7 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
 
     async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:
         request = server_pb2.ConnectRequest(identity=self._sender.identity(epoch))
-        data = await ask(call, request.SerializeToString(), route.peer, "direct connections", self.unavailable)
+        data = await ask(call, request.SerializeToString(), route.peer, "TCP connections", self.unavailable)
         answer = server_pb2.ConnectResponse.FromString(data)
         loss = self._view.loss_of(route.server_id, route.incarnation)
         stream = TcpStream(call, route, self._entry.slicing, loss)

@@ -72,11 +72,11 @@ class TcpCall(PendingCall):
         slice that was not requested, and for the wrong size."""
         index = result.slice
         if index not in self.left or index not in self.request.progress.pending:
-            raise InternalError(f"{peer} answered slice {index}, which is not asked for or was answered before")
+            raise InternalError(f"{peer} answered slice {index}, which was not requested or was answered before")
         if self.request.target is not None:
             return self.request.target.memory_for(result, size, peer)
         if size:
-            raise InternalError(f"{peer} sent {size} bytes of weights for slice {index}, which were not asked for")
+            raise InternalError(f"{peer} sent {size} bytes of weights for slice {index}, which were not requested")
         return None
 
     def on_slice(self, result: server_pb2.SliceResult, values: NDArray[Any] | None, peer: str) -> None:

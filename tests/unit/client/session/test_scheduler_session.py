@@ -90,7 +90,7 @@ async def test_another_grpc_server_answers() -> None:
     server = channels.make_server("")
     port = channels.bind(server, "127.0.0.1", 0, False)
     await server.start()
-    with pytest.raises(errors.SchedulerUnreachableError, match="is no psdist scheduler"):
+    with pytest.raises(errors.SchedulerUnreachableError, match="is not a psdist scheduler"):
         await psdist.AsyncClient(f"127.0.0.1:{port}").connect()
     await server.stop(None)
 

@@ -110,5 +110,5 @@ def test_what_cannot_be_added_changes_nothing(sizes: list[int], payload: bytes) 
 
 def test_differences_that_nobody_asked_for_are_refused() -> None:
     target = PullTarget(SLICING, np.zeros(256, np.float32))
-    with pytest.raises(PsdistError, match="were not asked for"):
+    with pytest.raises(PsdistError, match="were not requested"):
         target.write(answer(0, 1, ONE), ONE, PEER)

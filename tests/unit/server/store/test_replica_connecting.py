@@ -139,7 +139,7 @@ async def test_who_gives_a_stream_up_waits_for_nothing(ports: dict[str, int], st
             stream.restart()
             async with asyncio.timeout(60):
                 await peer.ended.wait()
-            assert stream.reason in ("", "the stream was opened again")
+            assert stream.reason in ("", "the stream was reopened")
         stream.close()
         async with asyncio.timeout(60):
             await asyncio.gather(stream.task, return_exceptions=True)

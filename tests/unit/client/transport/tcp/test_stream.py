@@ -217,7 +217,7 @@ async def test_a_loss_ends_all_calls(setup: Setup) -> None:
 @pytest.mark.parametrize(
     ("index", "payload", "words"),
     [
-        (11, b"", "slice 11, which is not asked for"),
+        (11, b"", "slice 11, which was not requested"),
         (0, bytes(44), "sent 44 bytes for slice 0, which has 40"),
         (0, b"", "sent 0 bytes for slice 0, which has 40"),
     ],
@@ -235,7 +235,7 @@ async def test_a_second_answer_for_a_slice_ends_the_connection(setup: Setup) -> 
     pushing = setup.push()
     await setup.run()
     setup.receive(setup.answer(0) + setup.answer(0))
-    with pytest.raises(InternalError, match="slice 0, which is not asked for or was answered before"):
+    with pytest.raises(InternalError, match="slice 0, which was not requested or was answered before"):
         await pushing
 
 
