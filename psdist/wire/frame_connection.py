@@ -2,14 +2,20 @@
 
 A frame is a prefix (header and payload length, 4 bytes each, little-endian), a header, and a payload. The receiver
 inspects the header and returns the buffer that the payload belongs in; the payload is then read straight into it.
-Prefixes and headers are read ahead into a small buffer, which keeps the number of reads per frame low.
+Prefixes and headers are read ahead into a small buffer, which keeps the number of reads per frame low. On a connection
+without payloads the prefix is the header length alone.
+
+Frames are delivered from the event loop's own callback, without a task. This keeps the latency of small calls low.
 
 Payloads are sent from the caller's memory. It is borrowed until ``is_sending`` is false or ``abort`` is called.
 
 Invariants: Lengths are checked before anything is allocated. Frames are delivered whole, once, in order, and never
 after the connection ends. ``connection_ended`` is called exactly once, unless this side closed the connection.
 
-Headers are interpreted by ``tcp_service`` (server) and ``client.transport.tcp.stream`` (client).
+A TCP connection whose packets are lost ends with an error, even while its gRPC stream is fine: a firewall may drop a
+single port. At the end that sets ``ends_stalls``, so does a connection that makes no progress.
+
+Headers are interpreted by the subclasses of ``MessageReceiver``.
 """
 
 from __future__ import annotations
@@ -18,14 +24,19 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from contextlib import suppress
-from typing import Final, Protocol, cast
+from typing import Final, Generic, Protocol, TypeVar, cast
 
-from psdist.errors import ClosedError, InternalError, LimitExceededError, PsdistError
-from psdist.wire import limits
+from google.protobuf.message import Message
+
+from psdist.errors import ClosedError, InternalError, InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.wire import frames, limits
+
+M = TypeVar("M", bound=Message)
 
 PREFIX: Final = struct.Struct("<II")
+_LENGTH_BYTES: Final = 4
 #: Read-ahead bytes are copied, so keep this just large enough for headers.
 _READ_AHEAD_BYTES: Final = 16 << 10
 #: Write-queue size at which ``drain`` starts to wait. Under uvloop the queue references payloads instead of copying
@@ -59,12 +70,44 @@ class FrameReceiver(Protocol):
         """Called once when the connection ends. error: the cause, or None if the peer closed it."""
 
 
-class FrameReader:
-    """Split a byte stream into frames for ``receiver``. header_bytes: length limit for headers."""
+class MessageReceiver(ABC, Generic[M]):
+    """Consumer of frames whose headers are messages of type ``message_type``."""
 
-    def __init__(self, receiver: FrameReceiver, header_bytes: int) -> None:
+    message_type: type[M]
+    #: Latest message.
+    message: M
+
+    @abstractmethod
+    def on_message(self, message: M) -> None:
+        """Process a message, whose payload is complete."""
+
+    @abstractmethod
+    def connection_ended(self, error: PsdistError | None) -> None:
+        """See ``FrameReceiver``."""
+
+    def payload_buffer(self, message: M, size: int) -> memoryview:
+        """Return a buffer for the payload of a message, which has none by default."""
+        if size:
+            raise InvalidArgumentError(f"a payload of {size} bytes that belongs to no slice")
+        return _NOTHING
+
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        """See ``FrameReceiver``."""
+        self.message = frames.parse(self.message_type, header)
+        return self.payload_buffer(self.message, size)
+
+    def end_frame(self) -> None:
+        """See ``FrameReceiver``."""
+        self.on_message(self.message)
+
+
+class FrameReader:
+    """Split a byte stream into frames for ``receiver``. Other arguments as for ``FrameConnection``."""
+
+    def __init__(self, receiver: FrameReceiver, header_bytes: int, *, has_payloads: bool = True) -> None:
         self.receiver = receiver
         self.header_bytes = header_bytes
+        self.prefix_bytes = PREFIX.size if has_payloads else _LENGTH_BYTES
         self.is_held = False
         #: True between a frame's prefix and its last byte.
         self.is_within_frame = False
@@ -100,7 +143,7 @@ class FrameReader:
 
     def deliver(self) -> None:
         """Deliver the buffered bytes, unless on hold. Raises as ``buffer_updated``."""
-        while not self.is_held and self._advance():
+        while not self.is_held and (self._fill() if self.is_within_frame else self._begin()):
             pass
 
     def discard_payload(self) -> None:
@@ -108,10 +151,33 @@ class FrameReader:
         if self.is_within_frame and self._header is None:
             self._target = memoryview(bytearray(len(self._target)))
 
-    def _advance(self) -> bool:
-        """Consume the next part of a frame. Returns False if it has not arrived yet."""
-        if not self.is_within_frame:
-            return self._begin()
+    def _begin(self) -> bool:
+        """Consume a prefix, and the header if it is complete. Returns False if the prefix is not."""
+        start = self._start
+        begin = start + self.prefix_bytes
+        if begin > self._stop:
+            return False
+        header_bytes = int.from_bytes(self._ahead[start : start + _LENGTH_BYTES], "little")
+        self._payload_bytes = int.from_bytes(self._ahead[start + _LENGTH_BYTES : begin], "little")
+        if header_bytes > self.header_bytes:
+            raise LimitExceededError(f"a header of {header_bytes} bytes is longer than {self.header_bytes}")
+        if self._payload_bytes > limits.DATA_MESSAGE_BYTES:
+            raise LimitExceededError(
+                f"a payload of {self._payload_bytes} bytes is longer than {limits.DATA_MESSAGE_BYTES}"
+            )
+        self.is_within_frame = True
+        end = begin + header_bytes
+        if end <= self._stop:
+            self._start = end
+            self._begin_payload(bytes(self._ahead[begin:end]))
+        else:
+            self._start = begin
+            self._header = bytearray(header_bytes)
+            self._target, self._filled = memoryview(self._header), 0
+        return True
+
+    def _fill(self) -> bool:
+        """Complete the header or payload being received. Returns False if it has not arrived yet."""
         if missing := len(self._target) - self._filled:
             count = min(missing, self._stop - self._start)
             self._target[self._filled : self._filled + count] = self._ahead[self._start : self._start + count]
@@ -119,36 +185,49 @@ class FrameReader:
             if count < missing:
                 return False
         if self._header is not None:
-            header, self._header = bytes(self._header), None
-            self._target, self._filled = self.receiver.begin_frame(header, self._payload_bytes), 0
-            if len(self._target) != self._payload_bytes:
-                raise InternalError(f"{len(self._target)} bytes of memory for a payload of {self._payload_bytes}")
+            self._begin_payload(bytes(self._header))
         else:
-            self._target, self.is_within_frame = _NOTHING, False
-            self.receiver.end_frame()
+            self._end_frame()
         return True
 
-    def _begin(self) -> bool:
-        if self._stop - self._start < PREFIX.size:
-            return False
-        header_bytes, self._payload_bytes = PREFIX.unpack_from(self._ahead, self._start)
-        if header_bytes > self.header_bytes:
-            raise LimitExceededError(f"a header of {header_bytes} bytes is longer than {self.header_bytes}")
-        if self._payload_bytes > limits.DATA_MESSAGE_BYTES:
-            raise LimitExceededError(
-                f"a payload of {self._payload_bytes} bytes is longer than {limits.DATA_MESSAGE_BYTES}"
-            )
-        self._start += PREFIX.size
-        self._header = bytearray(header_bytes)
-        self._target, self._filled, self.is_within_frame = memoryview(self._header), 0, True
-        return True
+    def _begin_payload(self, header: bytes) -> None:
+        self._header = None
+        self._target, self._filled = self.receiver.begin_frame(header, self._payload_bytes), 0
+        if len(self._target) != self._payload_bytes:
+            raise InternalError(f"{len(self._target)} bytes of memory for a payload of {self._payload_bytes}")
+        if not self._payload_bytes:
+            self._end_frame()
+
+    def _end_frame(self) -> None:
+        self._target, self.is_within_frame = _NOTHING, False
+        self.receiver.end_frame()
 
 
 class FrameConnection(asyncio.BufferedProtocol):
-    """One end of a connection. header_bytes: length limit for headers."""
+    """One end of a connection.
 
-    def __init__(self, receiver: FrameReceiver, header_bytes: int = limits.SHARED_MESSAGE_BYTES) -> None:
-        self._reader = FrameReader(receiver, header_bytes)
+    header_bytes: length limit for headers.
+    has_payloads: False if frames are headers alone.
+    waits_for_reader: stop receiving while the peer does not read, so that it cannot make this process queue more and
+        more answers. Set it at one end only; with both ends waiting, the connection deadlocks.
+    ends_stalls: end the connection if a frame stops halfway, or the peer does not read, for ``limits.STALL_SECONDS``.
+    """
+
+    def __init__(
+        self,
+        receiver: FrameReceiver,
+        header_bytes: int = limits.SHARED_MESSAGE_BYTES,
+        *,
+        has_payloads: bool = True,
+        waits_for_reader: bool = False,
+        ends_stalls: bool = False,
+    ) -> None:
+        self._reader = FrameReader(receiver, header_bytes, has_payloads=has_payloads)
+        self._waits_for_reader = waits_for_reader
+        self._ends_stalls = ends_stalls
+        #: Watchdogs; None while they do not run.
+        self._path_timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._transport: asyncio.Transport | None = None
         self._holds = 0
         #: Bytes received since the event loop last ran other callbacks.
@@ -159,20 +238,27 @@ class FrameConnection(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         #: Number of bytes received, and of times that the peer did not keep up reading.
-        self.received = 0
-        self.paused = 0
+        self._received = 0
+        self._paused = 0
 
-    def hand_over(self, receiver: FrameReceiver, header_bytes: int = limits.SHARED_MESSAGE_BYTES) -> None:
-        """Deliver subsequent frames to another receiver."""
-        self._reader.receiver, self._reader.header_bytes = receiver, header_bytes
+    async def open(self, connected: socket.socket) -> None:
+        """Take over a connected Unix socket."""
+        await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connected)
+
+    def set_receiver(self, receiver: FrameReceiver) -> None:
+        """Deliver subsequent frames to another receiver, with headers of the usual length."""
+        self._reader.receiver, self._reader.header_bytes = receiver, limits.SHARED_MESSAGE_BYTES
 
     def send(self, header: bytes, payload: memoryview = _NOTHING) -> None:
         """Send a frame in one write, with the frames queued by ``send_soon``. The payload's memory must not change
         while ``is_sending``. Does nothing after the end."""
         if self._transport is not None:
-            turn, self._turn = self._turn, []
-            head = PREFIX.pack(len(header), payload.nbytes) + header
-            self._transport.writelines([*turn, head, payload] if payload.nbytes else [*turn, head])
+            head = self._head(header, payload.nbytes)
+            if self._turn or payload.nbytes:
+                turn, self._turn = self._turn, []
+                self._transport.writelines([*turn, head, payload] if payload.nbytes else [*turn, head])
+            else:
+                self._transport.write(head)
 
     def send_soon(self, header: bytes) -> None:
         """Queue a frame without payload. It is sent with the next payload frame, or at the end of this loop iteration,
@@ -180,7 +266,10 @@ class FrameConnection(asyncio.BufferedProtocol):
         if self._transport is not None:
             if not self._turn:
                 asyncio.get_running_loop().call_soon(self._send_turn)
-            self._turn.append(PREFIX.pack(len(header), 0) + header)
+            self._turn.append(self._head(header, 0))
+
+    def _head(self, header: bytes, payload_bytes: int) -> bytes:
+        return PREFIX.pack(len(header), payload_bytes)[: self._reader.prefix_bytes] + header
 
     def _send_turn(self) -> None:
         turn, self._turn = self._turn, []
@@ -215,11 +304,6 @@ class FrameConnection(asyncio.BufferedProtocol):
         in_vain = max(retransmits, probes) >= _RETRANSMITS
         return bool(in_vain and since_acknowledged_ms > 1e3 * limits.KEEPALIVE_SECONDS)
 
-    @property
-    def is_within_frame(self) -> bool:
-        """True between a frame's prefix and its last byte."""
-        return self._reader.is_within_frame
-
     def hold(self) -> None:
         """Pause receiving. Holds nest: each needs its own ``release``."""
         self._holds += 1
@@ -233,7 +317,10 @@ class FrameConnection(asyncio.BufferedProtocol):
         if self._holds == 0 and self._transport is not None:
             self._reader.is_held = False
             self._transport.resume_reading()
-            self._received(self._reader.deliver)
+            try:
+                self._reader.deliver()
+            except PsdistError as error:
+                self._end(error)
 
     def discard_payload(self) -> None:
         """Redirect the rest of the current payload to scratch memory. The receiver's buffer is not written to again."""
@@ -243,8 +330,11 @@ class FrameConnection(asyncio.BufferedProtocol):
         """Close immediately and release all borrowed payload memory."""
         self._closed = self._reader.is_held = True
         # Break the reference cycle with the receiver.
-        self._reader.receiver = _Nobody()
+        self._reader.receiver = _DiscardingReceiver()
         self._writable.set()
+        for timer in (self._path_timer, self._stall_timer):
+            if timer is not None:
+                timer.cancel()
         if self._transport is not None:
             if self.is_sending:
                 _shut_down(self._transport)
@@ -258,7 +348,10 @@ class FrameConnection(asyncio.BufferedProtocol):
             transport.close()
             return
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(_QUEUED_BYTES)
+        if self._reader.prefix_bytes == PREFIX.size:
+            self._transport.set_write_buffer_limits(_QUEUED_BYTES)
+        if self._ends_stalls:
+            self._check_stall(-1, -1)
         connected = transport.get_extra_info("socket")
         if connected.family == socket.AF_UNIX:
             return
@@ -266,13 +359,17 @@ class FrameConnection(asyncio.BufferedProtocol):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEPALIVE.items():
             connected.setsockopt(socket.IPPROTO_TCP, option, value)
+        self._check_path()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._reader.get_buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.received += nbytes
-        self._received(lambda: self._reader.buffer_updated(nbytes))
+        self._received += nbytes
+        try:
+            self._reader.buffer_updated(nbytes)
+        except PsdistError as error:
+            self._end(error)
         self._in_turn += nbytes
         if self._in_turn >= _TURN_BYTES:
             self._in_turn = 0
@@ -280,22 +377,20 @@ class FrameConnection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self.release)
 
     def pause_writing(self) -> None:
-        self.paused += 1
+        self._paused += 1
         self._writable.clear()
+        if self._waits_for_reader:
+            self.hold()
 
     def resume_writing(self) -> None:
         self._writable.set()
+        if self._waits_for_reader:
+            self.release()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(None)
 
     # --- helpers ------------------------------------------------------------------------------------------------------
-
-    def _received(self, deliver: Callable[[], None]) -> None:
-        try:
-            deliver()
-        except PsdistError as error:
-            self._end(error)
 
     def _end(self, error: PsdistError | None) -> None:
         if not self._closed:
@@ -303,58 +398,20 @@ class FrameConnection(asyncio.BufferedProtocol):
             self.abort()
             receiver.connection_ended(error)
 
-
-class StallTimer:
-    """Watchdog for a connection that makes no progress: a frame that stopped halfway, or output that the peer does not
-    read, for ``limits.STALL_SECONDS``. Fires at most once."""
-
-    def __init__(self, connection: FrameConnection, stalled: Callable[[PsdistError], None]) -> None:
-        self._connection = connection
-        self._stalled = stalled
-        self._look(-1, -1)
-
-    def _look(self, received: int, paused: int) -> None:
+    def _check_stall(self, received: int, paused: int) -> None:
         """received, paused: counters at the previous check."""
-        connection = self._connection
-        self._timer = asyncio.get_running_loop().call_later(
-            # A connection that fills up later has paused once more by then.
-            limits.STALL_SECONDS, self._look, connection.received, connection.paused if connection.is_full else -1
-        )  # fmt: skip
-        if connection.is_within_frame and connection.received == received:
-            self._stop(f"the rest of a frame did not arrive within {limits.STALL_SECONDS:g} s")
-        elif connection.is_full and connection.paused == paused:
-            self._stop(f"answers were not read for {limits.STALL_SECONDS:g} s")
+        # A connection that fills up later has paused once more by then.
+        counters = self._received, self._paused if self.is_full else -1
+        self._stall_timer = asyncio.get_running_loop().call_later(limits.STALL_SECONDS, self._check_stall, *counters)
+        if self._reader.is_within_frame and self._received == received:
+            self._end(LimitExceededError(f"the rest of a frame did not arrive within {limits.STALL_SECONDS:g} s"))
+        elif self.is_full and self._paused == paused:
+            self._end(LimitExceededError(f"answers were not read for {limits.STALL_SECONDS:g} s"))
 
-    def _stop(self, reason: str) -> None:
-        self.cancel()
-        self._stalled(LimitExceededError(reason))
-
-    def cancel(self) -> None:
-        """Stop watching: the connection has ended."""
-        self._timer.cancel()
-
-
-class PathTimer:
-    """Watchdog for a connection whose packets are lost while its gRPC stream is fine: a firewall may drop a single
-    port. Calls ``cut_off`` with an error, at most once."""
-
-    def __init__(self, connection: FrameConnection, cut_off: Callable[[PsdistError], None]) -> None:
-        self._connection = connection
-        self._cut_off = cut_off
-        self._schedule()
-
-    def _schedule(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(limits.KEEPALIVE_SECONDS, self._look)
-
-    def _look(self) -> None:
-        if self._connection.is_cut_off:
-            self._cut_off(ClosedError("no packets arrive on the TCP connection: using a new one, or gRPC"))
-        else:
-            self._schedule()
-
-    def cancel(self) -> None:
-        """Stop watching: the connection has ended."""
-        self._timer.cancel()
+    def _check_path(self) -> None:
+        self._path_timer = asyncio.get_running_loop().call_later(limits.KEEPALIVE_SECONDS, self._check_path)
+        if self.is_cut_off:
+            self._end(ClosedError("no packets arrive on the TCP connection: using a new one, or gRPC"))
 
 
 def _shut_down(transport: asyncio.Transport) -> None:
@@ -364,7 +421,7 @@ def _shut_down(transport: asyncio.Transport) -> None:
         same.shutdown(socket.SHUT_RDWR)
 
 
-class _Nobody:
+class _DiscardingReceiver:
     """Receiver of a closed connection: discards everything."""
 
     def begin_frame(self, header: bytes, size: int) -> memoryview:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +30,7 @@ from psdist.errors import (
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits, status
+from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
@@ -85,11 +86,16 @@ class StreamCall(Call):
             self.stream.call_ended(self)
 
 
-class CallStream(ABC):
+class CallStream(MessageReceiver[server_pb2.ShareRequest]):
     """Unfinished calls of one worker on one connection. identity: of the worker, as it was admitted."""
+
+    message_type = server_pb2.ShareRequest
 
     def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
         self.store = store
+        #: Without effect until ``connected`` replaces it.
+        self.connection = FrameConnection(self)
+        self.is_connected = False
         #: Done when the connection has ended. Result: the error that ended it, or None.
         self.over: asyncio.Future[PsdistError | None] = asyncio.get_running_loop().create_future()
         #: Calls that are not answered yet, or whose answer is not sent.
@@ -103,27 +109,24 @@ class CallStream(ABC):
         #: Admission of a call that waits for a map or for confirmations. Later calls wait, too.
         self._admitting: asyncio.Task[None] | None = None
 
-    def fenced(self) -> None:  # noqa: B027 - readers of shared memory receive nothing
+    def fenced(self) -> None:
         """Stop sending: the worker is fenced."""
 
     # --- connection ---------------------------------------------------------------------------------------------------
 
-    @abstractmethod
+    def connected(self, connection: FrameConnection) -> None:
+        """Take over the connection. Frames arrive from now on."""
+        self.connection, self.is_connected = connection, True
+        self.store.readers.add(self)
+
     def send(self, response: server_pb2.ShareResponse) -> None:
         """Send a message."""
+        self.connection.send(response.SerializeToString())
 
-    @abstractmethod
-    def hold(self) -> None:
-        """Pause receiving until ``release``."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """End a ``hold``."""
-
-    @property
-    @abstractmethod
-    def is_full(self) -> bool:
-        """True if the worker is not reading fast enough to keep the write queue short."""
+    def connection_ended(self, error: PsdistError | None) -> None:
+        """See ``FrameReceiver``."""
+        if not self.over.done():
+            self.over.set_result(error)
 
     # --- payloads -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +135,7 @@ class CallStream(ABC):
         """Accept a push whose header and slices are valid, or expect its payloads. bases: base version of each
         slice."""
 
-    def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:  # noqa: B027 - shared memory waits for all
+    def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
         """Handle the answer of one slice."""
 
     @abstractmethod
@@ -140,12 +143,12 @@ class CallStream(ABC):
         """Report the result of a call to its worker, then call ``end_call``. All slices are answered, or the call
         failed."""
 
-    def payload_released(self, call: StreamCall) -> None:  # noqa: B027 - shared memory holds none
+    def payload_released(self, call: StreamCall) -> None:
         """Handle the release of a push's payload."""
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    def on_request(self, request: server_pb2.ShareRequest) -> None:
+    def on_message(self, request: server_pb2.ShareRequest) -> None:
         """Process a request. Raises InvalidArgumentError if the request names no call that could fail instead, and
         LimitExceededError for too many calls."""
         self._server.admission.heard(self._identity)
@@ -169,7 +172,7 @@ class CallStream(ABC):
         if self._is_admitted(sender) and not (not is_push and self._needs_confirm(request.pull)):
             self._carry_out(call, request)
         else:
-            self.hold()
+            self.connection.hold()
             self._admitting = asyncio.create_task(self._admit(call, sender, request))
 
     def _is_admitted(self, sender: server_pb2.Identity) -> bool:
@@ -201,7 +204,7 @@ class CallStream(ABC):
             if call.call_id in self.calls:  # Otherwise it was cancelled.
                 self._carry_out(call, request)
         finally:
-            self.release()
+            self.connection.release()
 
     async def _check_sender(self, sender: server_pb2.Identity) -> None:
         identity, mine = convert.identity_from_proto(sender), self._identity
@@ -246,7 +249,7 @@ class CallStream(ABC):
         for index in pull.slices:
             self.store.router.pull(call, index, pull.min_version)
 
-    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:  # noqa: B027 - none over shared memory
+    def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
         """Read fields of a pull that depend on the service. Raises InvalidArgumentError for an unknown dtype."""
 
     def _check_slices(self, call: StreamCall, slices: Sequence[int]) -> None:
@@ -278,7 +281,7 @@ class CallStream(ABC):
         call.note_wait("")
         if len(call.answers) == answered and call.state is not CallState.ENDED:
             reason = call.note_wait(self._server.waiting_for(call) or _own_wait(call))
-            if not self.is_full:
+            if not self.connection.is_full:
                 self.send(server_pb2.ShareResponse(call_id=call.call_id, waiting_for=reason))
         self._report_later(call)
 
@@ -294,7 +297,10 @@ class CallStream(ABC):
             self._server.cancel_call(call)
 
     def end(self) -> None:
-        """End all calls."""
+        """Close the connection and end its calls."""
+        self.connection.abort()
+        if self.is_connected:
+            self.store.readers.remove(self)
         if self._admitting is not None:
             self._admitting.cancel()
         for call in list(self.calls.values()):

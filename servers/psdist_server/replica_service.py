@@ -28,7 +28,7 @@ from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableE
 from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, fd_passing, frames, limits
-from psdist.wire.frame_connection import FrameConnection, StallTimer
+from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 from psdist.wire.frames import Frame
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import PAGE, GradientArena
@@ -73,8 +73,10 @@ class ReplicaService:
             stream.answers.put_nowait(None)
 
 
-class StreamFromPrimary:
+class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
     """One stream, and the connection beside it if there is one. The other end is ``StreamToReplica``."""
+
+    message_type = pb.ReplicateRequest
 
     def __init__(self, server: ParameterServer, listener: TcpListener) -> None:
         #: Messages for the gRPC stream. None and errors end it.
@@ -85,12 +87,10 @@ class StreamFromPrimary:
         self._store: ParameterStore | None = None
         self._connection: FrameConnection | None = None
         self._connected = asyncio.Event()
-        self._stall_timer: StallTimer | None = None
         self._arena: GradientArena | None = None
         #: Unsent acknowledgements, by shard.
         self._acks: dict[int, pb.ReplicateResponse] = {}
-        #: Frame being received: its message and payload.
-        self._message = pb.ReplicateRequest()
+        #: Payload of the frame being received.
         self._payload = _NOTHING
         #: Admission of a newer hello on the connection.
         self._admitting: asyncio.Task[None] | None = None
@@ -168,9 +168,8 @@ class StreamFromPrimary:
         except BaseException:  # Includes cancellation.
             handed.close()
             raise
-        connection = self._connection = FrameConnection(self)
-        await loop.create_unix_connection(lambda: connection, sock=handed)
-        self._stall_timer = StallTimer(connection, self.connection_ended)
+        self._connection = FrameConnection(self, ends_stalls=True)
+        await self._connection.open(handed)
         self._arena = arena
 
     async def _connect(self, reason: str) -> None:
@@ -187,8 +186,6 @@ class StreamFromPrimary:
         """Close the connection after the gRPC stream has ended."""
         if self._admitting is not None:
             self._admitting.cancel()
-        if self._stall_timer is not None:
-            self._stall_timer.cancel()
         if self._connection is not None:
             self._connection.abort()
         self._arena = None  # Pending updates still refer to its memory.
@@ -227,13 +224,11 @@ class StreamFromPrimary:
     def connected(self, connection: FrameConnection) -> None:
         """See ``Promised``."""
         self._connection = connection
-        self._stall_timer = StallTimer(connection, self.connection_ended)
         self._connected.set()
         self._send(pb.ReplicateResponse(opened=pb.Opened()))
 
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
-        """See ``FrameReceiver``."""
-        self._message = message = frames.parse(pb.ReplicateRequest, header)
+    def payload_buffer(self, message: pb.ReplicateRequest, size: int) -> memoryview:
+        """See ``MessageReceiver``."""
         self._payload = _NOTHING
         kind = message.WhichOneof("kind")
         if kind not in ("update", "state"):
@@ -276,9 +271,9 @@ class StreamFromPrimary:
             raise InvalidArgumentError(f"slice {index} of {slicing.count}")
         return slicing.size(index)
 
-    def end_frame(self) -> None:
-        """See ``FrameReceiver``."""
-        message, payload, self._payload = self._message, self._payload, _NOTHING
+    def on_message(self, message: pb.ReplicateRequest) -> None:
+        """See ``MessageReceiver``."""
+        payload, self._payload = self._payload, _NOTHING
         if message.WhichOneof("kind") == "hello":
             assert self._connection is not None
             self._connection.hold()

@@ -1,9 +1,9 @@
 """Share stream: pushes and pulls of a worker on this host, without sending payloads.
 
 The only request on the stream attaches: the worker's gradient arena and this server's weights arena are exchanged
-(``psdist.wire.fd_passing``). The socket used for the exchange carries the calls (``psdist.wire.framed_socket``). Each
-message on it is a call with payloads in the arenas. All slices of a call are passed to the shard machines when it is
-read, and one message answers the call once all of them are answered.
+(``psdist.wire.fd_passing``). The socket used for the exchange carries the calls (``psdist.wire.frame_connection``).
+Each message on it is a call with payloads in the arenas. All slices of a call are passed to the shard machines when it
+is read, and one message answers the call once all of them are answered.
 
 Invariants: An attachment ends with its stream or its socket, whichever ends first. Its calls end too, but their
 contributions stay: the machines hold views of the arena, and the mapping lasts as long as the views.
@@ -24,7 +24,7 @@ from psdist.errors import InvalidArgumentError, SharingUnavailableError
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert, fd_passing, frames
-from psdist.wire.framed_socket import FramedSocket
+from psdist.wire.frame_connection import FrameConnection
 from psdist.wire.shm import GradientArena
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.server import ParameterServer
@@ -93,28 +93,12 @@ class ShmCallStream(CallStream):
     def __init__(self, server: ParameterServer, attachment: _Attachment) -> None:
         super().__init__(server, attachment.identity, attachment.store)
         self._attachment = attachment
-        self._socket = FramedSocket(self._on_message, self.over.set_result, waits_for_reader=True)
 
-    async def open(self, connection: socket.socket) -> None:
+    async def open(self, connected: socket.socket) -> None:
         """Start receiving calls."""
-        await self._socket.open(connection)
-        self.store.readers.add(self)
-
-    def _on_message(self, data: bytes) -> None:
-        self.on_request(frames.parse(server_pb2.ShareRequest, data))
-
-    def send(self, response: server_pb2.ShareResponse) -> None:
-        self._socket.send(response.SerializeToString())
-
-    def hold(self) -> None:
-        self._socket.hold()
-
-    def release(self) -> None:
-        self._socket.release()
-
-    @property
-    def is_full(self) -> bool:
-        return self._socket.is_full
+        connection = FrameConnection(self, has_payloads=False, waits_for_reader=True)
+        await connection.open(connected)
+        self.connected(connection)
 
     def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
         if call.is_encoded:
@@ -141,12 +125,6 @@ class ShmCallStream(CallStream):
             elements = sum(self.store.dense.slicing.size(answer.index) for answer in call.answers)
             counters = self.store.counters.of(call.identity.worker_id)
             counters.pull_bytes += elements * ITEM_BYTES[call.wanted.dtype]
-
-    def end(self) -> None:
-        """End the attachment and its calls."""
-        self.store.readers.remove(self)
-        self._socket.close()
-        super().end()
 
 
 def _answers(call: StreamCall) -> server_pb2.ShareResponse:

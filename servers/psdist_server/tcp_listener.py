@@ -24,9 +24,9 @@ import structlog
 from psdist import addresses
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, TcpUnavailableError
 from psdist.v1 import server_pb2
-from psdist.wire import frames, limits
+from psdist.wire import limits
 from psdist.wire.backoff import LogPacer
-from psdist.wire.frame_connection import FrameConnection, FrameReceiver
+from psdist.wire.frame_connection import FrameConnection, FrameReceiver, MessageReceiver
 
 _log = structlog.get_logger("psdist.server")
 
@@ -105,7 +105,7 @@ class TcpListener:
         if stream is None:
             raise InvalidArgumentError("the nonce is wrong, used before, or expired: request another one")
         self.forget(unidentified)
-        unidentified.connection.hand_over(stream)
+        unidentified.connection.set_receiver(stream)
         stream.connected(unidentified.connection)
 
     def note_stranger(self, reason: str) -> None:
@@ -127,25 +127,24 @@ def _listening_socket(address: str, port: int) -> socket.socket:
     return socket.create_server((address, port), family=family)
 
 
-class _Unidentified:
+class _Unidentified(MessageReceiver[server_pb2.ShareRequest]):
     """Connection that has not shown its nonce."""
 
+    message_type = server_pb2.ShareRequest
+
     def __init__(self, listener: TcpListener) -> None:
-        self.connection = FrameConnection(self, limits.OPENING_BYTES)
+        self.connection = FrameConnection(self, limits.OPENING_BYTES, ends_stalls=True)
         self._listener = listener
-        self._header = b""
         self._timer = asyncio.get_running_loop().call_later(
             limits.NONCE_SECONDS, self.cut_off, f"no nonce arrived within {limits.NONCE_SECONDS:g} s"
         )
 
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
+    def payload_buffer(self, request: server_pb2.ShareRequest, size: int) -> memoryview:
         if size:
             raise InvalidArgumentError(f"the first frame of a connection has a payload of {size} bytes: send the nonce")
-        self._header = header
         return memoryview(b"")
 
-    def end_frame(self) -> None:
-        request = frames.parse(server_pb2.ShareRequest, self._header)
+    def on_message(self, request: server_pb2.ShareRequest) -> None:
         if request.WhichOneof("kind") != "open" or request.call_id != 0:
             raise InvalidArgumentError("the first frame of a connection must be open, with call_id 0")
         self._listener.identify(self, request.open.nonce)

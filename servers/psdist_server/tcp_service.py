@@ -30,7 +30,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError,
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection, PathTimer, StallTimer
+from psdist.wire.frame_connection import FrameConnection
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.kernels.arrays import Gradient
@@ -77,41 +77,34 @@ class TcpCallStream(CallStream):
     def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
         super().__init__(server, identity, store)
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._connection: FrameConnection | None = None
-        #: Frame being received: its request, and the gradient in its payload.
-        self._request = server_pb2.ShareRequest()
+        #: Gradient in the frame being received.
         self._values: Gradient | None = None
         #: Unsent answers in order; None marks the end of a call.
         self._answers: asyncio.Queue[tuple[StreamCall, SliceAnswer | None]] = asyncio.Queue()
         self._sender: asyncio.Task[None] | None = None
-        self._timers: tuple[StallTimer | PathTimer, ...] = ()
 
     def connected(self, connection: FrameConnection) -> None:
-        self._connection = connection
-        self.store.readers.add(self)
+        super().connected(connection)
         self._sender = asyncio.create_task(self._send_answers(connection))
         self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
-        self._timers = (
-            StallTimer(connection, self.connection_ended),
-            PathTimer(connection, self.connection_ended),
-        )
 
-    # --- connection callbacks -----------------------------------------------------------------------------------------
+    def fenced(self) -> None:
+        self.connection.abort()  # Queued payloads may refer to memory that other updates now overwrite.
+        self.connection_ended(fenced(self._identity))
 
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
-        self._request = request = frames.parse(server_pb2.ShareRequest, header)
-        self._values = None
+    # --- payloads -----------------------------------------------------------------------------------------------------
+
+    def payload_buffer(self, request: server_pb2.ShareRequest, size: int) -> memoryview:
         if request.WhichOneof("kind") != "slice":
-            if size:
-                raise InvalidArgumentError(f"a payload of {size} bytes that belongs to no slice")
-            return memoryview(b"")
+            return super().payload_buffer(request, size)
         call = self.calls.get(request.call_id)
         if call is None or call.state is CallState.ENDED:
             if request.call_id > self._last_id:
                 raise InvalidArgumentError(
                     f"slice {request.slice.slice} is of call {request.call_id}, which has not started"
                 )
+            self._values = None
             return memoryview(bytearray(size))  # Sent before the worker knew that the call had ended.
         self._values = self._memory_for(call, request.slice.slice, size)
         return self._values.view(np.uint8).data
@@ -138,12 +131,11 @@ class TcpCallStream(CallStream):
             )
         return np.empty(elements, dtype)
 
-    def end_frame(self) -> None:
-        request, values = self._request, self._values
+    def on_message(self, request: server_pb2.ShareRequest) -> None:
         if request.WhichOneof("kind") != "slice":
-            self.on_request(request)
+            super().on_message(request)
             return
-        self._values = None
+        values, self._values = self._values, None
         call = self.calls.get(request.call_id)
         if values is None or call is None or not call.coming:
             return  # The call has ended.
@@ -151,34 +143,6 @@ class TcpCallStream(CallStream):
         self._take(call, index, base, values)
         if not call.coming and call.state is CallState.ASKING:
             call.asked_all()
-
-    def fenced(self) -> None:
-        if self._connection is not None:
-            self._connection.abort()  # Queued payloads may refer to memory that other updates now overwrite.
-        self.connection_ended(fenced(self._identity))
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        if not self.over.done():
-            self.over.set_result(error)
-
-    # --- CallStream ---------------------------------------------------------------------------------------------------
-
-    def send(self, response: server_pb2.ShareResponse) -> None:
-        assert self._connection is not None
-        self._connection.send(response.SerializeToString())
-
-    def hold(self) -> None:
-        assert self._connection is not None
-        self._connection.hold()
-
-    def release(self) -> None:
-        assert self._connection is not None
-        self._connection.release()
-
-    @property
-    def is_full(self) -> bool:
-        assert self._connection is not None
-        return self._connection.is_full
 
     def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
         if call.abstain:
@@ -218,14 +182,8 @@ class TcpCallStream(CallStream):
             self.send(server_pb2.ShareResponse(call_id=call.call_id, taken=call.taken))
 
     def end(self) -> None:
-        """Close the connection and end its calls."""
-        if self._connection is not None:
-            self._connection.abort()
-            self.store.readers.remove(self)
         if self._sender is not None:
             self._sender.cancel()
-        for timer in self._timers:
-            timer.cancel()
         super().end()
 
     # --- answers ------------------------------------------------------------------------------------------------------

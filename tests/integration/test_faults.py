@@ -20,12 +20,11 @@ import asyncio, os, signal, sys
 import numpy as np
 import psdist
 from psdist.client.transport import requests
-from psdist.v1 import server_pb2
-from psdist.wire import framed_socket
+from psdist.client.transport.shm.stream import SharedStream
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dying, how, first = sys.argv[1].split(","), sys.argv[2], sys.argv[3]
-sent, send = 0, framed_socket.FramedSocket.send
+sent, send = 0, SharedStream.send
 payloads = {name: getattr(requests.PushRequest, name) for name in ("payload", "lasting_payload")}  # over gRPC, over tcp
 
 def die_in_time(slices):
@@ -43,13 +42,13 @@ def or_die(payload):
 
 def send_or_die(connection, message):
     send(connection, message)
-    slices = len(server_pb2.ShareRequest.FromString(message).push.slices)
+    slices = len(message.push.slices)
     loop = asyncio.get_running_loop()
     loop.call_soon(loop.call_soon, die_in_time, slices)  # uvloop writes at the end of a turn
 
 for name, payload in payloads.items():
     setattr(requests.PushRequest, name, or_die(payload))
-framed_socket.FramedSocket.send = send_or_die
+SharedStream.send = send_or_die
 client = psdist.init().client
 clip = 1e9 if how == "clip" else 0.0
 sgd = psdist.optim.SGD(lr=1.0, max_grad_norm=clip)

@@ -19,7 +19,7 @@ from psdist.types import Replica, Shard
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, fd_passing, limits, status
-from psdist.wire.frame_connection import PREFIX, StallTimer
+from psdist.wire.frame_connection import PREFIX, FrameConnection
 from psdist.wire.shm import PAGE, GradientArena
 from tests.integration.test_two_copies import SIZE, TOKEN, A, B, Pair
 from tests.support.channels import open_channel
@@ -253,8 +253,8 @@ async def test_a_primary_that_is_silent_between_frames_is_not(
 ) -> None:
     monkeypatch.setattr(limits, "STALL_SECONDS", 0.001)
     looked = asyncio.Semaphore(0)
-    plain = StallTimer._look
-    monkeypatch.setattr(StallTimer, "_look", lambda self, *before: (plain(self, *before), looked.release()))
+    plain = FrameConnection._check_stall
+    monkeypatch.setattr(FrameConnection, "_check_stall", lambda self, *seen: (plain(self, *seen), looked.release()))
     primary = replicas.open()
     await primary.connect()
     async with asyncio.timeout(60):
@@ -275,7 +275,7 @@ async def test_a_message_on_the_stream_beside_a_connection_is_refused(replicas: 
     primary = replicas.open()
     await primary.connect()
     await primary.call.write(Request(shard=0, term=1, begin=Request.Begin(lsn=0)))
-    assert "go over a connection" in (await primary.refusal()).message
+    assert "must use the connection" in (await primary.refusal()).message
 
 
 async def test_who_shows_another_nonce_is_not_let_in_and_the_stream_ends(

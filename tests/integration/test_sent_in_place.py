@@ -71,7 +71,7 @@ class Worker:
             await self.send(pb.ShareRequest(open=pb.OpenConnection(nonce=nonce)))
             await asyncio.wait({self.stream.opened})
         assert (await self.header()).WhichOneof("kind") == "opened"
-        server_end = self.stream._connection._transport.get_extra_info("socket")
+        server_end = self.stream.connection._transport.get_extra_info("socket")
         server_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     async def send(self, message: pb.ShareRequest, payload: bytes = b"") -> None:

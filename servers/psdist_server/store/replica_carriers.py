@@ -31,7 +31,6 @@ from numpy.typing import NDArray
 from psdist.ending import ending_with
 from psdist.errors import (
     InternalError,
-    InvalidArgumentError,
     PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
@@ -40,7 +39,7 @@ from psdist.errors import (
 )
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import fd_passing, frames, status
-from psdist.wire.frame_connection import FrameConnection
+from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 from psdist.wire.member_connection import is_cancelled
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
@@ -160,9 +159,11 @@ class GrpcCarrier(Carrier):
             await self._changed.wait()
 
 
-class FrameCarrier(Carrier):
+class FrameCarrier(Carrier, MessageReceiver[pb.ReplicateResponse]):
     """Connection beside the gRPC stream. arena: the file that the replica has mapped; None if payloads follow their
     headers."""
+
+    message_type = pb.ReplicateResponse
 
     def __init__(self, name: str, call: Any, peer: str, memory: UpdateMemory, arena: GradientArena | None) -> None:
         self.name = name
@@ -172,7 +173,6 @@ class FrameCarrier(Carrier):
         self._arena = arena
         #: Unacknowledged gradients in the arena with their lsn, by shard and term.
         self._shown: dict[tuple[int, int], deque[tuple[int, Values]]] = {}
-        self._response = b""
         self._on_response: OnResponse | None = None
         #: Answers received before ``run``.
         self._early: list[pb.ReplicateResponse] = []
@@ -223,14 +223,7 @@ class FrameCarrier(Carrier):
 
     # --- connection callbacks -----------------------------------------------------------------------------------------
 
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
-        if size:
-            raise InvalidArgumentError(f"an answer with a payload of {size} bytes")
-        self._response = header
-        return _NOTHING
-
-    def end_frame(self) -> None:
-        response = frames.parse(pb.ReplicateResponse, self._response)
+    def on_message(self, response: pb.ReplicateResponse) -> None:
         if response.WhichOneof("kind") == "opened":
             if not self.let_in.done():
                 self.let_in.set_result(None)
@@ -319,7 +312,7 @@ async def _share(
     carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
     connection = socket.socket(fileno=handing.result().detach())  # The event loop owns it from now on.
     try:
-        await asyncio.get_running_loop().create_unix_connection(lambda: carrier.connection, sock=connection)
+        await carrier.connection.open(connection)
     except BaseException:  # Includes cancellation.
         carrier.close()
         raise

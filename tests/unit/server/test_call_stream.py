@@ -52,7 +52,7 @@ class _Stream(CallStream):
 
     def pull(self, call_id: int, slices: list[int]) -> StreamCall:
         pull = pb.SharedPull(identity=convert.identity_to_proto(_IDENTITY), slices=slices)
-        self.on_request(pb.ShareRequest(call_id=call_id, pull=pull))
+        self.on_message(pb.ShareRequest(call_id=call_id, pull=pull))
         return self.calls[call_id]
 
 
@@ -70,7 +70,7 @@ async def test_calls_under_way_name_each_slice_a_limited_number_of_times() -> No
     for number in range(limits.SHARED_ROUNDS_MAX):
         assert stream.pull(number + 1, list(range(_SLICES))).error is None
     assert isinstance(stream.pull(99, [0]).error, LimitExceededError)
-    stream.on_request(pb.ShareRequest(call_id=1, cancel=pb.SharedCancel()))
+    stream.on_message(pb.ShareRequest(call_id=1, cancel=pb.SharedCancel()))
     assert stream.pull(100, [0]).error is None
     stream.end()
 

@@ -156,7 +156,7 @@ async def a_sender_that_keeps_up_leaves_turns_to_other_callbacks() -> None:
 
     def look() -> None:
         nonlocal most, before
-        most, before = max(most, end.connection.received - before), end.connection.received
+        most, before = max(most, end.connection._received - before), end.connection._received
         if not end.payloads:
             loop.call_soon(look)
 

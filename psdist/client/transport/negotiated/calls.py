@@ -12,7 +12,6 @@ A call that nobody waits for any more is cancelled at the server.
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, Generic, TypeVar
@@ -24,10 +23,11 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Loss, attempt_error
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError, again
+from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, again
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status
+from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 
 #: After the connection closes, wait this long for the stream to report the reason.
 _REASON_SECONDS: Final = 2.0
@@ -71,10 +71,17 @@ class PendingCall:
 CallT = TypeVar("CallT", bound=PendingCall)
 
 
-class CallConnection(ABC, Generic[CallT]):
-    """Connection to the server of ``route``. call: the gRPC stream that authenticated it. loss: ends it."""
+class CallConnection(MessageReceiver[server_pb2.ShareResponse], Generic[CallT]):
+    """Connection to the server of ``route``.
 
-    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
+    call: the gRPC stream that authenticated it.
+    loss: ends it.
+    has_payloads: see ``FrameConnection``.
+    """
+
+    message_type = server_pb2.ShareResponse
+
+    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss, *, has_payloads: bool) -> None:
         self.incarnation = route.incarnation
         #: Reason that no more calls can be made, or None.
         self.broken: PsdistError | None = None
@@ -84,6 +91,7 @@ class CallConnection(ABC, Generic[CallT]):
         self.calls: dict[int, CallT] = {}
         self.peer = route.peer
         self.slicing = slicing
+        self.connection = FrameConnection(self, has_payloads=has_payloads)
         self._call = call
         self._loss = loss
         self._last_id = 0
@@ -99,13 +107,9 @@ class CallConnection(ABC, Generic[CallT]):
         """True if calls can be made."""
         return self.broken is None
 
-    @abstractmethod
     def send(self, request: server_pb2.ShareRequest) -> None:
         """Send a message. Does nothing after the end."""
-
-    @abstractmethod
-    def disconnect(self) -> None:
-        """Close the connection."""
+        self.connection.send(request.SerializeToString())
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -139,7 +143,7 @@ class CallConnection(ABC, Generic[CallT]):
         request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
         return request
 
-    def on_response(self, response: server_pb2.ShareResponse) -> None:
+    def on_message(self, response: server_pb2.ShareResponse) -> None:
         """Process a message: progress of a call, or its end."""
         call = self.calls.get(response.call_id)
         if call is None:  # It was cancelled.
@@ -175,8 +179,10 @@ class CallConnection(ABC, Generic[CallT]):
         self.break_off(error)
 
     def connection_ended(self, error: PsdistError | None) -> None:
-        """End the calls. error: the cause, or None if the server closed the connection."""
-        if error is not None:
+        """See ``FrameReceiver``."""
+        if isinstance(error, ClosedError):
+            self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
+        elif error is not None:
             self.break_off(InternalError(f"{self.peer} sent an invalid message: {error.message}"))
         else:
             # The server reports the reason on the stream, unless it hangs or is gone.
@@ -198,7 +204,7 @@ class CallConnection(ABC, Generic[CallT]):
         for call in self.calls.values():
             call.end(again(error))
         self.calls.clear()
-        self.disconnect()
+        self.connection.abort()
         self._call.cancel()
 
     def close(self) -> None:

@@ -163,7 +163,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             weights, connection = await attach(call, attaching, arena, slicing, route.peer)
             stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
             try:
-                await stream.open(connection)
+                await stream.connection.open(connection)
             except BaseException:  # Includes cancellation.
                 stream.close()
                 raise

@@ -1,7 +1,7 @@
 """Share stream: calls to one server whose payloads are in memory mapped by both processes.
 
 ``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls use the socket on which the
-memory files were exchanged (``psdist.wire.framed_socket``).
+memory files were exchanged (``psdist.wire.frame_connection``).
 
 Invariants: The content of the arena is not modified between a request and its answer. Only slices that the server has
 just answered are read from its arena, within their bounds. Weights that may change are copied under the sequence lock:
@@ -41,8 +41,7 @@ from psdist.errors import (
 )
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import common_pb2, server_pb2
-from psdist.wire import fd_passing, frames
-from psdist.wire.framed_socket import FramedSocket
+from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Number of checks of a slice under write before the event loop gets a turn.
@@ -147,24 +146,10 @@ class SharedStream(CallConnection[PendingCall]):
         loss: Loss,
         stable: bool,
     ) -> None:
-        super().__init__(call, route, slicing, loss)
+        super().__init__(call, route, slicing, loss, has_payloads=False)
         self.weights = weights
         self._arena = arena
         self.stable = stable
-        self.socket = FramedSocket(self._on_message, self.connection_ended)
-
-    async def open(self, connection: socket.socket) -> None:
-        """Start calls on the connection returned by ``attach``."""
-        await self.socket.open(connection)
-
-    def send(self, request: server_pb2.ShareRequest) -> None:
-        self.socket.send(request.SerializeToString())
-
-    def disconnect(self) -> None:
-        self.socket.close()
-
-    def _on_message(self, data: bytes) -> None:
-        self.on_response(frames.parse(server_pb2.ShareResponse, data))
 
     def view(self, index: int) -> Flat:
         """Return the weights of a slice in place."""

@@ -30,8 +30,7 @@ from psdist.ending import ending_with
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
-from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection, PathTimer
+from psdist.wire import convert, limits
 
 #: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0
@@ -93,13 +92,10 @@ class TcpStream(CallConnection[TcpCall]):
     """Connection to one server. Usable once ``open`` returns."""
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
-        super().__init__(call, route, slicing, loss)
-        self.connection = FrameConnection(self)
-        self._path_timer = PathTimer(self.connection, self._cut_off)
+        super().__init__(call, route, slicing, loss, has_payloads=True)
         self._writes = WriteQueue()
         self._let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        #: Frame being received: its message, its call, and the buffer of its payload.
-        self._response = server_pb2.ShareResponse()
+        #: Slice being received: its call, and the buffer of its payload.
         self._receiving: TcpCall | None = None
         self._values: NDArray[Any] | None = None
 
@@ -171,20 +167,21 @@ class TcpStream(CallConnection[TcpCall]):
 
     # --- connection callbacks -----------------------------------------------------------------------------------------
 
-    def begin_frame(self, header: bytes, size: int) -> memoryview:
-        self._response = response = frames.parse(server_pb2.ShareResponse, header)
+    def send(self, request: server_pb2.ShareRequest) -> None:
+        self.connection.send_soon(request.SerializeToString())  # A push is sent with its first slice.
+
+    def payload_buffer(self, response: server_pb2.ShareResponse, size: int) -> memoryview:
         self._receiving, self._values = None, None
-        if response.WhichOneof("kind") == "slice":
-            self._receiving = self.calls.get(response.call_id)
-            if self._receiving is None:  # It was cancelled.
-                return memoryview(bytearray(size))
-            self._values = self._receiving.memory_for(response.slice, size, self.peer)
-        elif size:
-            raise InternalError(f"a payload of {size} bytes that belongs to no slice")
+        if response.WhichOneof("kind") != "slice":
+            return super().payload_buffer(response, size)
+        self._receiving = self.calls.get(response.call_id)
+        if self._receiving is None:  # It was cancelled.
+            return memoryview(bytearray(size))
+        self._values = self._receiving.memory_for(response.slice, size, self.peer)
         return self._values.view("u1").data if self._values is not None else memoryview(b"")
 
-    def end_frame(self) -> None:
-        response, call, values = self._response, self._receiving, self._values
+    def on_message(self, response: server_pb2.ShareResponse) -> None:
+        call, values = self._receiving, self._values
         self._receiving, self._values = None, None
         match response.WhichOneof("kind"):
             case "slice":
@@ -199,16 +196,4 @@ class TcpStream(CallConnection[TcpCall]):
                 if not self._let_in.done():
                     self._let_in.set_result(None)
             case _:
-                self.on_response(response)
-
-    # --- CallConnection -----------------------------------------------------------------------------------------------
-
-    def send(self, request: server_pb2.ShareRequest) -> None:
-        self.connection.send_soon(request.SerializeToString())  # A push is sent with its first slice.
-
-    def _cut_off(self, error: PsdistError) -> None:
-        self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
-
-    def disconnect(self) -> None:
-        self._path_timer.cancel()
-        self.connection.abort()
+                super().on_message(response)

@@ -129,7 +129,7 @@ async def test_an_answer_that_cannot_be_handled_ends_with_a_typed_error(
     running = asyncio.create_task(carrier.run(on_response))
     await asyncio.sleep(0)
     carrier.begin_frame(Response(confirmed=Response.Confirmed(number=1)).SerializeToString(), 0)
-    with pytest.raises(InternalError, match="processing a replica.s answer failed"):
+    with pytest.raises(InternalError, match="processing a replica's answer failed"):
         carrier.end_frame()
     assert "invalid literal" in caplog.text
     running.cancel()

@@ -1,4 +1,4 @@
-"""Lines: whole messages in their order on either event loop, bounded buffers, one end."""
+"""Connections whose frames are headers alone: whole messages in order on either event loop, bounded buffers."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
 from psdist.wire import limits
-from psdist.wire.framed_socket import FramedSocket
+from psdist.wire.frame_connection import FrameConnection
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
 
 class End:
-    """One end of a line, what came there, and what it ended with."""
+    """One end of a connection, the messages it received, and the errors it ended with."""
 
     def __init__(self, **options: bool) -> None:
         self.messages: list[bytes] = []
         self.ends: list[PsdistError | None] = []
         self.changed = asyncio.Event()
-        self.line = FramedSocket(self.take, self.ended, **options)
+        self.line = FrameConnection(self, has_payloads=False, **options)
+        self._header = b""
 
-    def take(self, message: bytes) -> None:
-        if message == b"bad":
+    def begin_frame(self, header: bytes, size: int) -> memoryview:
+        assert size == 0
+        self._header = header
+        return memoryview(b"")
+
+    def end_frame(self) -> None:
+        if self._header == b"bad":
             raise InvalidArgumentError("bad")
-        self.messages.append(message)
+        self.messages.append(self._header)
         self.changed.set()
 
-    def ended(self, error: PsdistError | None) -> None:
+    def connection_ended(self, error: PsdistError | None) -> None:
         self.ends.append(error)
         self.changed.set()
 
@@ -45,7 +51,7 @@ class End:
 
 
 async def pair(**options: bool) -> tuple[End, socket.socket]:
-    """An end, and the socket of the other side."""
+    """Return one end, and the peer's socket."""
     mine, other = socket.socketpair()
     mine.setblocking(False)
     other.setblocking(False)
@@ -59,7 +65,7 @@ def framed(*messages: bytes) -> bytes:
 
 
 async def read_all(other: socket.socket) -> bytes:
-    """What comes until the end."""
+    """Read until the end."""
     data = b""
     while part := await asyncio.get_running_loop().sock_recv(other, 1 << 16):
         data += part
@@ -79,8 +85,12 @@ async def messages_come_whole_however_they_are_cut() -> None:
         assert end.messages == sent
         for message in sent:
             end.line.send(message)
-        end.line.close()
-        assert await read_all(other) == data
+        received = b""
+        while len(received) < len(data):
+            received += await loop.sock_recv(other, 1 << 16)
+        assert received == data
+        end.line.abort()
+        assert await read_all(other) == b""
     assert end.ends == []
 
 
@@ -89,7 +99,7 @@ async def the_end_comes_once() -> None:
     other.close()
     await end.until(lambda: end.ends)
     end.line.send(b"to nobody")
-    end.line.close()
+    end.line.abort()
     assert end.ends == [None]
 
 
@@ -113,7 +123,7 @@ async def a_hold_keeps_what_comes() -> None:
         assert end.messages == []
         end.line.release()
         await end.until(lambda: len(end.messages) == 2)
-    end.line.close()
+    end.line.abort()
 
 
 async def who_does_not_read_is_not_heard(waits_for_reader: bool) -> None:
@@ -129,7 +139,7 @@ async def who_does_not_read_is_not_heard(waits_for_reader: bool) -> None:
             assert end.messages == []
             reading = asyncio.create_task(read_all(other))
         await end.until(lambda: end.messages == [b"more"])
-        end.line.close()
+        end.line.abort()
         if waits_for_reader:
             assert not end.line.is_full and await reading
 
