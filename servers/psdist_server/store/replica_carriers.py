@@ -28,19 +28,14 @@ import grpc.aio
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.ending import ending_with
 from psdist.errors import (
-    InternalError,
-    PsdistError,
     ServerUnreachableError,
     SharingUnavailableError,
-    TcpUnavailableError,
     again,
 )
+from psdist.link.dialing import Link
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import fd_passing, frames, status
-from psdist.wire.frame_connection import FrameConnection, MessageReceiver
-from psdist.wire.member_connection import is_cancelled
+from psdist.wire import fd_passing, frames
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
@@ -49,10 +44,6 @@ log = logging.getLogger("psdist.server")
 
 #: Size of the write queue below which the next slice is copied.
 COPY_AHEAD_BYTES: Final = 4 << 20
-#: Timeout for firewalls that drop packets silently.
-CONNECT_SECONDS: Final = 3.0
-#: After the connection closes, wait this long for the gRPC stream to report the reason.
-_REASON_SECONDS: Final = 0.5
 _NOTHING: Final = memoryview(b"")
 
 Values = NDArray[Any]
@@ -80,8 +71,11 @@ class Carrier(ABC):
     def acknowledged(self, ack: pb.ReplicateResponse.Ack) -> None:  # noqa: B027 - others hold none
         """Release gradients up to this acknowledgement."""
 
-    def close(self) -> list[Values]:
-        """Close the transport. Return gradients that the replica may still read."""
+    def close(self) -> None:  # noqa: B027 - the gRPC stream has an owner
+        """Close the transport."""
+
+    def unacknowledged(self) -> list[Values]:
+        """Return gradients that the replica may still read after the transport was closed."""
         return []
 
 
@@ -91,21 +85,6 @@ async def read(call: Any, peer: str) -> pb.ReplicateResponse:
     if data is grpc.aio.EOF:
         raise ServerUnreachableError(f"{peer} ended the stream")
     return frames.parse(pb.ReplicateResponse, data)
-
-
-async def _end_of(call: Any, peer: str) -> PsdistError:
-    """Wait for the end of a gRPC stream that carries no more messages, and return the reason."""
-    try:
-        await read(call, peer)
-    except grpc.aio.AioRpcError as error:
-        return status.from_call(error, peer)
-    except PsdistError as error:
-        return error
-    except asyncio.CancelledError:
-        if is_cancelled():
-            raise
-        return ServerUnreachableError(f"the stream to {peer} was closed")
-    return InternalError(f"{peer} sent a second answer on a stream that carries only one")
 
 
 class GrpcCarrier(Carrier):
@@ -159,16 +138,15 @@ class GrpcCarrier(Carrier):
             await self._changed.wait()
 
 
-class FrameCarrier(Carrier, MessageReceiver[pb.ReplicateResponse]):
+class FrameCarrier(Link[pb.ReplicateResponse], Carrier):
     """Connection beside the gRPC stream. arena: the file that the replica has mapped; None if payloads follow their
     headers."""
 
     message_type = pb.ReplicateResponse
 
     def __init__(self, name: str, call: Any, peer: str, memory: UpdateMemory, arena: GradientArena | None) -> None:
+        super().__init__(call, peer, has_payloads=True)
         self.name = name
-        self.connection = FrameConnection(self)
-        self._peer = peer
         self._memory = memory
         self._arena = arena
         #: Unacknowledged gradients in the arena with their lsn, by shard and term.
@@ -176,11 +154,6 @@ class FrameCarrier(Carrier, MessageReceiver[pb.ReplicateResponse]):
         self._on_response: OnResponse | None = None
         #: Answers received before ``run``.
         self._early: list[pb.ReplicateResponse] = []
-        loop = asyncio.get_running_loop()
-        self.let_in: asyncio.Future[None] = loop.create_future()
-        self._over: asyncio.Future[PsdistError | None] = loop.create_future()
-        #: Receives the error that ends the gRPC stream.
-        self.end: asyncio.Future[PsdistError] = loop.create_task(_end_of(call, peer))
 
     def send(self, message: pb.ReplicateRequest, payload: Values | None) -> None:
         if payload is not None and self._arena is not None and message.WhichOneof("kind") == "update":
@@ -206,41 +179,20 @@ class FrameCarrier(Carrier, MessageReceiver[pb.ReplicateResponse]):
         early, self._early, self._on_response = self._early, [], on_response
         for response in early:
             on_response(response)
-        ends: set[asyncio.Future[Any]] = {self.end, self._over}
-        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-        if not self.end.done() and (error := self._over.result()) is not None:
-            raise InternalError(f"{self._peer} sent an invalid message: {error.message}")
-        await asyncio.wait({self.end}, timeout=_REASON_SECONDS)
-        if not self.end.done():
-            raise ServerUnreachableError(f"{self._peer} closed the connection")
+        await asyncio.wait({self.end})  # Waiting for the future itself would cancel it with this task.
         raise again(self.end.result())
 
-    def close(self) -> list[Values]:
-        self.end.cancel()
-        self.connection.abort()
-        shown, self._shown = self._shown, {}
-        return [gradient for queue in shown.values() for _, gradient in queue]
+    def unacknowledged(self) -> list[Values]:
+        return [gradient for queue in self._shown.values() for _, gradient in queue]
 
-    # --- connection callbacks -----------------------------------------------------------------------------------------
-
-    def on_message(self, response: pb.ReplicateResponse) -> None:
-        if response.WhichOneof("kind") == "opened":
-            if not self.let_in.done():
-                self.let_in.set_result(None)
-        elif self._on_response is None:
+    def on_response(self, response: pb.ReplicateResponse) -> None:
+        if self._on_response is None:
             self._early.append(response)
-        else:
-            try:
-                self._on_response(response)
-            except Exception as error:  # Only a PsdistError ends the connection.
-                raise as_psdist_error(error, "processing a replica's answer", log) from None
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        if not self._over.done():
-            self._over.set_result(error)
-        if not self.let_in.done():
-            self.let_in.set_exception(error or TcpUnavailableError(f"{self._peer} closed the connection"))
-            self.let_in.exception()  # Mark as retrieved: nobody may be waiting.
+            return
+        try:
+            self._on_response(response)
+        except Exception as error:  # Only a PsdistError ends the connection.
+            raise as_psdist_error(error, "processing a replica's answer", log) from None
 
 
 @dataclass(slots=True)
@@ -311,34 +263,13 @@ async def _share(
         raise SharingUnavailableError(f"{offer.peer} did not map this server's memory: it answered with another nonce")
     carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
     connection = socket.socket(fileno=handing.result().detach())  # The event loop owns it from now on.
-    try:
-        await carrier.connection.open(connection)
-    except BaseException:  # Includes cancellation.
-        carrier.close()
-        raise
+    await carrier.open(connection)
     return carrier
 
 
 async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcome) -> Carrier:
-    carrier, where = FrameCarrier("tcp", call, offer.peer, offer.memory, None), f"{offer.host}:{welcome.port}"
-    opening = pb.ShareRequest(open=pb.OpenConnection(nonce=welcome.nonce))
-    try:
-        with ending_with(carrier.end):
-            async with asyncio.timeout(CONNECT_SECONDS):
-                loop = asyncio.get_running_loop()
-                await loop.create_connection(lambda: carrier.connection, offer.host, welcome.port)
-                carrier.connection.send(opening.SerializeToString())
-                await carrier.let_in
-    except BaseException as error:  # Includes cancellation.
-        carrier.close()
-        if isinstance(error, TimeoutError):
-            raise TcpUnavailableError(
-                f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let servers connect to any port "
-                "of each other"
-            ) from None
-        if isinstance(error, OSError):
-            raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
-        raise
+    carrier = FrameCarrier("tcp", call, offer.peer, offer.memory, None)
+    await carrier.dial(offer.host, welcome.port, welcome.nonce, dialers="servers connect to any port of each other")
     return carrier
 
 

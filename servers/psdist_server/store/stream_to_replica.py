@@ -165,7 +165,8 @@ class StreamToReplica:
             machine.closed(self.replica, now())
         if carrier is not None:
             self._refused.clear()  # Conditions have changed since they failed.
-            self._lose(carrier.close())
+            carrier.close()
+            self._lose(carrier.unacknowledged())
         if not self._closed:
             self._replicator.updates.ship_waiting()  # Nothing is retained for an interrupted copy.
         return carrier is not None

@@ -1,12 +1,13 @@
 """Calls to one server on a dedicated connection: common part of the shared-memory and TCP transports.
 
-A gRPC stream authenticates the connection, stays open beside it, and reports why it ended. Calls use the connection,
-several concurrently if needed. They have ascending numbers. Each ends once, with its answers or with an error.
+Several calls may use a connection concurrently. They have ascending numbers. Each ends once, with its answers or with
+an error.
 
-Invariants: When the connection or the gRPC stream ends, all calls end immediately and the connection is not used again.
-A call that nobody waits for any more is cancelled at the server.
+Invariants: When the link ends, all calls end immediately. A call that nobody waits for any more is cancelled at the
+server.
 
-``shm`` and ``tcp`` carry the payloads, and ``connections`` decides which servers to connect to.
+``psdist.link.dialing`` is the connection and its gRPC stream, ``shm`` and ``tcp`` carry the payloads, and
+``connections`` decides which servers to connect to.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc.aio
 
@@ -23,14 +24,11 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import Loss, attempt_error
-from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, again
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, again
+from psdist.link.dialing import Link
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import status
-from psdist.wire.frame_connection import FrameConnection, MessageReceiver
-
-#: After the connection closes, wait this long for the stream to report the reason.
-_REASON_SECONDS: Final = 2.0
 
 
 class PendingCall:
@@ -71,7 +69,7 @@ class PendingCall:
 CallT = TypeVar("CallT", bound=PendingCall)
 
 
-class CallConnection(MessageReceiver[server_pb2.ShareResponse], Generic[CallT]):
+class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
     """Connection to the server of ``route``.
 
     call: the gRPC stream that authenticated it.
@@ -82,24 +80,16 @@ class CallConnection(MessageReceiver[server_pb2.ShareResponse], Generic[CallT]):
     message_type = server_pb2.ShareResponse
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss, *, has_payloads: bool) -> None:
+        super().__init__(call, route.peer, has_payloads=has_payloads)
         self.incarnation = route.incarnation
-        #: Reason that no more calls can be made, or None.
-        self.broken: PsdistError | None = None
-        #: Receives that error.
-        self.end: asyncio.Future[PsdistError] = asyncio.get_running_loop().create_future()
         #: Unfinished calls, by number.
         self.calls: dict[int, CallT] = {}
-        self.peer = route.peer
         self.slicing = slicing
-        self.connection = FrameConnection(self, has_payloads=has_payloads)
-        self._call = call
         self._loss = loss
         self._last_id = 0
         #: Latest push: whether it asked for weights, its epoch and slices, and its request. The next push usually
         #: differs only in numbers and reuses the message.
         self._pushed: tuple[tuple[bool, int, tuple[int, ...]], server_pb2.ShareRequest] | None = None
-        self._reason_timer: asyncio.TimerHandle | None = None
-        self._watcher = asyncio.create_task(self._watch(), name="psdist connection")
         loss.add_done_callback(self._on_loss)
 
     @property
@@ -143,7 +133,7 @@ class CallConnection(MessageReceiver[server_pb2.ShareResponse], Generic[CallT]):
         request.push.base_versions[:] = bases if min(bases) != max(bases) else bases[:1]
         return request
 
-    def on_message(self, response: server_pb2.ShareResponse) -> None:
+    def on_response(self, response: server_pb2.ShareResponse) -> None:
         """Process a message: progress of a call, or its end."""
         call = self.calls.get(response.call_id)
         if call is None:  # It was cancelled.
@@ -165,56 +155,19 @@ class CallConnection(MessageReceiver[server_pb2.ShareResponse], Generic[CallT]):
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
-    async def _watch(self) -> None:
-        """Wait for the end of the gRPC stream, which ends the connection."""
-        try:
-            data = await self._call.read()
-            error: PsdistError = ServerUnreachableError(f"{self.peer} ended the stream")
-            if data is not grpc.aio.EOF:
-                error = InternalError(f"{self.peer} sent a second answer on a stream that carries only one")
-        except grpc.aio.AioRpcError as failure:
-            error = attempt_error(status.from_call(failure, self.peer))
-        except asyncio.CancelledError:
-            error = ServerUnreachableError(f"the stream to {self.peer} was closed")
-        self.break_off(error)
-
-    def connection_ended(self, error: PsdistError | None) -> None:
-        """See ``FrameReceiver``."""
-        if isinstance(error, ClosedError):
-            self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
-        elif error is not None:
-            self.break_off(InternalError(f"{self.peer} sent an invalid message: {error.message}"))
-        else:
-            # The server reports the reason on the stream, unless it hangs or is gone.
-            reason = ServerUnreachableError(f"{self.peer} closed the connection")
-            self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self.break_off, reason)
+    def error_of(self, failure: grpc.aio.AioRpcError) -> PsdistError:
+        return attempt_error(super().error_of(failure))
 
     def _on_loss(self, loss: Loss) -> None:
         self.break_off(loss.result())
 
     def break_off(self, error: PsdistError) -> None:
         """Close the connection and end the unfinished calls with ``error``."""
-        if self.broken is not None:
-            return
-        self.broken = error
-        self.end.set_result(error)
+        super().break_off(error)
         self._loss.remove_done_callback(self._on_loss)
-        if self._reason_timer is not None:
-            self._reason_timer.cancel()
-        for call in self.calls.values():
+        calls, self.calls = self.calls, {}
+        for call in calls.values():
             call.end(again(error))
-        self.calls.clear()
-        self.connection.abort()
-        self._call.cancel()
-
-    def close(self) -> None:
-        """Close the connection and the gRPC stream."""
-        self.break_off(ServerUnreachableError(f"the stream to {self.peer} was closed"))
-        self._watcher.cancel()
-
-    async def ended(self) -> None:
-        """Wait until no task of the connection runs any more."""
-        await asyncio.gather(self._watcher, return_exceptions=True)
 
 
 def encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:

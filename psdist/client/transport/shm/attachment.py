@@ -162,11 +162,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
             attaching = server_pb2.Attach(identity=self._sender.identity(epoch), dtype=dtype)
             weights, connection = await attach(call, attaching, arena, slicing, route.peer)
             stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
-            try:
-                await stream.connection.open(connection)
-            except BaseException:  # Includes cancellation.
-                stream.close()
-                raise
+            await stream.open(connection)
             return stream
 
         with self._waits.open(f"for {route.peer} to share memory"):

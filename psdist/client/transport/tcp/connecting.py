@@ -54,9 +54,6 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
         answer = server_pb2.ConnectResponse.FromString(data)
         loss = self._view.loss_of(route.server_id, route.incarnation)
         stream = TcpStream(call, route, self._entry.slicing, loss)
-        try:
-            await stream.open(parse_address(route.address)[0], answer.port, answer.nonce)
-        except BaseException:
-            stream.close()
-            raise
+        host = parse_address(route.address)[0]
+        await stream.dial(host, answer.port, answer.nonce, dialers="workers connect to any port of servers")
         return stream

@@ -5,7 +5,7 @@ the lowest slice of all calls first. Weights sent as float32 are received straig
 Each slice is answered separately.
 
 Invariants: A call's memory is neither written nor, for gradients, read after the call. A push that fails while its
-gradient may be queued therefore closes the connection. Nothing is sent before the server accepts the connection.
+gradient may be queued therefore closes the connection.
 
 ``negotiated.calls`` implements calls, ``connecting`` knows which servers are connected, and ``data_path`` resends after
 a failure.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from numpy.typing import NDArray
 
@@ -26,16 +26,10 @@ from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
 from psdist.client.transport.transport import Loss
-from psdist.ending import ending_with
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits
-
-#: Timeout for firewalls that drop packets silently.
-CONNECT_SECONDS: Final = 3.0
-#: Delay before a refused connection is blamed on a firewall.
-_REFUSED_SECONDS: Final = 0.25
 
 
 class TcpCall(PendingCall):
@@ -89,34 +83,14 @@ class TcpCall(PendingCall):
 
 
 class TcpStream(CallConnection[TcpCall]):
-    """Connection to one server. Usable once ``open`` returns."""
+    """Connection to one server. Usable once ``dial`` returns."""
 
     def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
         super().__init__(call, route, slicing, loss, has_payloads=True)
         self._writes = WriteQueue()
-        self._let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Slice being received: its call, and the buffer of its payload.
         self._receiving: TcpCall | None = None
         self._values: NDArray[Any] | None = None
-
-    async def open(self, host: str, port: int, nonce: bytes) -> None:
-        """Connect. Raises TcpUnavailableError if that is impossible, or the error that ended the gRPC stream."""
-        where = f"{host}:{port}"
-        with ending_with(self.end):
-            try:
-                async with asyncio.timeout(CONNECT_SECONDS):
-                    await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
-                    self.send(server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce)))
-                    await self._let_in
-            except TimeoutError:
-                raise TcpUnavailableError(
-                    f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let workers connect to any "
-                    "port of servers"
-                ) from None
-            except OSError as error:
-                # The port of a server that was just killed refuses, too; the end of the stream is about to report that.
-                await asyncio.sleep(_REFUSED_SECONDS)
-                raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -180,7 +154,7 @@ class TcpStream(CallConnection[TcpCall]):
         self._values = self._receiving.memory_for(response.slice, size, self.peer)
         return self._values.view("u1").data if self._values is not None else memoryview(b"")
 
-    def on_message(self, response: server_pb2.ShareResponse) -> None:
+    def on_response(self, response: server_pb2.ShareResponse) -> None:
         call, values = self._receiving, self._values
         self._receiving, self._values = None, None
         match response.WhichOneof("kind"):
@@ -192,8 +166,5 @@ class TcpStream(CallConnection[TcpCall]):
             case "taken":
                 if (pushing := self.calls.get(response.call_id)) is not None:
                     pushing.on_taken(response.taken)
-            case "opened":
-                if not self._let_in.done():
-                    self._let_in.set_result(None)
             case _:
-                super().on_message(response)
+                super().on_response(response)

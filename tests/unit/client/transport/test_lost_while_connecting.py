@@ -18,9 +18,9 @@ from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.negotiated.connections import NegotiatedTransport
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.shm.attachment import SharedMemory
-from psdist.client.transport.tcp import stream as tcp_stream
 from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.consistency import BSP
+from psdist.link import dialing
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
@@ -100,7 +100,7 @@ class Setup:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time limit ends a wait here."""
-    monkeypatch.setattr(tcp_stream, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
     monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
 
 
@@ -138,7 +138,7 @@ async def test_the_end_of_the_stream_ends_it(ports: dict[str, int], name: str, s
 
 async def test_a_server_that_was_just_killed_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its port refuses before the end of its stream is known. A run that insists on direct connections goes on."""
-    monkeypatch.setattr(tcp_stream, "_REFUSED_SECONDS", 3600.0)
+    monkeypatch.setattr(dialing, "_REFUSED_SECONDS", 3600.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         setup = Setup("tcp", "connect", closed.getsockname()[1], required=True)

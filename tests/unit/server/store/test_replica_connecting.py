@@ -17,11 +17,11 @@ import pytest
 import uvloop
 from silent_port import ports_by_stage
 
+from psdist.link import dialing
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import fd_passing, frames
 from psdist.wire.shm import GradientArena
-from psdist_server.store import replica_carriers
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replicator import Replicator
 from psdist_server.store.stream_to_replica import StreamToReplica
@@ -96,7 +96,7 @@ def stream_to(peer: Peer, *carriers: str) -> Iterator[StreamToReplica]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time limit ends a wait here."""
-    monkeypatch.setattr(replica_carriers, "CONNECT_SECONDS", 3600.0)
+    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
     monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
 
 

@@ -1,0 +1,1 @@
+"""Links: connections between two peers beside the gRPC stream that authenticates them."""

@@ -1,0 +1,156 @@
+"""Dialing end of a link: a gRPC stream, and the connection that was negotiated on it.
+
+The gRPC stream authenticates the connection, stays open beside it, and reports why it ended. A worker dials servers
+(``client.transport.negotiated``), and a primary its replicas (``store.replica_carriers``).
+
+Invariants: The stream and the connection end together, and ``end`` receives the reason once. A link that ended is not
+used again. Nothing is sent over TCP before the peer accepts the connection.
+
+``psdist_server.tcp_listener`` is the accepting end over TCP. ``psdist.wire.fd_passing`` connects processes of one host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from abc import abstractmethod
+from typing import Any, Final, TypeVar
+
+import grpc.aio
+from google.protobuf.message import Message
+
+from psdist.ending import ending_with
+from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.v1 import server_pb2
+from psdist.wire import status
+from psdist.wire.frame_connection import FrameConnection, MessageReceiver
+
+#: Timeout for firewalls that drop packets silently.
+CONNECT_SECONDS: Final = 3.0
+#: Delay before a refused connection is blamed on a firewall.
+_REFUSED_SECONDS: Final = 0.25
+#: After the connection closes, wait this long for the stream to report the reason.
+_REASON_SECONDS: Final = 2.0
+
+M = TypeVar("M", bound=Message)
+
+
+class Link(MessageReceiver[M]):
+    """Link to ``peer``. call: the gRPC stream. has_payloads: see ``FrameConnection``."""
+
+    def __init__(self, call: Any, peer: str, *, has_payloads: bool) -> None:
+        self.peer = peer
+        #: Reason that nothing more can be sent, or None.
+        self.broken: PsdistError | None = None
+        loop = asyncio.get_running_loop()
+        #: Receives that error.
+        self.end: asyncio.Future[PsdistError] = loop.create_future()
+        self.connection = FrameConnection(self, has_payloads=has_payloads)
+        self._call = call
+        self._accepted: asyncio.Future[None] = loop.create_future()
+        self._is_dialing = False
+        self._reason_timer: asyncio.TimerHandle | None = None
+        self._watcher = asyncio.create_task(self._watch(), name="psdist connection")
+
+    @abstractmethod
+    def on_response(self, response: M) -> None:
+        """Process a message, whose payload is complete."""
+
+    def error_of(self, failure: grpc.aio.AioRpcError) -> PsdistError:
+        """Return the error for the failed gRPC stream."""
+        return status.from_call(failure, self.peer)
+
+    # --- opening ------------------------------------------------------------------------------------------------------
+
+    async def open(self, connected: socket.socket) -> None:
+        """Take over a connected Unix socket. Closes the link on failure."""
+        try:
+            await self.connection.open(connected)
+        except BaseException:  # Includes cancellation.
+            self.close()
+            raise
+
+    async def dial(self, host: str, port: int, nonce: bytes, *, dialers: str) -> None:
+        """Connect over TCP, and show the nonce. Closes the link on failure.
+
+        dialers: the connections that a firewall must allow, for the error: "workers connect to any port of servers".
+
+        Raises TcpUnavailableError if that is impossible, or the error that ended the link.
+        """
+        self._is_dialing = True
+        opening = server_pb2.ShareRequest(open=server_pb2.OpenConnection(nonce=nonce))
+        where = f"{host}:{port}"
+        try:
+            with ending_with(self.end):
+                try:
+                    async with asyncio.timeout(CONNECT_SECONDS):
+                        await asyncio.get_running_loop().create_connection(lambda: self.connection, host, port)
+                        self.connection.send(opening.SerializeToString())
+                        await self._accepted
+                except TimeoutError:
+                    raise TcpUnavailableError(
+                        f"{where} did not answer within {CONNECT_SECONDS:g} s: a firewall must let {dialers}"
+                    ) from None
+                except OSError as error:
+                    # The port of a server that was just killed refuses, too; the end of the stream is about to report
+                    # that.
+                    await asyncio.sleep(_REFUSED_SECONDS)
+                    raise TcpUnavailableError(f"no connection to {where}: {error.strerror or error}") from None
+        except BaseException:  # Includes cancellation.
+            self.close()
+            raise
+        self._is_dialing = False
+
+    # --- connection callbacks -----------------------------------------------------------------------------------------
+
+    def on_message(self, message: M) -> None:
+        if message.WhichOneof("kind") != "opened":
+            self.on_response(message)
+        elif not self._accepted.done():
+            self._accepted.set_result(None)
+
+    def connection_ended(self, error: PsdistError | None) -> None:
+        if isinstance(error, ClosedError):
+            self.break_off(ServerUnreachableError(f"{self.peer}: {error.message}"))
+        elif error is not None:
+            self.break_off(InternalError(f"{self.peer} sent an invalid message: {error.message}"))
+        else:
+            # The peer reports the reason on the stream, unless it hangs or is gone.
+            kind = TcpUnavailableError if self._is_dialing else ServerUnreachableError
+            reason = kind(f"{self.peer} closed the connection")
+            self._reason_timer = asyncio.get_running_loop().call_later(_REASON_SECONDS, self.break_off, reason)
+
+    # --- closing ------------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Wait for the end of the gRPC stream, which ends the link."""
+        try:
+            data = await self._call.read()
+            error: PsdistError = ServerUnreachableError(f"{self.peer} ended the stream")
+            if data is not grpc.aio.EOF:
+                error = InternalError(f"{self.peer} sent a second answer on a stream that carries only one")
+        except grpc.aio.AioRpcError as failure:
+            error = self.error_of(failure)
+        except asyncio.CancelledError:
+            error = ServerUnreachableError(f"the stream to {self.peer} was closed")
+        self.break_off(error)
+
+    def break_off(self, error: PsdistError) -> None:
+        """Close the connection and the gRPC stream, because of ``error``. Only the first call has an effect."""
+        if self.broken is not None:
+            return
+        self.broken = error
+        self.end.set_result(error)
+        if self._reason_timer is not None:
+            self._reason_timer.cancel()
+        self.connection.abort()
+        self._call.cancel()
+
+    def close(self) -> None:
+        """Close the connection and the gRPC stream."""
+        self.break_off(ServerUnreachableError(f"the stream to {self.peer} was closed"))
+        self._watcher.cancel()
+
+    async def ended(self) -> None:
+        """Wait until no task of the link runs any more."""
+        await asyncio.gather(self._watcher, return_exceptions=True)
