@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import SharingUnavailableError
+from psdist.wire.shm import GradientArena
 
 DIRECTORY: Final = Path("/dev/shm")
 #: Longest time that the server waits for the worker's file.
@@ -63,7 +64,7 @@ async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket
     Waits without a timeout: a server that cannot answer says so over gRPC. Raises SharingUnavailableError.
     """
     try:
-        with _closed_on_error(await offer(listener, fd)) as peer:
+        with closed_on_error(await offer(listener, fd)) as peer:
             return await _take(peer), peer
     except OSError as error:
         raise SharingUnavailableError(
@@ -76,7 +77,7 @@ async def offer(listener: socket.socket, fd: int) -> socket.socket:
     try:
         await _readable(listener)  # The loop's own accept would lose the connection if cancelled.
         peer, _ = listener.accept()
-        with _closed_on_error(peer):
+        with closed_on_error(peer):
             peer.setblocking(False)
             _check_user(peer, "server")
             socket.send_fds(peer, [b"\0"], [fd])
@@ -94,7 +95,7 @@ async def connect(name: str) -> tuple[int, socket.socket]:
     """
     if not _NAME.fullmatch(name):
         raise SharingUnavailableError(f"{name!r:.60} is not the name of a worker's socket")
-    with _closed_on_error(_connection()) as connection:
+    with closed_on_error(_connection()) as connection:
         try:
             async with asyncio.timeout(HANDOVER_SECONDS):
                 connection.connect(str(DIRECTORY / name))
@@ -109,6 +110,19 @@ async def connect(name: str) -> tuple[int, socket.socket]:
             raise SharingUnavailableError(f"the worker sent no file within {HANDOVER_SECONDS:.0f} s") from None
         except OSError as error:
             raise SharingUnavailableError(f"the worker sent no file: {error.strerror or error}") from None
+
+
+async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientArena, socket.socket]:
+    """Connect to the worker's socket, and map the gradient arena that it sends. The caller closes the connection.
+
+    Raises SharingUnavailableError.
+    """
+    fd, connection = await connect(name)
+    with closed_on_error(connection):
+        # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
+        # ``fd``.
+        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
+        return await asyncio.shield(opening), connection
 
 
 def give(connection: socket.socket, fd: int) -> None:
@@ -154,7 +168,8 @@ def _connection() -> socket.socket:
 
 
 @contextmanager
-def _closed_on_error(connection: socket.socket) -> Iterator[socket.socket]:
+def closed_on_error(connection: socket.socket) -> Iterator[socket.socket]:
+    """Close the connection if the block fails."""
     try:
         yield connection
     except BaseException:

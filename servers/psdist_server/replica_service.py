@@ -24,7 +24,7 @@ import grpc.aio
 import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError, TcpUnavailableError
+from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError
 from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, fd_passing, frames, limits
@@ -86,7 +86,6 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
         self._sender: Replica | None = None
         self._store: ParameterStore | None = None
         self._connection: FrameConnection | None = None
-        self._connected = asyncio.Event()
         self._arena: GradientArena | None = None
         #: Unsent acknowledgements, by shard.
         self._acks: dict[int, pb.ReplicateResponse] = {}
@@ -159,28 +158,16 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
             raise SharingUnavailableError(
                 f"an arena of {hello.arena_elements} elements: at most {limits.KEPT_BYTES_MAX} bytes are mapped"
             )
-        fd, handed = await fd_passing.connect(hello.socket)
-        try:
-            # In a thread, because mapping takes long. Once started it closes ``fd``.
-            loop = asyncio.get_running_loop()
-            opening = loop.run_in_executor(None, GradientArena.open, fd, hello.arena_elements, "float32")
-            arena = await asyncio.shield(opening)
-        except BaseException:  # Includes cancellation.
-            handed.close()
-            raise
+        arena, connected = await fd_passing.take_arena(hello.socket, hello.arena_elements, "float32")
         self._connection = FrameConnection(self, ends_stalls=True)
-        await self._connection.open(handed)
+        await self._connection.open(connected)
         self._arena = arena
 
     async def _connect(self, reason: str) -> None:
         """Promise a TCP connection and wait for it. Raises TcpUnavailableError."""
-        with self._listener.promise(self) as nonce:
-            self._welcome(pb.ReplicateResponse.Welcome(port=self._listener.port, nonce=nonce, reason=reason))
-            try:
-                async with asyncio.timeout(limits.NONCE_SECONDS):
-                    await self._connected.wait()
-            except TimeoutError:
-                raise TcpUnavailableError(f"no connection arrived within {limits.NONCE_SECONDS:g} s") from None
+        with self._listener.promise(self) as promise:
+            self._welcome(pb.ReplicateResponse.Welcome(port=self._listener.port, nonce=promise.nonce, reason=reason))
+            await promise.kept()
 
     def close(self) -> None:
         """Close the connection after the gRPC stream has ended."""
@@ -224,7 +211,6 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
     def connected(self, connection: FrameConnection) -> None:
         """See ``Promised``."""
         self._connection = connection
-        self._connected.set()
         self._send(pb.ReplicateResponse(opened=pb.Opened()))
 
     def payload_buffer(self, message: pb.ReplicateRequest, size: int) -> memoryview:

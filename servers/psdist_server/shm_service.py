@@ -13,7 +13,6 @@ contributions stay: the machines hold views of the arena, and the mapping lasts 
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -61,16 +60,9 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
     weights = store.dense.weights.arena
     if weights is None:
         raise SharingUnavailableError(store.dense.weights.arena_error)
-    fd, connection = await fd_passing.connect(attach.socket)
-    try:
-        # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
-        # ``fd``.
-        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
-        arena = await asyncio.shield(opening)
+    arena, connection = await fd_passing.take_arena(attach.socket, elements, dtype)
+    with fd_passing.closed_on_error(connection):
         fd_passing.give(connection, weights.fd)
-    except BaseException:
-        connection.close()
-        raise
     stream = ShmCallStream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
     return stream, server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)

@@ -38,13 +38,36 @@ class Promised(FrameReceiver, Protocol):
         """Take over the connection. Frames arrive from now on."""
 
 
+class Promise:
+    """Promise of a connection to ``receiver``, whose worker or server must show ``nonce``."""
+
+    def __init__(self, receiver: Promised) -> None:
+        self.receiver = receiver
+        self.nonce = secrets.token_bytes(32)
+        self._is_kept = asyncio.Event()
+
+    def keep(self, connection: FrameConnection) -> None:
+        """Hand over the connection that showed the nonce."""
+        connection.set_receiver(self.receiver)
+        self.receiver.connected(connection)
+        self._is_kept.set()
+
+    async def kept(self) -> None:
+        """Wait for the connection. Raises TcpUnavailableError."""
+        try:
+            async with asyncio.timeout(limits.NONCE_SECONDS):
+                await self._is_kept.wait()
+        except TimeoutError:
+            raise TcpUnavailableError(f"no connection arrived within {limits.NONCE_SECONDS:g} s") from None
+
+
 class TcpListener:
     """Port for TCP connections, on the interface of the gRPC port. Like gRPC there, they are plaintext. If gRPC is
     encrypted, no listener may be opened."""
 
     def __init__(self) -> None:
         self.port = 0
-        self._promised: dict[bytes, Promised] = {}
+        self._promises: dict[bytes, Promise] = {}
         self._unidentified: dict[_Unidentified, None] = {}
         self._server: asyncio.Server | None = None
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
@@ -80,17 +103,17 @@ class TcpListener:
             connection.cut_off("the server is shutting down")
 
     @contextmanager
-    def promise(self, stream: Promised) -> Iterator[bytes]:
-        """Yield the nonce that assigns a connection to ``stream``, valid during the block. Raises TcpUnavailableError
-        if too many connections are promised."""
-        if len(self._promised) >= limits.NONCES_MAX:
-            raise TcpUnavailableError(f"{len(self._promised)} connections are already expected: try again")
-        nonce = secrets.token_bytes(32)
-        self._promised[nonce] = stream
+    def promise(self, receiver: Promised) -> Iterator[Promise]:
+        """Yield a promise of a connection to ``receiver``, valid during the block. Raises TcpUnavailableError if too
+        many connections are promised."""
+        if len(self._promises) >= limits.NONCES_MAX:
+            raise TcpUnavailableError(f"{len(self._promises)} connections are already expected: try again")
+        promise = Promise(receiver)
+        self._promises[promise.nonce] = promise
         try:
-            yield nonce
+            yield promise
         finally:
-            self._promised.pop(nonce, None)
+            self._promises.pop(promise.nonce, None)
 
     def _accept(self) -> FrameConnection:
         if len(self._unidentified) >= limits.UNIDENTIFIED_MAX:
@@ -101,12 +124,11 @@ class TcpListener:
 
     def identify(self, unidentified: _Unidentified, nonce: bytes) -> None:
         """Hand a connection to the stream it was promised to. Raises InvalidArgumentError for an unknown nonce."""
-        stream = self._promised.pop(nonce, None)
-        if stream is None:
+        promise = self._promises.pop(nonce, None)
+        if promise is None:
             raise InvalidArgumentError("the nonce is wrong, used before, or expired: request another one")
         self.forget(unidentified)
-        unidentified.connection.set_receiver(stream)
-        stream.connected(unidentified.connection)
+        promise.keep(unidentified.connection)
 
     def note_stranger(self, reason: str) -> None:
         """Log that a connection was closed."""

@@ -56,19 +56,13 @@ async def serve_connect(
         store = await server.admission.admit(identity)
         stream = TcpCallStream(server, identity, store)
         try:
-            with listener.promise(stream) as nonce:
-                yield server_pb2.ConnectResponse(port=listener.port, nonce=nonce)
-                await _connected(stream)
+            with listener.promise(stream) as promise:
+                yield server_pb2.ConnectResponse(port=listener.port, nonce=promise.nonce)
+                await promise.kept()
             await until_over(stream, requests)
         finally:
             stream.end()
         break
-
-
-async def _connected(stream: TcpCallStream) -> None:
-    await asyncio.wait({stream.opened}, timeout=limits.NONCE_SECONDS)
-    if not stream.opened.done():
-        raise TcpUnavailableError(f"no connection arrived within {limits.NONCE_SECONDS:g} s")
 
 
 class TcpCallStream(CallStream):
@@ -76,7 +70,6 @@ class TcpCallStream(CallStream):
 
     def __init__(self, server: ParameterServer, identity: Identity, store: ParameterStore) -> None:
         super().__init__(server, identity, store)
-        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: Gradient in the frame being received.
         self._values: Gradient | None = None
         #: Unsent answers in order; None marks the end of a call.
@@ -86,7 +79,6 @@ class TcpCallStream(CallStream):
     def connected(self, connection: FrameConnection) -> None:
         super().connected(connection)
         self._sender = asyncio.create_task(self._send_answers(connection))
-        self.opened.set_result(None)
         self.send(server_pb2.ShareResponse(opened=server_pb2.Opened()))
 
     def fenced(self) -> None:

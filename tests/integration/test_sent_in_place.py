@@ -66,10 +66,10 @@ class Worker:
         self.socket.setblocking(False)
 
     async def connect(self) -> None:
-        with self.bench.listener.promise(self.stream) as nonce:
+        with self.bench.listener.promise(self.stream) as promise:
             await asyncio.get_running_loop().sock_connect(self.socket, ("127.0.0.1", self.bench.listener.port))
-            await self.send(pb.ShareRequest(open=pb.OpenConnection(nonce=nonce)))
-            await asyncio.wait({self.stream.opened})
+            await self.send(pb.ShareRequest(open=pb.OpenConnection(nonce=promise.nonce)))
+            await promise.kept()
         assert (await self.header()).WhichOneof("kind") == "opened"
         server_end = self.stream.connection._transport.get_extra_info("socket")
         server_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
