@@ -7,7 +7,7 @@ primaries are closed.
 Invariants: No result depends on such a transport, unless the user requires it. A server that refused is not asked again
 in the same incarnation. A broken connection is reopened before the next call.
 
-``shm`` and ``tcp`` implement the negotiation.
+``shm`` and ``tcp`` implement the negotiation: a new transport is one more subclass of ``NegotiatedTransport``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final, Generic, TypeVar
 
 from psdist.client.core.routing import Route
@@ -44,8 +44,12 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
     required: raise ``unavailable`` if no connection to a server is possible.
     """
 
+    #: Method of ServerService on whose streams connections are negotiated.
+    method: ClassVar[str]
     #: Error that says that no connection to a server is possible.
     unavailable: ClassVar[type[PsdistError]]
+    #: Reason for a missing connection whose negotiation became obsolete.
+    obsolete: ClassVar[str] = "this worker rejoined while it connected"
 
     def __init__(
         self,
@@ -97,10 +101,6 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         for error in filter(None, outcomes):
             raise error
 
-    @abstractmethod
-    async def _open(self, route: Route) -> None:
-        """Open a connection and add it to ``streams``, or record the reason for its absence."""
-
     def why_closed(self, server_id: str) -> str:
         """Return why there is no connection to the server; empty if there is one."""
         stream = self.streams.get(server_id)
@@ -138,18 +138,44 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
                 del self.streams[server_id]
                 self._reasons.pop(server_id, None)
 
-    async def _negotiated(
-        self, route: Route, method: str, negotiate: Callable[[Any, int], Awaitable[ConnectionT]]
-    ) -> ConnectionT:
-        """Return the connection that ``negotiate`` opens, given a stream of ``method`` and the epoch of the newest map.
-        Raises the loss of the server as soon as it is known: a lost server may stay silent."""
+    @abstractmethod
+    async def _connect(self, call: Any, epoch: int, route: Route) -> ConnectionT:
+        """Negotiate a connection on ``call``, a new stream of ``method``, by the map of ``epoch``."""
+
+    def _offered(self) -> tuple[object, ...]:
+        """Return the objects that connections are negotiated for. If one changes, a negotiation is obsolete."""
+        return (self._sender,)
+
+    async def _open(self, route: Route) -> None:
+        """Open a connection and add it to ``streams``, or record the reason for its absence."""
+        offered, stream = self._offered(), None
+        try:
+            with self._waits.open(f"for a connection to {route.peer} by {self.name}"):
+                stream = await self._negotiated(route)
+        except self.unavailable as error:
+            if self._offered() == offered:
+                self._refuse(route, error)
+        except PsdistError as error:  # The data path handles it, and connecting is tried again.
+            self._reasons[route.server_id] = f"connecting failed: {error.message}"
+        if self._offered() != offered:
+            # A later call tries again. Another transport is used meanwhile.
+            self._reasons[route.server_id] = self.obsolete
+            if stream is not None:
+                stream.close()
+                await stream.ended()
+        elif stream is not None:
+            await self._opened(route, stream)
+
+    async def _negotiated(self, route: Route) -> ConnectionT:
+        """Return a new connection, by the newest map. Raises the loss of the server as soon as it is known: a lost
+        server may stay silent."""
         while True:
             epoch = self._view.cluster.epoch
             loss = self._view.loss_of(route.server_id, route.incarnation)
-            call = self._grpc.open_stream(route.address, method)
+            call = self._grpc.open_stream(route.address, self.method)
             try:
                 with ending_with(loss):
-                    return await negotiate(call, epoch)
+                    return await self._connect(call, epoch, route)
             except StaleEpochError:
                 call.cancel()
                 await self._view.newer_than(epoch, _NEWER_MAP_SECONDS)

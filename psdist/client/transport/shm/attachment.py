@@ -31,12 +31,12 @@ from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.client.transport.shm.stream import SharedStream, attach
 from psdist.client.transport.shm.weights_view import WeightsView
 from psdist.client.transport.transport import Loss
-from psdist.errors import PsdistError, SharingUnavailableError
+from psdist.errors import SharingUnavailableError
 from psdist.off_loop import off_loop
 from psdist.types import DType, ParametersEntry, Replica
 from psdist.v1 import common_pb2, server_pb2
 from psdist.wire import convert
-from psdist.wire.shm import GradientArena, WeightsArena
+from psdist.wire.shm import WeightsArena
 
 #: Machines that perform loads in program order, which sequence locks rely on.
 _ORDERED_MACHINES: Final = ("x86_64", "AMD64")
@@ -54,7 +54,9 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     """
 
     name = "shm"
+    method = "Share"
     unavailable = SharingUnavailableError
+    obsolete = "the memory was withdrawn while it was offered"
 
     def __init__(
         self,
@@ -129,44 +131,22 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     async def _open(self, route: Route) -> None:
         if self._arena.is_detached:
             self._reasons[route.server_id] = _DETACHED
-            return
-        arena, detachments, releases = self._arena.offer(), self._detachments, self._arena.releases
-        self._is_offered = True
-        stream: SharedStream | None = None
-        try:
-            stream = await self._attached(route, arena)
-        except SharingUnavailableError as error:
-            if (detachments, releases) == (self._detachments, self._arena.releases):
-                self._refuse(route, error)
-            else:
-                self._reasons[route.server_id] = "the memory was released while it was offered"
-        except PsdistError as error:  # The data path handles it, and sharing is tried again.
-            self._reasons[route.server_id] = f"attaching failed: {error.message}"
-        if detachments != self._detachments:
-            # The file has been replaced or dropped since, so the result concerns an obsolete one. A later call tries
-            # again; another transport is used meanwhile.
-            self._reasons[route.server_id] = "the memory was withdrawn while it was offered"
-            if stream is not None:
-                stream.close()
-                await stream.ended()
-        elif stream is not None:
-            await self._opened(route, stream)
+        else:
+            self._is_offered = True
+            await super()._open(route)
 
-    async def _attached(self, route: Route, arena: GradientArena) -> SharedStream:
-        """Open a stream to the server, by the newest map."""
-        slicing = self._entry.slicing
+    def _offered(self) -> tuple[object, ...]:
+        return (*super()._offered(), self._detachments, self._arena.releases)
+
+    async def _connect(self, call: Any, epoch: int, route: Route) -> SharedStream:
+        arena, slicing = self._arena.offer(), self._entry.slicing
         loss = self._view.loss_of(route.server_id, route.incarnation)
         dtype = convert.dtype_to_proto(self._arena.dtype) if self._arena.elements else common_pb2.DTYPE_UNSPECIFIED
-
-        async def negotiate(call: Any, epoch: int) -> SharedStream:
-            attaching = server_pb2.Attach(identity=self._sender.identity(epoch), dtype=dtype)
-            weights, connection = await attach(call, attaching, arena, slicing, route.peer)
-            stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
-            await stream.open(connection)
-            return stream
-
-        with self._waits.open(f"for {route.peer} to share memory"):
-            return await self._negotiated(route, "Share", negotiate)
+        attaching = server_pb2.Attach(identity=self._sender.identity(epoch), dtype=dtype)
+        weights, connection = await attach(call, attaching, arena, slicing, route.peer)
+        stream = SharedStream(call, route, arena, weights, slicing, loss, stable=self.is_stable)
+        await stream.open(connection)
+        return stream
 
     # --- shared memory ------------------------------------------------------------------------------------------------
 

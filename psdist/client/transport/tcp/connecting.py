@@ -17,7 +17,7 @@ from psdist.client.transport.negotiated.connections import NegotiatedTransport
 from psdist.client.transport.requests import Request
 from psdist.client.transport.tcp.stream import TcpStream
 from psdist.client.transport.transport import Loss
-from psdist.errors import PsdistError, TcpUnavailableError
+from psdist.errors import TcpUnavailableError
 from psdist.settings.config import parse_address
 from psdist.v1 import server_pb2
 
@@ -26,6 +26,7 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
     """TCP connections of one handle. Arguments as for ``NegotiatedTransport``."""
 
     name = "tcp"
+    method = "Connect"
     unavailable = TcpUnavailableError
 
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
@@ -33,20 +34,6 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"
         await stream.exchange(request, route, wait)
-
-    async def _open(self, route: Route) -> None:
-        sender = self._sender
-        try:
-            with self._waits.open(f"for a connection to {route.peer}"):
-                stream = await self._negotiated(route, "Connect", lambda call, epoch: self._connect(call, epoch, route))
-        except TcpUnavailableError as error:
-            self._refuse(route, error)
-        except PsdistError as error:  # The data path handles it, and connecting is tried again.
-            self._reasons[route.server_id] = f"connecting failed: {error.message}"
-        else:
-            await self._opened(route, stream)
-            if sender is not self._sender:  # This worker rejoined as another incarnation.
-                stream.close()
 
     async def _connect(self, call: Any, epoch: int, route: Route) -> TcpStream:
         request = server_pb2.ConnectRequest(identity=self._sender.identity(epoch))
