@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import grpc.aio
 import numpy as np
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 from psdist.errors import (
     ServerUnreachableError,
     SharingUnavailableError,
+    TcpUnavailableError,
     again,
 )
 from psdist.link.dialing import Link
@@ -210,67 +211,92 @@ class Offer:
         return name in self.carriers and name not in self.refused
 
 
+class Proposal(ABC):
+    """Transport in the hello of one stream, besides gRPC. stack: owns its resources until a carrier takes them over."""
+
+    name: ClassVar[str]
+
+    def __init__(self, offer: Offer, stack: ExitStack) -> None:
+        self._offer = offer
+        self._stack = stack
+
+    @abstractmethod
+    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
+        """Add the transport to ``hello``. Raises SharingUnavailableError or TcpUnavailableError."""
+
+    @abstractmethod
+    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
+        """Return an open carrier, or None if the replica did not choose this transport. Raises as ``add_to``."""
+
+
+class _SharedMemoryProposal(Proposal):
+    name = "shm"
+
+    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
+        await self._offer.memory.prepare()
+        self._arena = self._offer.memory.arena()
+        hello.socket, listener = self._stack.enter_context(fd_passing.listening())
+        hello.arena_elements = self._arena.flat.size
+        self._handing = asyncio.create_task(fd_passing.offer(listener, self._arena.fd))
+        self._stack.callback(_discard, self._handing)
+
+    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
+        if not welcome.arena_nonce:
+            return None
+        peer = self._offer.peer
+        # The replica took the file before its answer.
+        await asyncio.wait({self._handing}, timeout=fd_passing.HANDOVER_SECONDS)
+        if not self._handing.done() or welcome.arena_nonce != self._arena.nonce:
+            raise SharingUnavailableError(f"{peer} did not map this server's memory: it answered with another nonce")
+        carrier = FrameCarrier("shm", call, peer, self._offer.memory, self._arena)
+        # The event loop owns the socket from now on.
+        await carrier.open(socket.socket(fileno=self._handing.result().detach()))
+        return carrier
+
+
+class _TcpProposal(Proposal):
+    name = "tcp"
+
+    async def add_to(self, hello: pb.ReplicateRequest.Hello) -> None:
+        hello.tcp = True
+
+    async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:
+        if not welcome.port:
+            return None
+        carrier = FrameCarrier("tcp", call, self._offer.peer, self._offer.memory, None)
+        await carrier.dial(
+            self._offer.host, welcome.port, welcome.nonce, dialers="servers connect to any port of each other"
+        )
+        return carrier
+
+
+#: Transports besides gRPC, preferred ones first.
+_PROPOSALS: Final[tuple[type[Proposal], ...]] = (_SharedMemoryProposal, _TcpProposal)
+
+
 async def negotiate(call: Any, hello: pb.ReplicateRequest, offer: Offer) -> tuple[Carrier, pb.ReplicateResponse]:
     """Send the first hello of a stream. Return the chosen transport and the replica's welcome. Raises
     SharingUnavailableError or TcpUnavailableError if that transport failed; the caller then opens another stream
     without it."""
-    hello.hello.tcp = offer.allows("tcp")
+    proposals: list[Proposal] = []
     with ExitStack() as stack:
-        arena = await _arena(offer)
-        handing: asyncio.Task[socket.socket] | None = None
-        if arena is not None:
-            try:
-                hello.hello.socket, listener = stack.enter_context(fd_passing.listening())
-            except SharingUnavailableError as error:
-                offer.refused["shm"] = error.message
-            else:
-                hello.hello.arena_elements = arena.flat.size
-                handing = asyncio.create_task(fd_passing.offer(listener, arena.fd))
-                stack.callback(_discard, handing)
+        for kind in _PROPOSALS:
+            if offer.allows(kind.name):
+                proposal = kind(offer, stack)
+                try:
+                    await proposal.add_to(hello.hello)
+                except (SharingUnavailableError, TcpUnavailableError) as error:
+                    offer.refused[kind.name] = error.message
+                else:
+                    proposals.append(proposal)
         await call.write(hello.SerializeToString())
         answer = await read(call, offer.peer)
         if answer.WhichOneof("kind") != "welcome":
             raise ServerUnreachableError(f"{offer.peer} did not answer hello with welcome")
-        welcome = answer.welcome
-        if welcome.arena_nonce and arena is not None and handing is not None:
-            return await _share(call, offer, arena, handing, welcome), answer
-        if welcome.port:
-            return await _connect(call, offer, welcome), answer
+        for proposal in proposals:
+            if carrier := await proposal.accepted(call, answer.welcome):
+                return carrier, answer
         return GrpcCarrier(call, offer.peer), answer
-
-
-async def _arena(offer: Offer) -> GradientArena | None:
-    if not offer.allows("shm"):
-        return None
-    try:
-        await offer.memory.prepare()
-        return offer.memory.arena()
-    except SharingUnavailableError as error:
-        offer.refused["shm"] = error.message
-        return None
-
-
-async def _share(
-    call: Any,
-    offer: Offer,
-    arena: GradientArena,
-    handing: asyncio.Task[socket.socket],
-    welcome: pb.ReplicateResponse.Welcome,
-) -> Carrier:
-    # The replica took the file before its answer.
-    await asyncio.wait({handing}, timeout=fd_passing.HANDOVER_SECONDS)
-    if not handing.done() or welcome.arena_nonce != arena.nonce:
-        raise SharingUnavailableError(f"{offer.peer} did not map this server's memory: it answered with another nonce")
-    carrier = FrameCarrier("shm", call, offer.peer, offer.memory, arena)
-    connection = socket.socket(fileno=handing.result().detach())  # The event loop owns it from now on.
-    await carrier.open(connection)
-    return carrier
-
-
-async def _connect(call: Any, offer: Offer, welcome: pb.ReplicateResponse.Welcome) -> Carrier:
-    carrier = FrameCarrier("tcp", call, offer.peer, offer.memory, None)
-    await carrier.dial(offer.host, welcome.port, welcome.nonce, dialers="servers connect to any port of each other")
-    return carrier
 
 
 def _discard(handing: asyncio.Task[socket.socket]) -> None:
