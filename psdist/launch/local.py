@@ -41,6 +41,7 @@ from psdist.launch.run_record import ADDRESS_FILE, DIRECTORY_PREFIX, RunRegistry
 from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.shutdown import RunPolicy
+from psdist.link import fd_passing
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
     FAILURE_TIMEOUT_SECONDS,
@@ -50,7 +51,6 @@ from psdist.settings.config import (
     read_address,
 )
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
-from psdist.wire import fd_passing
 
 #: Where snapshots lie by default, below the working directory; in it, a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"

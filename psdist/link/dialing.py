@@ -6,7 +6,7 @@ The gRPC stream authenticates the connection, stays open beside it, and reports 
 Invariants: The stream and the connection end together, and ``end`` receives the reason once. A link that ended is not
 used again. Nothing is sent over TCP before the peer accepts the connection.
 
-``psdist_server.tcp_listener`` is the accepting end over TCP. ``psdist.wire.fd_passing`` connects processes of one host.
+``psdist.link.accepting`` is the accepting end over TCP. ``psdist.link.fd_passing`` connects processes of one host.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from google.protobuf.message import Message
 
 from psdist.ending import ending_with
 from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.v1 import server_pb2
 from psdist.wire import status
-from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 
 #: Timeout for firewalls that drop packets silently.
 CONNECT_SECONDS: Final = 3.0

@@ -24,6 +24,7 @@ from psdist import addresses, logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
 from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
 from psdist.gpu.device import open_device
+from psdist.link.accepting import TcpListener
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
 from psdist.settings.programs import ServerSettings
@@ -36,7 +37,6 @@ from psdist_server.kernels import kernels
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
-from psdist_server.tcp_listener import TcpListener
 
 _log = structlog.get_logger("psdist.server")
 

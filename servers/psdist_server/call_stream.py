@@ -27,10 +27,10 @@ from psdist.errors import (
     PsdistError,
     UnknownParametersError,
 )
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.types import Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, limits, status
-from psdist.wire.frame_connection import FrameConnection, MessageReceiver
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore

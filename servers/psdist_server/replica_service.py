@@ -10,7 +10,7 @@ The buffer of a payload is allocated once its slice and size are known to be val
 together. A connection with a stalled frame or unread output is closed after ``limits.STALL_SECONDS``. Acknowledgements
 made in one iteration of the event loop form one message.
 
-``store.backup_shards`` processes the messages, and ``tcp_listener`` accepts connections.
+``store.backup_shards`` processes the messages, and ``psdist.link.accepting`` accepts connections.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError
+from psdist.link import fd_passing
+from psdist.link.accepting import TcpListener
+from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.types import ITEM_BYTES, Replica
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import convert, fd_passing, frames, limits
-from psdist.wire.frame_connection import FrameConnection, MessageReceiver
+from psdist.wire import convert, frames, limits
 from psdist.wire.frames import Frame
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import PAGE, GradientArena
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.tcp_listener import TcpListener
 
 log = logging.getLogger("psdist.server")
 

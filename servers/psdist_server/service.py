@@ -17,16 +17,17 @@ import grpc
 import grpc.aio
 
 from psdist.errors import InvalidArgumentError
+from psdist.link import fd_passing
+from psdist.link.accepting import TcpListener
 from psdist.types import Identity
 from psdist.v1 import server_pb2
-from psdist.wire import convert, fd_passing, frames
+from psdist.wire import convert, frames
 from psdist.wire.rpc_handlers import Handler, as_psdist_error, service_handler
 from psdist_server.replica_service import ReplicaService
 from psdist_server.server import ParameterServer
 from psdist_server.shm_service import serve_share
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
-from psdist_server.tcp_listener import TcpListener
 from psdist_server.tcp_service import serve_connect
 
 log = logging.getLogger("psdist.server")

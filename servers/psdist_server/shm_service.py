@@ -1,7 +1,7 @@
 """Share stream: pushes and pulls of a worker on this host, without sending payloads.
 
 The only request on the stream attaches: the worker's gradient arena and this server's weights arena are exchanged
-(``psdist.wire.fd_passing``). The socket used for the exchange carries the calls (``psdist.wire.frame_connection``).
+(``psdist.link.fd_passing``). The socket used for the exchange carries the calls (``psdist.link.frame_connection``).
 Each message on it is a call with payloads in the arenas. All slices of a call are passed to the shard machines when it
 is read, and one message answers the call once all of them are answered.
 
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import grpc.aio
 
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
+from psdist.link import fd_passing
+from psdist.link.frame_connection import FrameConnection
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import common_pb2, server_pb2
-from psdist.wire import convert, fd_passing, frames
-from psdist.wire.frame_connection import FrameConnection
+from psdist.wire import convert, frames
 from psdist.wire.shm import GradientArena
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.server import ParameterServer

@@ -1,7 +1,7 @@
 """Connect stream: pushes and pulls of a worker over a dedicated TCP connection.
 
-The only request on the stream identifies the worker; the answer is a port and a nonce (``tcp_listener``). The
-connection carries the same calls as a shared-memory connection, in frames (``psdist.wire.frame_connection``). The
+The only request on the stream identifies the worker; the answer is a port and a nonce (``psdist.link.accepting``). The
+connection carries the same calls as a shared-memory connection, in frames (``psdist.link.frame_connection``). The
 slices of a push follow it, each in a frame whose payload is received into its own buffer, which the kernel reads in
 place. A slice is answered as soon as its consistency allows, with its weights as the payload. Weights that do not
 change until this worker pushes again are sent from their place in memory; otherwise the workers of a step share a copy.
@@ -27,10 +27,11 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError, TcpUnavailableError
+from psdist.link.accepting import TcpListener
+from psdist.link.frame_connection import FrameConnection
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import server_pb2
 from psdist.wire import convert, frames, limits
-from psdist.wire.frame_connection import FrameConnection
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist_server.call_stream import CallStream, StreamCall, error_response, until_over
 from psdist_server.kernels.arrays import Gradient
@@ -38,7 +39,6 @@ from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import CallState, SliceAnswer, fenced
 from psdist_server.store.slice_reads import Weights
-from psdist_server.tcp_listener import TcpListener
 
 log = logging.getLogger("psdist.server")
 

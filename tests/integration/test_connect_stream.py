@@ -28,12 +28,12 @@ from psdist.errors import (
     UnknownCodecError,
     WrongRunError,
 )
+from psdist.link.accepting import TcpListener
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import auth, channels, limits, status
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
-from psdist_server.tcp_listener import TcpListener
 from tests.integration.test_server_service import GRADIENT, INITIAL, SLICE, TOKEN, TOTAL, Bench, cut, entry
 from tests.support.channels import open_channel
 

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.link import fd_passing
+from psdist.link.frame_connection import PREFIX, FrameConnection
 from psdist.types import Replica, Shard
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, fd_passing, limits, status
-from psdist.wire.frame_connection import PREFIX, FrameConnection
+from psdist.wire import auth, limits, status
 from psdist.wire.shm import PAGE, GradientArena
 from tests.integration.test_two_copies import SIZE, TOKEN, A, B, Pair
 from tests.support.channels import open_channel

@@ -11,12 +11,12 @@ from dataclasses import replace
 import numpy as np
 import uvloop
 
+from psdist.link.accepting import TcpListener
 from psdist.types import Identity
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert
 from psdist_server.server import ParameterServer, ServerRegistration
-from psdist_server.tcp_listener import TcpListener
 from psdist_server.tcp_service import TcpCallStream
 from tests.integration.test_server_service import TOKEN, cluster_map, entry
 

@@ -31,9 +31,10 @@ from psdist.errors import (
     UnknownCodecError,
     WrongRunError,
 )
+from psdist.link import fd_passing
 from psdist.v1 import common_pb2 as cpb
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, fd_passing, limits, status
+from psdist.wire import auth, limits, status
 from psdist.wire.shm import GradientArena, WeightsArena
 from tests.integration.test_server_service import GRADIENT, INITIAL, SLICE, TOKEN, TOTAL, Bench, entry
 from tests.integration.test_server_service import bench as bench  # the fixture

@@ -28,10 +28,11 @@ from psdist import AsyncClient, AsyncParameters
 from psdist.client.transport.shm.stream import attach
 from psdist.errors import ClosedError, InvalidArgumentError, ServerLostError, SharingUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.link import fd_passing
 from psdist.types import Slicing
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import auth, channels, fd_passing
+from psdist.wire import auth, channels
 from psdist.wire.shm import GradientArena, WeightsArena
 from tests.support.contributions import until_pushed
 
@@ -442,7 +443,7 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
 
 _STALE = """
 import os, signal, sys
-from psdist.wire import fd_passing
+from psdist.link import fd_passing
 with fd_passing.listening() as (name, _):
     print("listening", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

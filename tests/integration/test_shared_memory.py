@@ -22,9 +22,9 @@ from psdist.cli.status import as_json
 from psdist.client.transport.shm import stream
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.link import fd_passing
 from psdist.settings.config import TransportName
 from psdist.v1 import scheduler_pb2
-from psdist.wire import fd_passing
 from tests.integration.test_exact import OPTIMIZERS, STEPS, TOTAL, gradient, initial, joined, reference_run, split
 
 SGD = psdist.optim.SGD(lr=1.0)

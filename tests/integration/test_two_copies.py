@@ -15,6 +15,7 @@ from psdist import optim
 from psdist.chaos.proxy import HELD, Fault, FaultProxy
 from psdist.consistency import BSP
 from psdist.errors import LimitExceededError, StaleEpochError
+from psdist.link.accepting import TcpListener
 from psdist.types import (
     ClusterMap,
     ParametersEntry,
@@ -33,7 +34,6 @@ from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.service import ServerService
 from psdist_server.store.replicator import ReplicaReport
-from psdist_server.tcp_listener import TcpListener
 from tests.support.channels import open_channel
 
 TOKEN, SIZE = "secret", 4096

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from psdist.errors import LimitExceededError, PsdistError
+from psdist.link.frame_connection import FrameReader
 from psdist.wire import limits
-from psdist.wire.frame_connection import FrameReader
 
 HEADER_BYTES = 300
 FRAMES = st.lists(st.tuples(st.binary(max_size=HEADER_BYTES), st.binary(max_size=40_000)), max_size=6)

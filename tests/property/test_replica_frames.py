@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 from psdist import optim
 from psdist.consistency import BSP
 from psdist.errors import InternalError, PsdistError
+from psdist.link.accepting import TcpListener
+from psdist.link.frame_connection import PREFIX, FrameConnection
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import limits
-from psdist.wire.frame_connection import PREFIX, FrameConnection
 from psdist.wire.shm import PAGE, GradientArena
 from psdist_server import admission
 from psdist_server.replica_service import StreamFromPrimary
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.replica_carriers import FrameCarrier
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.tcp_listener import TcpListener
 
 SIZE = 4096
 A, B = Replica("server-0", 1), Replica("server-1", 1)

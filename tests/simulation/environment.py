@@ -51,7 +51,7 @@ from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
 #: Modules that deal with the processes of this machine, also in a simulation: kernels are compiled by several at once.
-_REAL = ("psdist.wire.shm", "psdist.wire.fd_passing", "psdist.compression.compiled")
+_REAL = ("psdist.wire.shm", "psdist.link.fd_passing", "psdist.compression.compiled")
 
 
 class RunLoop(SimLoop):

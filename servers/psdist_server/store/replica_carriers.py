@@ -2,7 +2,7 @@
 
 The first hello lists the transports that this server can use, and the replica answers with its choice: a Unix socket,
 over which it received the arena of gradients (``replica_memory``), or a TCP connection with a nonce. Both carry the
-same frames (``psdist.wire.frame_connection``). A payload that the replica can read in the arena is named by its offset;
+same frames (``psdist.link.frame_connection``). A payload that the replica can read in the arena is named by its offset;
 others follow their header. The gRPC stream stays open beside the connection, and each ends with the other.
 
 Invariants: No message is sent twice or over two transports: a stream keeps its transport to its end. Gradients in the
@@ -34,9 +34,10 @@ from psdist.errors import (
     TcpUnavailableError,
     again,
 )
+from psdist.link import fd_passing
 from psdist.link.dialing import Link
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import fd_passing, frames
+from psdist.wire import frames
 from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory

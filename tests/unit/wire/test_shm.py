@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from psdist.errors import SharingUnavailableError
-from psdist.wire import fd_passing, shm
+from psdist.link import fd_passing
+from psdist.wire import shm
 from psdist.wire.shm import GradientArena, MappedVector, Piece, WeightsArena
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -458,7 +459,7 @@ def test_no_shared_memory_file_system(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 KILLED = """
 import os, signal
-from psdist.wire import fd_passing
+from psdist.link import fd_passing
 with fd_passing.listening() as (name, _):
     print(name, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from psdist.errors import InvalidArgumentError
+from psdist.link import fd_passing
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import DType
-from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, reason_of
 
 

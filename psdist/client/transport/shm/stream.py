@@ -1,7 +1,7 @@
 """Share stream: calls to one server whose payloads are in memory mapped by both processes.
 
 ``attach`` opens it, and ``SharedStream.exchange`` carries one request to the server. Calls use the socket on which the
-memory files were exchanged (``psdist.wire.frame_connection``).
+memory files were exchanged (``psdist.link.frame_connection``).
 
 Invariants: The content of the arena is not modified between a request and its answer. Only slices that the server has
 just answered are read from its arena, within their bounds. Weights that may change are copied under the sequence lock:
@@ -39,9 +39,9 @@ from psdist.errors import (
     SharingUnavailableError,
     again,
 )
+from psdist.link import fd_passing
 from psdist.types import ITEM_BYTES, Slicing
 from psdist.v1 import common_pb2, server_pb2
-from psdist.wire import fd_passing
 from psdist.wire.shm import GradientArena, WeightsArena
 
 #: Number of checks of a slice under write before the event loop gets a turn.

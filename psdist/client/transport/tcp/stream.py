@@ -1,4 +1,4 @@
-"""TCP connection to one server: calls with payloads in frames (``psdist.wire.frame_connection``).
+"""TCP connection to one server: calls with payloads in frames (``psdist.link.frame_connection``).
 
 A gradient is sent from its place in memory, slice by slice, as the server releases earlier ones. The connection writes
 the lowest slice of all calls first. Weights sent as float32 are received straight into the memory of the call's target.

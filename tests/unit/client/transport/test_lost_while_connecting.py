@@ -20,11 +20,10 @@ from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.consistency import BSP
-from psdist.link import dialing
+from psdist.link import dialing, fd_passing
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import fd_passing
 
 SERVER = Replica("server-0", 1)
 ENTRY = ParametersEntry(ParametersSpec("p", SGD(), BSP(), slice_elements=4096), 4096, (Shard(SERVER, 1),), ())

@@ -11,8 +11,8 @@ import pytest
 from replica import SLICE, SLICES, update_memory
 
 from psdist.errors import InternalError, InvalidArgumentError, ServerUnreachableError
+from psdist.link.frame_connection import FrameConnection
 from psdist.v1 import server_pb2 as pb
-from psdist.wire.frame_connection import FrameConnection
 from psdist_server.store.replica_carriers import FrameCarrier
 from psdist_server.store.replica_memory import UpdateMemory
 

@@ -17,10 +17,10 @@ import pytest
 import uvloop
 from silent_port import ports_by_stage
 
-from psdist.link import dialing
+from psdist.link import dialing, fd_passing
 from psdist.types import Replica, Slicing
 from psdist.v1 import server_pb2 as pb
-from psdist.wire import fd_passing, frames
+from psdist.wire import frames
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.replicator import Replicator

@@ -23,10 +23,10 @@ import structlog
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, InvalidArgumentError, PsdistError, TcpUnavailableError
+from psdist.link.frame_connection import FrameConnection, FrameReceiver, MessageReceiver
 from psdist.v1 import server_pb2
 from psdist.wire import limits
 from psdist.wire.backoff import LogPacer
-from psdist.wire.frame_connection import FrameConnection, FrameReceiver, MessageReceiver
 
 _log = structlog.get_logger("psdist.server")
 

@@ -8,8 +8,8 @@ import socket
 import pytest
 
 from psdist.errors import ConfigurationError
+from psdist.link.accepting import TcpListener
 from psdist.settings.programs import server_settings
-from psdist_server.tcp_listener import TcpListener
 
 _LOOPBACK = "127.0.0.1"
 

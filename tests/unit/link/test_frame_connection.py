@@ -13,9 +13,9 @@ import pytest
 import uvloop
 
 from psdist.errors import InvalidArgumentError, LimitExceededError, PsdistError
+from psdist.link.frame_connection import _TURN_BYTES as TURN_BYTES
+from psdist.link.frame_connection import FrameConnection
 from psdist.wire import limits
-from psdist.wire.frame_connection import _TURN_BYTES as TURN_BYTES
-from psdist.wire.frame_connection import FrameConnection
 
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
 
