@@ -145,43 +145,44 @@ class SchedulerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Register(self, request, context):
-        """First call of every server and worker: versions are compared, an incarnation is given.
+        """First call of every server and worker: compare versions and assign an incarnation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Session(self, request_iterator, context):
-        """Held open for the member's life: heartbeats up; maps and commands down. When it breaks the member is gone.
+        """Open for the member's lifetime: heartbeats up, maps and commands down. If it breaks for longer than the lease, the
+        member is lost.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Leave(self, request, context):
-        """A polite end of a membership.
+        """End a membership.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CreateParameters(self, request, context):
-        """Creates parameters, or attaches after checking that layout and settings agree. Progress while it waits; the
-        last message says what to do.
+        """Create parameters, or attach after checking that layout and settings agree. Reports progress while waiting; the
+        last message is the result.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CommitParameters(self, request, context):
-        """The uploader states that all initial values are on the servers. Refused if a server lacks any.
+        """The uploader reports that all initial values are on the servers. Refused if a server lacks any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def DescribeParameters(self, request, context):
-        """Layout and settings of existing parameters. Waits for them to exist.
+        """Return layout and settings of parameters, once they exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -194,84 +195,85 @@ class SchedulerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Barrier(self, request, context):
-        """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
+        """Wait until all live workers, and at least the run's minimum, have called it with this name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rendezvous(self, request, context):
-        """Ranks for worker agents that start without them.
+        """Assign ranks to worker agents that start without them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Moves everything away from a server while training goes on; progress until it holds nothing and may be stopped.
+        """Move everything away from a server during training. Reports progress until it holds nothing and may be stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """How many servers the run shall have: launchers start the missing ones, the surplus is drained.
+        """Set the number of servers of the run: launchers start missing ones, surplus ones are drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def WatchScale(self, request, context):
-        """For launchers: the number of servers wanted and those that are to be stopped, at once and after every change.
+        """For launchers: the target number of servers and those to stop, immediately and after every change.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenDataset(self, request, context):
-        """Opens a data set whose ranges are leased to workers; the first to open it decides, the others must agree.
+        """Open a data set whose ranges are leased to workers. The first to open it decides its settings; the others must
+        agree.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def LeaseRange(self, request, context):
-        """Reports ranges as done and asks for the next one. One message for now: nobody is made to wait for a range.
+        """Report ranges as done and request the next one. The stream allows for waiting; today it has one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def EndRanges(self, request, context):
-        """Reports ranges as done, or gives them back unused.
+        """Report ranges as done, or return them unused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SaveSnapshot(self, request, context):
-        """Takes a snapshot; progress until it is committed. Several that wait at a time share one.
+        """Take a snapshot. Reports progress until it is committed. Concurrent requests share one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HandInState(self, request_iterator, context):
-        """A worker's own state at the cut of a snapshot, such as what its codec left out so far: a file, in parts.
+        """Upload a worker's own state at the cut of a snapshot, such as its codec's residual: a file, in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetState(self, request, context):
-        """The state that the worker of this rank handed in for the snapshot that parameters began from, in parts.
+        """Download the state of the worker of this rank from the snapshot that the parameters began from, in parts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDataPosition(self, request, context):
-        """Where a data set stands, and setting that, which voids all leases.
+        """Get or set the position of a data set. Setting it voids all leases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

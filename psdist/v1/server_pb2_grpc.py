@@ -85,22 +85,22 @@ class ServerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Install(self, request_iterator, context):
-        """Puts initial values (always DTYPE_FLOAT32, CODEC_RAW) on the server, before the parameters are ready.
+        """Install initial values (always DTYPE_FLOAT32, CODEC_RAW) before the parameters are ready.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PushPull(self, request_iterator, context):
-        """One step: gradients up, new weights down; slices flow independently. The answer for a slice comes when the
-        consistency allows it. Slices must be sent in ascending order; each at most once.
+        """One step: gradients up, new weights down. Slices flow independently, and each is answered when the consistency
+        allows it. Slices must be sent in ascending order, each at most once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """The same without the weights: each slice is acknowledged once it was applied.
+        """The same without weights: each slice is acknowledged once it is applied.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,34 +114,34 @@ class ServerServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Share(self, request_iterator, context):
-        """Shared memory between a worker and this server on one host, for one parameters: the only request attaches. Calls,
-        whose payloads lie in the arenas, are the same messages on the unix socket by which that was done. The attachment
-        lasts as long as both, the stream and the socket. See docs/wire.md.
+        """Share memory between a worker and this server on one host, for one set of parameters. The only request attaches.
+        Calls are the same messages on the Unix socket used for attaching, with payloads in the arenas. The attachment ends
+        with the stream or the socket. See docs/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Connect(self, request_iterator, context):
-        """A TCP connection between a worker and this server, for one parameters: the only request says who connects, the only
-        answer where to. Calls are the messages of Share, on that connection, with payloads in frames of their own. It lasts
-        as long as both, the stream and the connection. See docs/wire.md.
+        """Open a TCP connection between a worker and this server, for one set of parameters. The only request identifies the
+        worker, the only answer says where to connect. Calls are the messages of Share on that connection, with payloads in
+        frames of their own. It ends with the stream or the connection. See docs/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FetchNorms(self, request, context):
-        """Squared norms of a step's aggregated gradient, for clipping by the global norm. Server to server; waits until
-        the step is aggregated.
+        """Squared norms of a step's aggregated gradient, for clipping by the global norm. Server to server. Waits until the
+        step is aggregated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Replicate(self, request_iterator, context):
-        """Primary to backup: copies of shards, and then every update before the worker hears of it. One stream for each
-        parameters and peer. See docs/wire.md.
+        """Primary to backup: copies of shards, then every update before the worker is acknowledged. One stream for each set
+        of parameters and peer. See docs/wire.md.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
