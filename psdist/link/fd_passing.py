@@ -57,23 +57,23 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
                 path.unlink()
 
 
-async def exchange(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
+async def swap_files(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
     """Send ``fd``, receive the server's file, and return it with the connection. Runs in the worker; the caller closes
     both.
 
     Waits without a timeout: a server that cannot answer says so over gRPC. Raises SharingUnavailableError.
     """
     try:
-        with closed_on_error(await offer(listener, fd)) as peer:
-            return await _take(peer), peer
+        with closed_on_error(await accept_and_send(listener, fd)) as peer:
+            return await _receive(peer), peer
     except OSError as error:
         raise SharingUnavailableError(
             f"the memory exchange with the server failed: {error.strerror or error}"
         ) from None
 
 
-async def offer(listener: socket.socket, fd: int) -> socket.socket:
-    """Send ``fd`` and return the connection, for a peer that has no file to send. See ``exchange``."""
+async def accept_and_send(listener: socket.socket, fd: int) -> socket.socket:
+    """Send ``fd`` and return the connection, for a peer that has no file to send. See ``swap_files``."""
     try:
         await _readable(listener)  # The loop's own accept would lose the connection if cancelled.
         peer, _ = listener.accept()
@@ -88,7 +88,7 @@ async def offer(listener: socket.socket, fd: int) -> socket.socket:
         ) from None
 
 
-async def connect(name: str) -> tuple[int, socket.socket]:
+async def receive_file(name: str) -> tuple[int, socket.socket]:
     """Connect to the worker's socket and receive its file. Runs in the server; the caller closes file and connection.
 
     Raises SharingUnavailableError.
@@ -100,7 +100,7 @@ async def connect(name: str) -> tuple[int, socket.socket]:
             async with asyncio.timeout(HANDOVER_SECONDS):
                 connection.connect(str(DIRECTORY / name))
                 _check_user(connection, "worker")
-                return await _take(connection), connection
+                return await _receive(connection), connection
         except FileNotFoundError:
             raise SharingUnavailableError(
                 f"worker and server do not see the same {DIRECTORY}: they run on two hosts, or in containers that do "
@@ -117,7 +117,7 @@ async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientAren
 
     Raises SharingUnavailableError.
     """
-    fd, connection = await connect(name)
+    fd, connection = await receive_file(name)
     with closed_on_error(connection):
         # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
         # ``fd``.
@@ -125,7 +125,7 @@ async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientAren
         return await asyncio.shield(opening), connection
 
 
-def give(connection: socket.socket, fd: int) -> None:
+def send_file(connection: socket.socket, fd: int) -> None:
     """Send the server's file to the worker. Raises SharingUnavailableError."""
     try:
         socket.send_fds(connection, [b"\0"], [fd])
@@ -186,7 +186,7 @@ def _check_user(peer: socket.socket, who: str) -> None:
         )
 
 
-async def _take(peer: socket.socket) -> int:
+async def _receive(peer: socket.socket) -> int:
     """Receive the one file that the peer sends."""
     await _readable(peer)
     data, fds, _, _ = socket.recv_fds(peer, 1, 1, socket.MSG_CMSG_CLOEXEC)

@@ -66,7 +66,7 @@ SHARED_ROUNDS_MAX: Final = 4
 STREAM_CALLS_MAX: Final = 4096
 #: Payloads of one push that a worker may send over TCP before the server releases the first. It bounds the payloads in
 #: flight and at the server.
-DIRECT_WINDOW_SLICES: Final = 3
+TCP_WINDOW_SLICES: Final = 3
 #: Weight differences (``pull_compression``) in one answer, and kept by servers for each slice.
 DIFFERENCES_MAX: Final = 64
 #: TCP connections promised by one server and not yet made.

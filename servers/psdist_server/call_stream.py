@@ -50,10 +50,10 @@ class StreamCall(Call):
     answers: list[SliceAnswer] = field(default_factory=list)
     error: PsdistError | None = None
     #: Slices whose payloads arrive in later frames, and the versions that their gradients are based on.
-    coming: deque[tuple[int, int]] = field(default_factory=deque)
+    expected: deque[tuple[int, int]] = field(default_factory=deque)
     #: Number of released payloads, and how many of them the worker was notified of.
-    taken: int = 0
-    told: int = 0
+    released: int = 0
+    acknowledged: int = 0
     timer: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class StreamCall(Call):
 
     def fail(self, error: PsdistError) -> None:
         self.error = self.error or error
-        if self.state is CallState.WAITING or self.coming:
+        if self.state is CallState.WAITING or self.expected:
             self._end()
 
     def asked_all(self) -> None:
@@ -70,7 +70,7 @@ class StreamCall(Call):
             self._end()
 
     def release_payload(self) -> None:
-        self.taken += 1
+        self.released += 1
         if self.stream is not None:
             self.stream.payload_released(self)
 
@@ -81,7 +81,7 @@ class StreamCall(Call):
 
     def _end(self) -> None:
         self.state = CallState.ENDED
-        self.coming.clear()
+        self.expected.clear()
         if self.stream is not None:
             self.stream.call_ended(self)
 
@@ -231,7 +231,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
                 self._pull(call, request.pull)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
             call.fail(as_psdist_error(error, "executing a call", log))
-        if not call.coming:
+        if not call.expected:
             call.asked_all()
         if call.state is not CallState.ENDED:
             self._report_later(call)
@@ -290,7 +290,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
         del self.calls[call.call_id]
         self._named -= call.named
         call.state = CallState.ENDED
-        call.coming.clear()
+        call.expected.clear()
         if call.timer is not None:
             call.timer.cancel()
         if call.outstanding:
@@ -335,4 +335,4 @@ def error_response(call: StreamCall) -> server_pb2.ShareResponse:
 
 
 def _own_wait(call: StreamCall) -> str:
-    return "for the rest of the request" if call.coming else "for this server to apply the update"
+    return "for the rest of the request" if call.expected else "for this server to apply the update"

@@ -63,7 +63,7 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
         raise SharingUnavailableError(store.dense.weights.arena_error)
     arena, connection = await fd_passing.take_arena(attach.socket, elements, dtype)
     with fd_passing.closed_on_error(connection):
-        fd_passing.give(connection, weights.fd)
+        fd_passing.send_file(connection, weights.fd)
     stream = ShmCallStream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
     await stream.open(connection)
     return stream, server_pb2.Attached(nonce=arena.nonce, weights_nonce=weights.nonce)

@@ -6,7 +6,7 @@ slices of a push follow it, each in a frame whose payload is received into its o
 place. A slice is answered as soon as its consistency allows, with its weights as the payload. Weights that do not
 change until this worker pushes again are sent from their place in memory; otherwise the workers of a step share a copy.
 
-Invariants: At most ``limits.DIRECT_WINDOW_SLICES`` payloads of each push are held. The worker learns when they are
+Invariants: At most ``limits.TCP_WINDOW_SLICES`` payloads of each push are held. The worker learns when they are
 released and sends no more before that. This server keeps reading, because a push may depend on data behind it on the
 same connection. Answers are queued without their weights, so a slow reader costs no memory. The buffer of a payload is
 allocated once its slice and size are known to be valid. A connection with a stalled frame or unread output is closed
@@ -104,8 +104,8 @@ class TcpCallStream(CallStream):
     def _memory_for(self, call: StreamCall, index: int, size: int) -> Gradient:
         """Return a buffer for the payload of a slice. Raises InvalidArgumentError unless the slice is the next one of
         its push and has the right size, and LimitExceededError if too many payloads are held."""
-        if not call.coming or call.coming[0][0] != index:
-            wanted = f"slice {call.coming[0][0]} is next" if call.coming else "all slices arrived"
+        if not call.expected or call.expected[0][0] != index:
+            wanted = f"slice {call.expected[0][0]} is next" if call.expected else "all slices arrived"
             raise InvalidArgumentError(f"slice {index} of call {call.call_id} is unexpected: {wanted}")
         elements, dtype = self.store.dense.slicing.size(index), NUMPY_DTYPES[call.dtype]
         if call.is_encoded:
@@ -115,10 +115,10 @@ class TcpCallStream(CallStream):
             raise InvalidArgumentError(
                 f"slice {index} has {elements * ITEM_BYTES[call.dtype]} bytes in {call.dtype}, not {size}", slice=index
             )
-        held = call.named - len(call.coming) - call.taken
-        if held >= limits.DIRECT_WINDOW_SLICES:
+        held = call.named - len(call.expected) - call.released
+        if held >= limits.TCP_WINDOW_SLICES:
             raise LimitExceededError(
-                f"{held} payloads of call {call.call_id} are held: send no more than {limits.DIRECT_WINDOW_SLICES} "
+                f"{held} payloads of call {call.call_id} are held: send no more than {limits.TCP_WINDOW_SLICES} "
                 "beyond the acknowledged ones"
             )
         return np.empty(elements, dtype)
@@ -129,11 +129,11 @@ class TcpCallStream(CallStream):
             return
         values, self._values = self._values, None
         call = self.calls.get(request.call_id)
-        if values is None or call is None or not call.coming:
+        if values is None or call is None or not call.expected:
             return  # The call has ended.
-        index, base = call.coming.popleft()
+        index, base = call.expected.popleft()
         self._take(call, index, base, values)
-        if not call.coming and call.state is CallState.ASKING:
+        if not call.expected and call.state is CallState.ASKING:
             call.asked_all()
 
     def push(self, call: StreamCall, push: server_pb2.SharedPush, bases: Sequence[int]) -> None:
@@ -142,7 +142,7 @@ class TcpCallStream(CallStream):
             for index, base in zip(push.slices, bases, strict=True):
                 self.store.router.push_unchecked(call, index, base, nothing, is_shared=True)
         else:
-            call.coming.extend(zip(push.slices, bases, strict=True))
+            call.expected.extend(zip(push.slices, bases, strict=True))
 
     def read_pull(self, call: StreamCall, pull: server_pb2.SharedPull) -> None:
         call.wanted.dtype = convert.payload_dtype_from_proto(pull.dtype)
@@ -169,9 +169,9 @@ class TcpCallStream(CallStream):
 
     def payload_released(self, call: StreamCall) -> None:
         """Notify the worker, for several payloads at a time."""
-        if call.coming and call.taken - call.told >= limits.DIRECT_WINDOW_SLICES // 2:
-            call.told = call.taken
-            self.send(server_pb2.ShareResponse(call_id=call.call_id, taken=call.taken))
+        if call.expected and call.released - call.acknowledged >= limits.TCP_WINDOW_SLICES // 2:
+            call.acknowledged = call.released
+            self.send(server_pb2.ShareResponse(call_id=call.call_id, taken=call.released))
 
     def end(self) -> None:
         if self._sender is not None:

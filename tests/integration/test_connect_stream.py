@@ -289,7 +289,7 @@ async def test_payloads_are_taken_before_they_are_answered_where_slices_are_clip
     bench: TcpBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clipping answers no slice before all of them came, which are more than may be held."""
-    monkeypatch.setattr(limits, "DIRECT_WINDOW_SLICES", 2)
+    monkeypatch.setattr(limits, "TCP_WINDOW_SLICES", 2)
     await bench.create(optimizer=optim.SGD(lr=1.0, max_grad_norm=1e9))
     peer = await connected(bench)
     await peer.connection.send(framed(request := peer.push(0)))
@@ -460,7 +460,7 @@ async def test_a_wrong_frame_cuts_the_connection_off_and_the_stream_says_why(ben
 
 
 async def test_more_payloads_than_may_be_held(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "DIRECT_WINDOW_SLICES", 2)
+    monkeypatch.setattr(limits, "TCP_WINDOW_SLICES", 2)
     await bench.create(workers=2)
     peer = await connected(bench)
     await peer.send(peer.push(0))

@@ -53,7 +53,7 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
         status = await clients[0].status()
         (server,) = [member for member in status.members if member.member_id == "server-0"]
         lent = 4 * ELEMENTS * workers if transport == "shm" else 0
-        slices = limits.DIRECT_WINDOW_SLICES if transport == "tcp" else limits.HELD_SLICES_MAX
+        slices = limits.TCP_WINDOW_SLICES if transport == "tcp" else limits.HELD_SLICES_MAX
         bound = 12 * ELEMENTS + slices * workers * choose_slice_elements(ELEMENTS) * 4 + OTHER_BYTES + lent
         peak = peak_bytes(server.pid)
         print(f"peak {peak / 1e6:.0f} MB, bound {bound / 1e6:.0f} MB")

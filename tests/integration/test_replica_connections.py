@@ -55,7 +55,7 @@ class Primary:
         self.arena = GradientArena.create(ARENA, "float32")
         self._stack.callback(self.arena.detach)
         with fd_passing.listening() as (name, listener):
-            handing = asyncio.create_task(fd_passing.offer(listener, self.arena.fd))
+            handing = asyncio.create_task(fd_passing.accept_and_send(listener, self.arena.fd))
             await self.hello(socket=name, arena_elements=ARENA)
             self.connection = await handing
         self._stack.callback(self.connection.close)

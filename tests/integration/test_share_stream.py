@@ -61,7 +61,7 @@ class Worker:
     async def attach(self, fd: int | None = None, **changes: object) -> pb.Attached:
         """Attaches, with another file than the arena's if one is given."""
         with fd_passing.listening() as (name, listener):
-            exchange = asyncio.ensure_future(fd_passing.exchange(listener, self.arena.fd if fd is None else fd))
+            exchange = asyncio.ensure_future(fd_passing.swap_files(listener, self.arena.fd if fd is None else fd))
             try:
                 given = {"identity": self.bench.identity(self.worker), "socket": name, "dtype": cpb.DTYPE_FLOAT32}
                 attached = await self.ask(pb.ShareRequest(attach=pb.Attach(**(given | changes))))

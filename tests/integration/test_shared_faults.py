@@ -171,11 +171,11 @@ class Liar:
             attach = pb.ShareRequest.FromString(data).attach
             weights = WeightsArena.create(1, 100 if self.lie != "size" else 5000)
             other = WeightsArena.create(1, 100)
-            fd, connection = await fd_passing.connect(attach.socket)
+            fd, connection = await fd_passing.receive_file(attach.socket)
             with connection:
                 nonce = GradientArena.open(fd, 100, "float32").nonce
                 if self.lie != "silence":
-                    fd_passing.give(connection, weights.fd)
+                    fd_passing.send_file(connection, weights.fd)
             attached = pb.Attached(nonce=nonce, weights_nonce=weights.nonce)
             if self.lie == "nonce":
                 attached.nonce = bytes(16)

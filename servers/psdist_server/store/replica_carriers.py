@@ -238,7 +238,7 @@ class _SharedMemoryProposal(Proposal):
         self._arena = self._offer.memory.arena()
         hello.socket, listener = self._stack.enter_context(fd_passing.listening())
         hello.arena_elements = self._arena.flat.size
-        self._handing = asyncio.create_task(fd_passing.offer(listener, self._arena.fd))
+        self._handing = asyncio.create_task(fd_passing.accept_and_send(listener, self._arena.fd))
         self._stack.callback(_discard, self._handing)
 
     async def accepted(self, call: Any, welcome: pb.ReplicateResponse.Welcome) -> Carrier | None:

@@ -69,7 +69,7 @@ class PushedGradient:
     lr_factor: float | None = None
 
     @classmethod
-    def of(cls, header: server_pb2.PushHeader) -> PushedGradient:
+    def from_header(cls, header: server_pb2.PushHeader) -> PushedGradient:
         """Read a header. Raises InvalidArgumentError for a difference that is not encoded."""
         difference: GradientDifference | None = None
         if header.HasField("difference"):
@@ -137,7 +137,7 @@ class Call:
         if header.codec not in _CODECS:
             raise UnknownCodecError(f"codec {header.codec} is unknown to this server: use {_CODEC_NAMES}")
         self.step, self.abstain = header.step, header.abstain
-        self.gradient = PushedGradient.of(header)
+        self.gradient = PushedGradient.from_header(header)
         self.mark = header.mark
         self.dtype = convert.payload_dtype_from_proto(header.dtype)
         if header.codec == common_pb2.CODEC_SEGMENTS:

@@ -379,9 +379,9 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
     with fd_passing.listening() as (name, listener):
         path = fd_passing.DIRECTORY / name
         assert path.stat().st_mode & 0o777 == 0o600
-        worker = asyncio.create_task(fd_passing.exchange(listener, gradients.fd))
-        fd, theirs = await fd_passing.connect(name)
-        fd_passing.give(theirs, weights.fd)
+        worker = asyncio.create_task(fd_passing.swap_files(listener, gradients.fd))
+        fd, theirs = await fd_passing.receive_file(name)
+        fd_passing.send_file(theirs, weights.fd)
         taken, mine = await worker
     assert not path.exists()
     assert GradientArena.open(fd, 10, "float32").nonce == gradients.nonce
@@ -396,12 +396,12 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
 )
 async def test_only_names_of_sockets_are_connected_to(name: str) -> None:
     with pytest.raises(SharingUnavailableError, match="is not the name"):
-        await fd_passing.connect(name)
+        await fd_passing.receive_file(name)
 
 
 async def test_a_socket_that_is_not_there_is_another_host() -> None:
     with pytest.raises(SharingUnavailableError, match="do not see the same"):
-        await fd_passing.connect("psdist-" + "0" * 32)
+        await fd_passing.receive_file("psdist-" + "0" * 32)
 
 
 async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
@@ -415,21 +415,21 @@ async def test_a_worker_that_hangs_up_or_gives_no_file() -> None:
 
             task = asyncio.create_task(answer())
             with pytest.raises(SharingUnavailableError, match=reason):
-                await fd_passing.connect(name)
+                await fd_passing.receive_file(name)
             await task
 
 
 async def test_a_worker_that_is_silent_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 0.05)
     with fd_passing.listening() as (name, _), pytest.raises(SharingUnavailableError, match="within"):
-        await fd_passing.connect(name)
+        await fd_passing.receive_file(name)
 
 
 async def test_a_server_that_hangs_up() -> None:
     arena = GradientArena.create(10, "float32")
     with fd_passing.listening() as (name, listener):
-        worker = asyncio.create_task(fd_passing.exchange(listener, arena.fd))
-        fd, connection = await fd_passing.connect(name)
+        worker = asyncio.create_task(fd_passing.swap_files(listener, arena.fd))
+        fd, connection = await fd_passing.receive_file(name)
         os.close(fd)
         connection.close()
         with pytest.raises(SharingUnavailableError, match="closed the connection"):
@@ -439,11 +439,11 @@ async def test_a_server_that_hangs_up() -> None:
 async def test_another_users_process_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = GradientArena.create(10, "float32")
     with fd_passing.listening() as (name, listener):
-        worker = asyncio.create_task(fd_passing.exchange(listener, arena.fd))
+        worker = asyncio.create_task(fd_passing.swap_files(listener, arena.fd))
         with monkeypatch.context() as patch:
             patch.setattr(os, "geteuid", lambda: os.getuid() + 1)
             with pytest.raises(SharingUnavailableError, match="requires the same user"):
-                await fd_passing.connect(name)
+                await fd_passing.receive_file(name)
             with pytest.raises(SharingUnavailableError, match="requires the same user"):
                 await worker
 

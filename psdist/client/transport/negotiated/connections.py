@@ -67,7 +67,7 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
         self._sender = sender
         #: Parameter set in the latest map looked at.
         self._entry = entry
-        self._followed: ClusterMap | None = None
+        self._adopted: ClusterMap | None = None
         self._required = required
         self.streams: dict[str, ConnectionT] = {}
         #: Reason for a missing connection, by server id.
@@ -113,14 +113,14 @@ class NegotiatedTransport(Transport, Generic[ConnectionT]):
 
     def _stream_of(self, route: Route) -> ConnectionT | None:
         """Return the connection to the route's server, by the newest map."""
-        self._follow()
+        self._adopt_map()
         return self._stream_to(route.server)
 
-    def _follow(self) -> None:
+    def _adopt_map(self) -> None:
         """Adopt the newest map."""
         cluster = self._view.cluster
-        if cluster is not self._followed:
-            self._followed = cluster
+        if cluster is not self._adopted:
+            self._adopted = cluster
             self._entry = cluster.entry(self._entry.spec.name) or self._entry
             self._streams_changed()
 

@@ -192,7 +192,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
     def weights(self) -> Flat | None:
         """All weights in place, if they form one vector that does not change between this worker's pushes. It is always
         the same vector."""
-        self._follow()
+        self._adopt_map()
         shards = self._entry.shards[: self._entry.slicing.count]
         if not self.is_stable or not shards or not all(self._stream_to(shard.primary) for shard in shards):
             return None

@@ -92,7 +92,7 @@ async def _exchange(
     except OSError as error:
         raise SharingUnavailableError(f"the memory is no longer shared: {error.strerror}") from None
     try:
-        fd, connection = await fd_passing.exchange(listener, mine)
+        fd, connection = await fd_passing.swap_files(listener, mine)
     finally:
         os.close(mine)
     opened.enter_context(connection)

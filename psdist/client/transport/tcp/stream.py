@@ -46,7 +46,7 @@ class TcpCall(PendingCall):
 
     async def may_send(self) -> None:
         """Wait until the server accepts one more payload, or the call has ended."""
-        while self._sent - self._taken >= limits.DIRECT_WINDOW_SLICES and not self.has_ended:
+        while self._sent - self._taken >= limits.TCP_WINDOW_SLICES and not self.has_ended:
             self._window.clear()
             await self._window.wait()
         self._sent += 1

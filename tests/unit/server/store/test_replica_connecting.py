@@ -66,7 +66,7 @@ class Peer:
 
     async def _share(self) -> pb.ReplicateResponse.Welcome:
         hello = self._message.hello
-        fd, self.connection = await fd_passing.connect(hello.socket)
+        fd, self.connection = await fd_passing.receive_file(hello.socket)
         arena = GradientArena.open(fd, hello.arena_elements, "float32")
         return pb.ReplicateResponse.Welcome(arena_nonce=arena.nonce)
 

@@ -165,7 +165,7 @@ async def test_weights_that_come_after_a_given_up_pull_are_not_written(setup: Se
 async def test_no_more_payloads_than_the_window_are_sent_before_they_are_taken(setup: Setup) -> None:
     pushing = setup.push()
     await setup.run()
-    window = limits.DIRECT_WINDOW_SLICES
+    window = limits.TCP_WINDOW_SLICES
     assert setup.wire.slices() == list(range(window))
     setup.receive(framed(pb.ShareResponse(call_id=1, taken=2)))
     await setup.run()
