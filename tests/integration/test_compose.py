@@ -110,7 +110,7 @@ def test_the_commands_of_the_file_in_their_order(project: Project) -> None:
         assert project.statuses() == {"scheduler": [0], "server": [0] * 3, "worker": [0] * workers}, output
         accuracies = re.findall(r"\btest accuracy ([\d.]+)%$", output.replace("\r", ""), re.M)
         assert len(accuracies) == 1 and float(accuracies[0]) >= 97.0, output
-        assert ("go on from step 690" in output) == (number > 0), output
+        assert ("resuming from step 690" in output) == (number > 0), output
         assert "failed" not in output and "settings" not in output, output
     project.compose("down", "-v")
     assert "go on from" not in project.compose("up")

@@ -121,7 +121,7 @@ class Life:
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What the workers' logs said about settings, and forgets it."""
-    found = [record.getMessage() for record in caplog.records if "goes on from snapshot" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "resumes from snapshot" in record.getMessage()]
     caplog.clear()
     return found
 
@@ -196,7 +196,7 @@ async def test_another_optimizer_begins_its_state_anew_and_keeps_it(
     assert b"".join(found[name].tobytes() for name in split(initial())) == expected.weights.tobytes()
     async with life(tmp_path / "storage") as run:
         handles = await run.open("p", after, reset_optimizer=True)
-        assert "and the optimizer's state begins anew" in told(caplog)[0]
+        assert "and the optimizer's state is reset" in told(caplog)[0]
         expected.begin(after)
         await run.train(handles, expected)
 
@@ -310,7 +310,7 @@ def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None
     started = Commands(tmp_path, runs)
     expected = Script(optim.SGD(lr=0.1))
     status, text = started.start("SGD", {"lr": 0.1}, "", 3).end()
-    assert status == 0 and "goes on from snapshot" not in text, text
+    assert status == 0 and "resumes from snapshot" not in text, text
     assert started.result() == expected.train(3)
 
     status, text = started.start("SGD", {"lr": 0.5, "weight_decay": 0.1}, "", 6).end()
@@ -339,7 +339,7 @@ def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Ru
     run.until("begins at 6", count=2)
     run.until("rank . waits", count=2)
     run.child("psdist_server").send_signal(signal.SIGKILL)
-    run.until("begins anew", count=WORKERS)
+    run.until("is reset (reset_optimizer", count=WORKERS)
     (tmp_path / "go").touch()
     status, text = run.end()
     text = "".join(run.seen) + text

@@ -1,22 +1,22 @@
-"""Stops all workers of a run at one position of their common program order. Pure.
+"""Alignment: hold all workers of a run at one position of their common program order. Pure.
 
 Scripts that train several BSP parameter sets push them in one order, which all workers share. Joins, snapshot cuts and
-shutdowns must fall where an iteration of that order starts for all sets. So workers are asked to begin no iteration
-(*gathering*), and report where they are. Then one position is chosen: the first start of an iteration that no worker
-has left behind. Workers before it run up to it (*aligning*). There all wait (*aligned*) until nobody wants them held.
+shutdowns must fall on the start of an iteration for all sets. So workers are asked not to begin another iteration
+(*gathering*), and report their positions. Then one position is chosen: the first start of an iteration that no worker
+has passed. Workers before it run up to it (*aligning*). There they all wait (*aligned*) until nobody wants them held.
 
-A worker may be past the chosen position by pushes that have begun. They cannot be applied without the worker that was
-least far, so nothing of the next iteration is in the weights of any set.
+A worker may be past the chosen position by pushes that it has begun. Those pushes cannot be applied without the slowest
+worker, so the weights of no set contain anything of the next iteration.
 
-A position is the sum of the next steps of all ordered sets. It is comparable between workers, and over restarts.
+A position is the sum of the next steps of all ordered sets. Positions are comparable between workers and over restarts.
 
-If the members change, all of it starts again, because a push may then be applied without the worker that left. So it
-does if another set is trained.
+Alignment restarts when the members change, because a push may then be applied without the worker that left. It also
+restarts when another set is trained.
 
-Runs with one such set, and those whose workers do not wait for each other, are never held. Nor are workers that train
-different sets, and so have no common order: each set is joined and cut by itself.
+Workers are never held if the run trains only one such set, or if they do not wait for each other. Workers that train
+different sets have no common order, so they are not held either: each set is joined and cut by itself.
 
-Not here: what happens while workers are held (``join_proposals``, ``coordination.stops``, ``snapshots``).
+The callers decide what happens while workers are held (``join_proposals``, ``coordinated_shutdown``, ``snapshots``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
-#: Seconds for which workers train before they are asked again, if their iterations are not known yet.
+#: Pause in seconds before workers are asked again if their iterations are not known yet. They train meanwhile.
 RETRY_SECONDS: Final = 1.0
 #: Remedy for a script whose iterations cannot be inferred.
 REMEDY: Final = "If the script repeats no order of steps, declare each iteration by `with context.iteration():`"
@@ -43,37 +43,37 @@ REMEDY: Final = "If the script repeats no order of steps, declare each iteration
 class Alignment:
     """Holds all workers of one run at one start of an iteration, for as long as anybody wants that.
 
-    number: of the last command. A restarted scheduler continues with higher numbers.
+    number: sequence number of the last command. A restarted scheduler continues with higher numbers.
     """
 
     members: Membership
     registry: Registry
     number: int
-    #: Who wants workers to be held, such as "stop" or "join worker-2".
+    #: Holders: those that want workers to be held, such as "stop" or "join worker-2".
     _wanted: dict[str, None] = field(default_factory=dict)
     _participants: dict[Identity, None] = field(default_factory=dict)
-    #: The sets that workers are asked about.
+    #: Parameter sets that workers are asked about.
     _names: tuple[str, ...] = ()
     _reports: dict[Identity, AlignReported] = field(default_factory=dict)
     _until: int | None = None
-    #: Last command to each session.
+    #: Last command sent on each session.
     _sent: dict[int, AlignCommand] = field(default_factory=dict)
-    #: True if no worker could tell where an iteration starts. Workers are then released, and asked again later.
+    #: True if no worker could tell where an iteration starts. Workers are then released and asked again later.
     is_unknown: bool = False
     _retry_at: float = 0.0
-    #: True if each iteration makes one step of every set, and all sets are at the same one; None while it is unknown.
+    #: True if each iteration makes one step of every set, and all sets are at the same step. None if unknown.
     is_even: bool | None = None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The ordered parameter sets that workers train; empty if some workers train others than the rest."""
+        """Names of the ordered parameter sets that workers train. Empty unless all workers train the same sets."""
         entries = [e for e in self.registry.entries if e.ready and e.shards and e.members and e.spec.is_ordered]
         who = [{(member.worker_id, member.incarnation) for member in entry.members} for entry in entries]
         return tuple(entry.spec.name for entry in entries) if all(ids == who[0] for ids in who) else ()
 
     @property
     def is_opened(self) -> bool:
-        """True unless an ordered set has no members: workers that resume open their sets one after another."""
+        """True unless an ordered set has no members. Workers that resume open their sets one after another."""
         return all(e.members for e in self.registry.entries if e.ready and e.shards and e.spec.is_ordered)
 
     @property
@@ -83,7 +83,7 @@ class Alignment:
 
     @property
     def vector(self) -> dict[str, int] | None:
-        """Step of each set at the position where all workers are held; None until they are."""
+        """Step of each set at the position where all workers are held. None until they are."""
         if (
             self._until is None
             or self._names != self.names
@@ -97,20 +97,20 @@ class Alignment:
         self._wanted[who] = None
 
     def release(self, who: str) -> None:
-        """``who`` no longer wants workers to be held."""
+        """Withdraw the wish of ``who`` to hold workers."""
         self._wanted.pop(who, None)
 
     def wants(self, prefix: str) -> list[str]:
-        """Everybody whose name begins with ``prefix`` and wants workers to be held."""
+        """Return the holders whose names begin with ``prefix``."""
         return [who for who in self._wanted if who.startswith(prefix)]
 
     def restart(self) -> None:
-        """Choose another position, because the chosen one is of no use, and ask at once."""
+        """Discard the chosen position, which turned out to be unusable, and ask again now."""
         self._participants = {}
         self.is_unknown, self._retry_at = False, 0.0
 
     def on_report(self, event: AlignReported) -> list[Effect]:
-        """Record a worker's progress. A worker that is held by an outdated command is released."""
+        """Record a worker's progress. A worker held by an outdated command is released."""
         member = self.members.by_session(event.call)
         if member is None or member.role != "worker":
             return []
@@ -122,7 +122,7 @@ class Alignment:
         return []
 
     def on_session(self, member: Member) -> None:
-        """Forget what was sent on the worker's previous session: it may have been lost."""
+        """Forget what was sent on the worker's previous session; it may have been lost."""
         live = {self.members.sessions.of(worker.member_id) for worker in self.members.workers}
         self._sent = {session: sent for session, sent in self._sent.items() if session in live}
         self._reports.pop(member.identity, None)
@@ -134,7 +134,7 @@ class Alignment:
         if now < self._retry_at:
             return []
         participants = self._current_participants()
-        # Workers that begin open their sets one after another: a position is that of all sets only with the last one.
+        # Resumed workers open their sets one after another. A position covers all sets only once the last one is open.
         if participants.keys() != self._participants.keys() or self.names != self._names or not participants:
             self._participants, self._names, self._until = participants, self.names, None
             self._reports.clear()
@@ -165,7 +165,7 @@ class Alignment:
         self.is_even = known is not None and known.period == sets and (known.start or 0) % sets == 0
 
     def waits(self) -> Iterator[Wait]:
-        """What workers are held for."""
+        """Yield the waits of held workers."""
         if not self._wanted or not self._participants:
             return
         if not self._is_gathered:
@@ -195,7 +195,7 @@ class Alignment:
         return bool(reports) and all(r is not None and names <= dict(r.next).keys() for r in reports)
 
     def _choose(self) -> int | None:
-        """The first known start of an iteration that the worker that is least far has not left."""
+        """Return the first known start of an iteration that the slowest worker has not passed."""
         reports = list(self._reports.values())
         least = min(report.position for report in reports)
         starts = [_first_start(report, least) for report in reports]
@@ -219,7 +219,7 @@ class Alignment:
 
 
 def _first_start(report: AlignReported, least: int) -> int | None:
-    """The first start of an iteration at or after position ``least``, as far as ``report`` tells."""
+    """Return the first start of an iteration at or after position ``least``, or None if ``report`` does not tell."""
     if report.start is None or not 0 <= report.position - report.start <= PERIOD_MAX:
         return None
     if report.period:

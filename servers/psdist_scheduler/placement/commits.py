@@ -1,13 +1,13 @@
-"""Commits of uploaded values: every primary is asked whether it has them, before the parameter set can be ready. Pure.
+"""Commits of initial values: a parameter set becomes ready only after every primary has confirmed its values. Pure.
 
-A worker says by CommitParameters that the initial values are on the servers. Each primary is then asked on its session,
-and again on a new one, how many slices it has values of. If one lacks any, the call is refused, and nothing is changed:
-the worker can install what is missing and commit again. If a shard gets another primary meanwhile, the caller of
-``check`` begins the commit anew, since the values may be gone with the earlier primary.
+A worker reports by CommitParameters that it uploaded the initial values. The scheduler then asks each primary, on its
+current session, how many slices have values. If slices are missing, the call is refused and nothing changes: the worker
+can install the rest and commit again. If a shard moves to another primary meanwhile, its values may be gone with the
+old one, so the caller of ``check`` restarts the commit.
 
-Invariant: a parameter set has at most one commit in progress.
+Invariant: A parameter set has at most one commit in progress.
 
-Not here: who may commit, and by which map (``creation``).
+``creation`` decides who may commit, and by which map.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ from psdist_scheduler.placement.registry import ParameterSet, Registry
 
 @dataclass(slots=True)
 class Commit:
-    """One call in progress. asked: by server that has not answered, the session on which it was asked; 0 for none."""
+    """A CommitParameters call in progress.
+
+    asked: servers that have not answered, with the session on which each was asked (0: not asked yet).
+    """
 
     event: CommitParameters
     worker: Member
@@ -45,7 +48,7 @@ class Commit:
 
 @dataclass(slots=True)
 class Commits:
-    """All commits in progress, by parameter set. Each has a number of its own, by which a late answer is recognized."""
+    """All commits in progress, by parameter set. Each has its own number, which identifies late answers."""
 
     _registry: Registry
     _members: Membership
@@ -53,7 +56,8 @@ class Commits:
     _by_name: dict[str, Commit] = field(default_factory=dict)
 
     def begin(self, p: ParameterSet, event: CommitParameters, worker: Member) -> list[Effect]:
-        """Asks the primaries of a parameter set that is not committed. An earlier call for it is ended."""
+        """Ask the primaries of a parameter set whose values are not committed. An earlier call for the same set is
+        refused."""
         older = self._by_name.pop(p.name, None)
         effects: list[Effect] = [refuse_older(older.event.call, older.worker)] if older is not None else []
         self._number += 1
@@ -63,7 +67,8 @@ class Commits:
         return [*effects, *(self._ask(commit) if asked else self._end(p, commit))]
 
     def on_answer(self, event: ValuesAnswered) -> list[Effect]:
-        """A server says how many slices it has values of. Once all have theirs, the parameter set is committed."""
+        """Process a server's count of initialized slices. Commits the parameter set once every server has all of its
+        slices."""
         server = self._members.sessions.get(event.call, "")
         commit = next((commit for commit in self._by_name.values() if commit.number == event.number), None)
         if commit is None or server not in commit.asked:
@@ -81,19 +86,22 @@ class Commits:
         return [] if commit.asked else self._end(p, commit)
 
     def check(self) -> tuple[list[Effect], list[Commit]]:
-        """Asks who was not asked yet on its present session. Removes and returns the commits that are to be taken up
-        anew: of parameter sets that changed, and of workers that are gone."""
+        """Ask every server that was not asked on its current session yet.
+
+        Returns the effects and the commits to restart, which are removed: those whose parameter set changed, and those
+        whose worker is gone.
+        """
         changed = [commit for commit in self._by_name.values() if self._has_changed(commit)]
         for commit in changed:
             del self._by_name[commit.event.parameters]
         return [effect for commit in self._by_name.values() for effect in self._ask(commit)], changed
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
+        """Remove the call, which is over."""
         self._by_name = {name: commit for name, commit in self._by_name.items() if commit.event.call != call}
 
     def waiting_for(self, name: str) -> str:
-        """A server that has not answered; empty where no commit of this parameter set is in progress."""
+        """Return a server that has not answered; empty if this parameter set has no commit in progress."""
         commit = self._by_name.get(name)
         return next(iter(commit.asked)) if commit is not None else ""
 
@@ -128,7 +136,7 @@ def _primaries(entry: ParametersEntry) -> tuple[Replica, ...]:
 
 
 def _slices_of(entry: ParametersEntry, server: str) -> int:
-    """How many slices a server is the primary of."""
+    """Return the number of slices of which ``server`` is the primary."""
     shards, count = len(entry.shards), entry.slicing.count
     own = [number for number, shard in enumerate(entry.shards) if shard.primary.server_id == server]
     return sum(len(range(number, count, shards)) for number in own)

@@ -1,19 +1,20 @@
-"""How parameter sets come to be: gathering, uploading or loading, ready; and how workers come to take part. Pure.
+"""Creation of parameter sets (gathering, uploading or loading, ready), and how workers become members. Pure.
 
-* gathering: no shard is placed. Callers wait until the servers and workers of the run are there and every live worker
+* gathering: no shard is placed. Callers wait until the servers and workers of the run are present and every live worker
   has asked for this parameter set. So "the values of the lowest rank count" means the same in every order of arrival.
-* uploading: placed and in the map. The creator of the lowest rank uploads its values to the servers and commits, and
-  the servers confirm that they have them (``commits``). If it is lost, the next one does. Then every shard gets its
-  backups. A parameter set of the snapshot from which the run goes on is loading instead: its primaries load it, and all
-  creators wait (``restore_point``).
-* ready: later creators join: in ASP at once, else at a step or clock to which all servers agree (``join_proposals``).
+* uploading: placed and in the map. The creator with the lowest rank uploads its values to the servers and commits, and
+  the servers confirm them (``commits``). If that worker is lost, the next one takes over. Then every shard gets its
+  backups. A parameter set of the snapshot that the run resumes from is *loading* instead: its primaries load it, and
+  all creators wait (``restore_point``).
+* ready: later creators join, in ASP immediately, otherwise at a step or clock agreed by all servers
+  (``join_proposals``).
 
 A parameter set with a lost shard is lost, and its callers get an error. When the run rolls back, all parameter sets
 gather again; nothing else returns to that state.
 
-Invariant: members are live workers.
+Invariant: Members are live workers.
 
-Not here: which server gets a shard (``placement``), who holds it later (``replicas``), epochs (``cluster``).
+Other modules choose the server of a shard (``placement``), its later holders (``replicas``), and epochs (``cluster``).
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards
 from psdist_scheduler.placement.restore_point import SERVERS_GRACE_SECONDS, WORKERS_GRACE_SECONDS, Resume
 
-#: A worker that ended its script is waited for so long: it may be about to make another client.
+#: Grace period in seconds for a worker that ended its script: it may be about to create another client.
 RETURN_GRACE_SECONDS: Final = 10.0
 
 
@@ -62,8 +63,8 @@ class Creation:
     # --- requests -----------------------------------------------------------------------------------------------------
 
     def create(self, event: ev.Create, worker: Member) -> list[ev.Effect]:
-        """A worker wants to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError,
-        ServerLostError."""
+        """Add a worker's request to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError
+        and ServerLostError."""
         p = self._registry.get(event.spec.name)
         if p is not None:
             self._check_lost(p)
@@ -75,13 +76,13 @@ class Creation:
         return self._registry.open(event.spec.name).add_creator(event, worker)
 
     def describe(self, event: ev.Describe, worker: Member) -> list[ev.Effect]:
-        """A worker wants to know a parameter set. Raises InvalidNameError, LimitExceededError, ServerLostError."""
+        """Add a worker's request for a description. Raises InvalidNameError, LimitExceededError and ServerLostError."""
         p = self._registry.open(check_name(event.parameters, "parameters name"))
         self._check_lost(p)
         return p.add_describer(event.call, worker)
 
     def commit(self, event: ev.CommitParameters, worker: Member) -> list[ev.Effect]:
-        """The values are uploaded, says a worker: the servers are asked. Raises UnknownParametersError,
+        """Start a commit: ask the servers to confirm the uploaded values. Raises UnknownParametersError and
         NotMemberError."""
         name = event.parameters
         p = self._registry.get(name)
@@ -100,10 +101,10 @@ class Creation:
         return self.commits.begin(p, event, worker)
 
     def _check_commits(self) -> list[ev.Effect]:
-        """Commits in progress go on, or begin anew where their parameter set has changed."""
+        """Continue the commits in progress, and restart those whose parameter set has changed."""
         effects, changed = self.commits.check()
         for commit in changed:
-            try:  # A worker that was expelled meanwhile is told so, and nothing else.
+            try:  # A worker that was expelled meanwhile gets only this error.
                 effects += self.commit(commit.event, self._members.check_caller(commit.event.caller))
             except PsdistError as error:
                 effects.append(ev.Refuse(commit.event.call, error))
@@ -113,7 +114,7 @@ class Creation:
         p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
         if p is None or p.record is None:
             return []
-        # Servers report once in a session, so this counts even if it is needed only after another server is lost.
+        # Servers report once per session, so count this even if it is needed only after another server is lost.
         are_loaded = self._resume.on_loaded(event, server, p.entry)
         if p.record.committed or not are_loaded:
             return []
@@ -123,7 +124,10 @@ class Creation:
     # --- progress -----------------------------------------------------------------------------------------------------
 
     def progress(self, epoch: int, now: float) -> list[ev.Effect]:
-        """Whatever the present members and calls allow. ``epoch``: the one that will show it."""
+        """Advance every parameter set as far as the current members and calls allow.
+
+        epoch: the epoch that will show the changes.
+        """
         effects: list[ev.Effect] = []
         for p in self._registry.all:
             if self._members.changed:
@@ -173,7 +177,7 @@ class Creation:
     # --- gathering ----------------------------------------------------------------------------------------------------
 
     def _missing(self, p: ParameterSet, now: float) -> str:
-        """Why a parameter set cannot be placed yet, as a sentence that begins with "for"; empty if it can."""
+        """Return why a parameter set cannot be placed yet, as text that begins with "for"; empty if it can."""
         if self._resume.unread:
             return "for the storage to be read"
         if shortage := self._shortage(now):
@@ -188,8 +192,11 @@ class Creation:
         return f"for more workers to register (join grace {grace:g} s)" if waits else ""
 
     def _shortage(self, now: float) -> str:
-        """Members that are missed. Who was done when the run went back to a snapshot does not come again; others are
-        waited for a while, then those count that are there."""
+        """Return the missing members as text that begins with "for"; empty if none are missing.
+
+        After a rollback, workers that had finished before it are not expected back. The others are awaited for a grace
+        period; after that the run continues with the members that are present.
+        """
         since = self._resume.since
         if since is None:
             return self._demand.shortage()
@@ -198,9 +205,12 @@ class Creation:
         return self._demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _worker_left(self, p: ParameterSet, now: float) -> WorkerLeftError | None:
-        """Why enough workers will never ask for a parameter set: the missing ones closed their clients after all that
-        are here had registered, and have not registered again."""
-        if self._resume.since is not None:  # Who was done then is not missed.
+        """Return an error if enough workers will never ask for a parameter set.
+
+        This is so once the missing workers closed their clients after all present ones had registered, and have not
+        come back.
+        """
+        if self._resume.since is not None:  # Workers that had finished before the rollback are not missed.
             return None
         ended = self._members.last_done
         if ended < self._members.last_joined or now - ended < RETURN_GRACE_SECONDS:
@@ -217,7 +227,7 @@ class Creation:
 
     def _gather(self, p: ParameterSet, epoch: int) -> list[ev.Effect]:
         assert p.spec is not None and p.layout is not None
-        try:  # It may be another snapshot than when they asked, or none was known.
+        try:  # The snapshot may be another one than when they asked, or none was known then.
             self._resume.check(p.spec, p.layout, self._registry.names)
         except PsdistError as error:
             return self._refuse(error, p.creators)
@@ -234,18 +244,18 @@ class Creation:
             )
         entry = self._entry(p, creators)
         uploader = creators[0].member_id if saved is None else ""
-        # Servers may still speak of what they held before the run went back.
+        # Servers may still report versions from before the rollback.
         counted_from, first_version = epoch if base.generation else 0, 0 if saved is None else saved.step
         self._registry.place(p, ParametersRecord(entry, p.layout, uploader), counted_from, first_version)
         text = f"elements {entry.total}, slices {entry.slicing.count}, shards {len(entry.shards)}"
         text = f"{text}, servers {len(set(entry.primaries))}, members {len(creators)}"
         if saved is not None and base.restore is not None:
-            text = f"{text}; they go on from step {saved.step} of snapshot {base.restore.directory}"
+            text = f"{text}; resuming from step {saved.step} of snapshot {base.restore.directory}"
         notice = self._resume.notice(entry)
         return [ev.LogEvent(f"parameters {p.name!r} placed: {text}"), *([ev.LogEvent(notice)] if notice else [])]
 
     def _entry(self, p: ParameterSet, creators: list[Member]) -> ParametersEntry:
-        """What the map shows of a parameter set that is placed now."""
+        """Return the map entry of a parameter set that is placed now."""
         assert p.spec is not None and p.layout is not None
         servers = {server.member_id: server.incarnation for server in self._members.staying}
         saved, base = self._resume.state(p.name), self._resume.base
@@ -253,7 +263,7 @@ class Creation:
         slicing = placement.choose_slicing(
             p.layout.total,
             (saved.spec if saved else p.spec).slice_elements,
-            # What is compressed both ways is bound by what a slice costs the interpreters, and not by its bytes.
+            # Sets compressed both ways are limited by the interpreter's cost per slice, not by bytes.
             between_hosts=len(hosts) > 1 and not p.spec.pull_compression,
         )
         owners = placement.place(slicing, list(servers), placement.held_elements(self._registry.entries))
@@ -274,8 +284,10 @@ class Creation:
     # --- uploading, loading, and after --------------------------------------------------------------------------------
 
     def _prepare(self, p: ParameterSet) -> list[ev.Effect]:
-        """Nothing was trained yet, or since the snapshot: whoever comes now is a member from the first step on. The
-        uploader is told to upload, where nothing is loaded."""
+        """Add creators as members from the first step on, since nothing was trained yet (or since the snapshot).
+
+        If nothing is loaded, the uploader is asked to upload.
+        """
         effects: list[ev.Effect] = []
         loads = p.entry.restore is not None
         for call, worker in p.creators.items():
@@ -294,7 +306,7 @@ class Creation:
         return effects
 
     def _complete(self, p: ParameterSet) -> list[ev.Effect]:
-        """Ready is what has its values, and these in as many copies as wanted."""
+        """Mark a parameter set as ready once it has its values, in as many copies as wanted."""
         missing = not p.placed.committed or self._registry.missing_replicas(p) or not p.has_place(self._members)
         if p.entry.ready or missing:
             return []
@@ -302,7 +314,7 @@ class Creation:
         return [ev.LogEvent(f"parameters {p.name!r} are ready")]
 
     def _serve(self, p: ParameterSet) -> list[ev.Effect]:
-        """Answers those who asked for what is ready now, or has them join."""
+        """Answer the callers of a ready parameter set, or let them join it."""
         described = ev.Described(p.entry.spec, p.placed.layout)
         effects: list[ev.Effect] = [ev.Answer(call, described) for call in p.describers]
         effects += [effect for call, worker in p.creators.items() for effect in self.joins.begin(p, call, worker)]
@@ -319,7 +331,7 @@ class Creation:
     # --- losses -------------------------------------------------------------------------------------------------------
 
     def _drop_members(self, p: ParameterSet) -> None:
-        """Removes workers that are gone, and calls of theirs."""
+        """Remove workers that are gone, and their calls."""
         live = self._members.is_live
         for call, worker in (*p.creators.items(), *p.describers.items()):
             if not live(*worker.identity):
@@ -333,7 +345,7 @@ class Creation:
         p.change(members=left, departed=p.departed(self._members), uploader=uploader)
 
     def _refuse(self, error: PsdistError, calls: Iterable[int]) -> list[ev.Effect]:
-        """These callers cannot have what they asked for; others may."""
+        """Refuse these calls with ``error``."""
         refused = list(calls)
         for call in refused:
             self._registry.end(call)

@@ -1,4 +1,4 @@
-"""Joining BSP or SSP training that has begun: one proposal at a time per joiner, until every server accepts. Pure.
+"""Joining BSP or SSP training in progress: one proposal per joiner at a time, until every server accepts. Pure.
 
 A worker may join at step T only if no slice on any server has reached T. So T is proposed to each server that holds
 shards. A server that accepts holds its slices at T until the map shows the new member, or the proposal is withdrawn. At
@@ -6,21 +6,22 @@ the first refusal the proposal is withdrawn everywhere and a later T is proposed
 doubles with each attempt. In SSP, T is the clock from which the joiner's pushes are counted, the same on all servers. A
 server accepts if its slowest worker is not past T, and holds nothing.
 
-A worker that was expelled while it lived is first proposed at the step of the push that it had begun, or was computing.
-Servers accept if no slice has closed that step without it. Then it continues in the place of its earlier incarnation.
+A worker that was expelled while alive is first proposed at the step of the push that it had begun or was computing.
+Servers accept if no slice has closed that step without it. Then it continues in place of its earlier incarnation.
 
 Proposals go to the primaries of the map's epoch. If a shard gets another primary while a proposal is open, the new one
 does not know of it and may pass T. So the proposal is withdrawn, and T or a later step is proposed to the new
 primaries. Once all have accepted, the map shows the member no later than the next change of a primary, so no primary
-can miss it. A member that ends at once may be in no map that a server sees, because servers follow the newest one. So
-servers are told of the end of each worker that joined by a proposal; else they would wait for its pushes for ever.
+can miss it. Servers follow the newest map, so a member that ends quickly may be in no map that a server sees. So
+servers are notified of the end of each worker that joined by a proposal. Otherwise they would wait for its pushes
+forever.
 
 If the script trains several BSP parameter sets in turn, all of them are joined together. The workers are first held at
 the start of an iteration (``alignment``), and the steps there are proposed for all sets. The worker becomes a member of
 all sets in one epoch, or of none. Otherwise two sets could be joined in different iterations, and the joiner would wait
 in one set for workers that wait for it in the other.
 
-Not here: who asks to take part (``creation``).
+``creation`` decides which workers ask to take part.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ from psdist_scheduler.placement.registry import ParameterSet, Registry
 
 #: Primary and term of each shard.
 Route = tuple[tuple[Replica, int], ...]
-#: Steps between the highest version known and the first proposal: room for what happens while it travels.
+#: Steps between the highest known version and the first proposal, to allow for progress while it travels.
 FIRST_DISTANCE = 2
 DISTANCE_MAX = 1024
-#: Of the name by which a joiner has workers held.
+#: Prefix of the name under which a joiner has workers held.
 _PREFIX = "join "
 
 
@@ -62,11 +63,11 @@ class Join:
     worker: Member
     route: Route
     first_step: int
-    #: The push of an earlier incarnation that the worker goes on with.
+    #: Push of an earlier incarnation that the worker continues.
     resume: ResumePush | None = None
-    #: Only the step of ``resume`` will do, else nothing is gone on with (BSP).
+    #: True if only the step of ``resume`` is acceptable (BSP). Otherwise nothing is continued.
     exact: bool = False
-    #: Part of a join of several sets, which are joined together or not at all.
+    #: True if this is part of a join of several sets, which are joined together or not at all.
     together: bool = False
     proposal_id: int = 0
     attempt: int = 0
@@ -78,17 +79,17 @@ class Join:
 
     @property
     def proposed_step(self) -> int:
-        """The step or clock that servers are asked about."""
+        """Step or clock that servers are asked about."""
         return self.resume.number if self.exact and self.resume is not None else self.first_step
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """Ids of those that must accept."""
+        """Ids of the servers that must accept."""
         return tuple(dict.fromkeys(primary.server_id for primary, _ in self.route))
 
     @property
     def member(self) -> ParametersMember:
-        """What the worker becomes if all accept."""
+        """Member entry of the worker if all servers accept."""
         return _member(self.worker, self.proposed_step, self.resume)
 
     @property
@@ -96,14 +97,14 @@ class Join:
         return [server for server in self.servers if server not in self.accepted]
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
-        """Asks one server, unless it has accepted or has no session."""
+        """Ask one server, unless it has accepted or has no session."""
         session = members.sessions.of(server)
         if not session or server in self.accepted:
             return []
         return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
 
     def withdraw(self, members: Membership) -> list[Effect]:
-        """Takes the proposal back from every server, asked or not."""
+        """Withdraw the proposal from every server, whether or not it was asked."""
         news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
         sessions = [members.sessions.of(server) for server in self.servers]
         return [Answer(session, news) for session in sessions if session]
@@ -111,14 +112,14 @@ class Join:
 
 @dataclass(slots=True)
 class Joins:
-    """All joins in progress. Each proposal has a number of its own, by which a late answer is recognized."""
+    """All joins in progress. Each proposal has its own number, which identifies late answers."""
 
     _registry: Registry
     _members: Membership
     alignment: Alignment
     _next_id: int
     _by_worker: dict[tuple[str, str], Join] = field(default_factory=dict)
-    #: Those that all servers have accepted, while their workers are members.
+    #: Joins that all servers have accepted, for as long as their workers are members.
     _admitted: dict[tuple[str, str], Join] = field(default_factory=dict)
 
     def validate(self) -> None:
@@ -135,12 +136,12 @@ class Joins:
             yield f"join {join.parameters} {join.worker.member_id}", calls, reason
 
     def clear(self) -> None:
-        """Ends all joins without a word to the servers: the parameter sets are not placed any more."""
+        """Drop all joins without notifying the servers, because the parameter sets are no longer placed."""
         self._by_worker.clear()
         self._admitted.clear()
 
     def begin(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
-        """Has a worker join that called, unless it takes part or joins already."""
+        """Start a join for the worker of ``call``, unless it is a member or is joining already."""
         if p.member(worker) is not None or (p.name, worker.member_id) in self._by_worker:
             return []
         consistency = p.entry.spec.consistency
@@ -150,7 +151,7 @@ class Joins:
         if self.alignment.applies and p.name in self.alignment.names:
             self.alignment.want(_PREFIX + worker.member_id)
             return []
-        # Clocks are known to the servers alone: the first to refuse reports where the slowest is.
+        # Only servers know the clocks. The first one to refuse reports the slowest worker's clock.
         start = _common_start(p, p.version)
         first_step = 0
         if isinstance(consistency, BSP):
@@ -161,7 +162,7 @@ class Joins:
         return self._propose(join)
 
     def on_session(self, server: str) -> list[Effect]:
-        """A server's session opened: it is asked about every join. What it had accepted ended with its last session."""
+        """Ask a server with a new session about every join. Its acceptances ended with the previous session."""
         effects: list[Effect] = []
         for join in self._by_worker.values():
             if server in join.servers:
@@ -170,7 +171,7 @@ class Joins:
         return effects
 
     def on_answer(self, event: JoinAnswered) -> list[Effect]:
-        """A server answers a proposal. Once all have accepted, the worker is a member."""
+        """Process a server's answer. Once all servers have accepted, the worker is a member."""
         server = self._members.sessions.get(event.call, "")
         join = next((join for join in self._by_worker.values() if join.proposal_id == event.proposal_id), None)
         if join is None or server not in join.servers:
@@ -186,8 +187,10 @@ class Joins:
         return [_admit(self._get(one), one.member, one.worker) for one in joins]
 
     def check(self) -> list[Effect]:
-        """Joins whose worker is gone, or asks no more, are withdrawn; those whose shards have other primaries now begin
-        anew: what the old primary accepted, the new one does not know."""
+        """Withdraw joins whose worker is gone or no longer asks, and restart those whose shards have other primaries.
+
+        What the old primary accepted, the new one does not know.
+        """
         effects: list[Effect] = []
         for key, join in list(self._admitted.items()):
             if not self._members.is_live(*join.worker.identity):
@@ -248,7 +251,7 @@ class Joins:
             self.alignment.restart()
             return self._drop(self._together(join.worker.member_id))
         withdrawn = join.withdraw(self._members)
-        if join.exact:  # A slice has gone on without the push, so that it is dropped.
+        if join.exact:  # A slice passed this step without the push, which is therefore dropped.
             join.exact, join.resume = False, None
         return withdrawn + self._propose_later(join, version_max)
 
@@ -266,7 +269,7 @@ class Joins:
         if start is not None and start > join.first_step:
             join.first_step = start
             return self._propose(join)
-        # The cap holds for the exponent too: an attempt that never succeeds must not grow numbers without end.
+        # The cap also limits the exponent: an attempt that never succeeds must not grow numbers without bound.
         distance = min(DISTANCE_MAX, 1 << min(join.attempt, DISTANCE_MAX.bit_length()))
         join.first_step = max(version_max, join.first_step - FIRST_DISTANCE) + distance
         return self._propose(join)
@@ -287,14 +290,16 @@ class Joins:
 def _admit(p: ParameterSet, member: ParametersMember, worker: Member) -> LogEvent:
     departed = tuple(other for other in p.entry.departed if other.worker_id != member.worker_id)
     p.change(members=p.with_member(member), departed=departed)
-    goes_on = f", and goes on as incarnation {member.origin}" if member.origin else ""
-    return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{goes_on}")
+    continued = f" and continues as incarnation {member.origin}" if member.origin else ""
+    return LogEvent(f"{worker} joins {p.name!r} at step {member.first_step}{continued}")
 
 
 def _common_start(p: ParameterSet, version: int) -> int | None:
-    """BSP: the step that a joiner and all members begin with; None if one has begun. Without members it is ``version``,
-    so that no step is left out which nobody has pushed to. In SSP there is none: its servers hold nothing, and a joiner
-    must not be behind those who go on meanwhile."""
+    """Return the step at which a joiner and all members begin; None if one has begun already.
+
+    Without members this is ``version``, so that no step is left without pushes. SSP has no such step: its servers hold
+    nothing, and a joiner must not be behind workers that continue meanwhile.
+    """
     if not isinstance(p.entry.spec.consistency, BSP):
         return None
     start = max((member.first_step for member in p.entry.members), default=version)
@@ -302,7 +307,7 @@ def _common_start(p: ParameterSet, version: int) -> int | None:
 
 
 def _resumable(p: ParameterSet, worker: Member, resume: ResumePush | None) -> ResumePush | None:
-    """``resume`` if the servers know what they have of that push: in BSP they answer that when they are asked."""
+    """Return ``resume`` if the servers know their part of that push. In BSP they answer this when they are asked."""
     if resume is None or resume.generation != p.entry.generation:
         return None
     if isinstance(p.entry.spec.consistency, BSP):
@@ -316,6 +321,6 @@ def _route(entry: ParametersEntry) -> Route:
 
 
 def _member(worker: Member, first_step: int, resume: ResumePush | None) -> ParametersMember:
-    """What a worker becomes that joins at ``first_step``, and goes on with a push where it has one."""
+    """Return the member entry of a worker that joins at ``first_step``, continuing a push if it has one."""
     origin, number = (resume.origin, resume.number) if resume is not None else (0, 0)
     return ParametersMember(worker.member_id, worker.incarnation, worker.rank, first_step, origin, number)

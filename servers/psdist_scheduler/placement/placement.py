@@ -1,12 +1,12 @@
-"""Placement: which shards a vector has, and which server holds each. Pure.
+"""Placement: the number of shards of a vector, and the server of each. Pure.
 
 Slices do not depend on the number of servers (``psdist.types.Slicing``). Slice i is in shard i % shards. Shards go to
 servers by the longest-processing-time rule (Graham 1969): the largest shard next, to the server that holds the fewest
-elements, counting all other parameter sets; ties go to the smaller server id. So the placement depends only on its
+elements, counting all other parameter sets. Ties go to the smaller server id. So the placement depends only on its
 arguments.
 
-Balance: servers that held equally many elements before hold the same number afterwards, give or take one slice. In
-general the gap between the fullest and the emptiest server is at most the larger of the gap before and one shard.
+Balance: Servers that held equally many elements before hold the same number afterwards, to within one slice. In general
+the gap between the fullest and the emptiest server is at most the larger of the previous gap and one shard.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from psdist_scheduler.events.records import name_some
 
 
 def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = False) -> Slicing:
-    """The cut of ``total`` elements; ``slice_elements`` 0 lets psdist choose. between_hosts: whether uncompressed
-    slices travel between hosts. Raises LimitExceededError."""
+    """Return the slicing of ``total`` elements. Raises LimitExceededError.
+
+    slice_elements: elements per slice; 0 lets psdist choose.
+    between_hosts: True if uncompressed slices travel between hosts.
+    """
     slicing = Slicing(total, slice_elements or choose_slice_elements(total, between_hosts=between_hosts))
     if slicing.count > SLICES_MAX:
         raise LimitExceededError(
@@ -35,7 +38,7 @@ def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = Fal
 
 
 def shard_elements(slicing: Slicing, shards: int) -> list[int]:
-    """Elements of each of ``shards`` shards (1 to ``slicing.count``)."""
+    """Return the number of elements in each of ``shards`` shards (1 to ``slicing.count``)."""
     full, extra = divmod(slicing.count, shards)
     elements = [(full + (number < extra)) * slicing.slice_elements for number in range(shards)]
     elements[(slicing.count - 1) % shards] -= slicing.count * slicing.slice_elements - slicing.total
@@ -43,7 +46,7 @@ def shard_elements(slicing: Slicing, shards: int) -> list[int]:
 
 
 def held_elements(entries: Iterable[ParametersEntry]) -> dict[str, int]:
-    """Elements that each server holds of ``entries``."""
+    """Return the number of elements of ``entries`` that each server holds."""
     held: dict[str, int] = {}
     for entry in entries:
         if entry.shards:
@@ -53,7 +56,10 @@ def held_elements(entries: Iterable[ParametersEntry]) -> dict[str, int]:
 
 
 def place(slicing: Slicing, servers: Sequence[str], held: Mapping[str, int]) -> tuple[str, ...]:
-    """The owner of each shard. ``held`` has the elements that servers hold already. Nothing for an empty vector."""
+    """Return the owner of each shard; empty for an empty vector.
+
+    held: elements that servers hold already.
+    """
     shards = min(slicing.count, SHARDS_PER_SERVER * len(servers))
     if shards == 0:
         return ()
@@ -68,7 +74,7 @@ def place(slicing: Slicing, servers: Sequence[str], held: Mapping[str, int]) -> 
 
 
 def check_overrides(layout: Layout, overrides: Sequence[Override]) -> None:
-    """Raises InvalidArgumentError for an override whose pattern matches no tensor."""
+    """Raise InvalidArgumentError if an override's pattern matches no tensor."""
     unmatched = list(overrides)
     for tensor in layout.tensors:
         if not unmatched:
@@ -82,7 +88,7 @@ def check_overrides(layout: Layout, overrides: Sequence[Override]) -> None:
 
 
 def group_ranges(layout: Layout, overrides: Sequence[Override]) -> tuple[GroupRange, ...]:
-    """Elements that an override holds for, ascending; neighbours of one group are one range."""
+    """Return the element ranges with an override, ascending. Adjacent ranges of one group are merged."""
     ranges: list[GroupRange] = []
     if not overrides:
         return ()

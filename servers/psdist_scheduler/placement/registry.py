@@ -1,11 +1,11 @@
-"""Which parameter sets there are: who asked for each, its state, and how far it is. Pure.
+"""Registry of parameter sets: callers, state and progress of each. Pure.
 
-Invariants: what is placed is in the map, and in the store, in the order in which it was placed. A name is kept only
-while it is placed or somebody asks for it. All waiting creators of a parameter set have the same settings and layout.
-``ready`` is never undone, and ``committed`` only before ``ready``, except that all parameter sets gather anew when the
-run rolls back.
+Invariants: Placed parameter sets are in the map and in the store, in the order in which they were placed. A name is
+kept only while it is placed or somebody asks for it. All waiting creators of a parameter set have the same settings and
+layout. ``ready`` is never undone, and ``committed`` only before ``ready``, except that all parameter sets gather again
+when the run rolls back.
 
-Not here: what follows from a request (``creation``), who holds a shard (``replicas``, ``replica_manager``).
+Requests are handled by ``creation``, shard holders by ``replicas`` and ``replica_manager``.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from psdist_scheduler.placement.restore_point import Resume
 
 
 def _remedy(settings: ClusterSettings) -> str:
-    """How to go on when shards are lost, and no snapshot has all of them."""
+    """Return the remedy for lost shards that no snapshot contains."""
     copies = "with --replicas 2 a lost server costs nothing"
     if not settings.storage or settings.unwritable:
-        anew = f" under another --run-id, or without {settings.store}, which records the loss" if settings.store else ""
+        other = (
+            f" under another --run-id, or without {settings.store}, which records the loss" if settings.store else ""
+        )
         return (
-            f"restart the run{anew}; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
+            f"restart the run{other}; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
         )
     return (
         f"no snapshot has all parameter sets yet: snapshots are taken {settings.policy.when}. Restart the run; a "
@@ -42,30 +44,32 @@ def _remedy(settings: ClusterSettings) -> str:
 
 @dataclass(slots=True)
 class ParameterSet:
-    """One parameter set: who asked for it, its state, and how far it is. ``record`` is None while it is gathering; then
-    ``spec`` and ``layout`` are the first creator's."""
+    """One parameter set: its callers, state and progress.
+
+    record: None while it is gathering. Then ``spec`` and ``layout`` are the first creator's.
+    """
 
     name: str
     record: ParametersRecord | None = None
     spec: ParametersSpec | None = None
     layout: Layout | None = None
     author: str = ""
-    #: Open calls, by the worker behind each.
+    #: Open calls, with the worker behind each.
     creators: dict[int, Member] = field(default_factory=dict)
-    #: By call, the push that its worker wants to go on with.
+    #: Push that the worker of each call wants to continue.
     resumes: dict[int, ResumePush] = field(default_factory=dict)
     describers: dict[int, Member] = field(default_factory=dict)
-    #: The call that was told to upload.
+    #: Call that was asked to upload.
     upload_call: int = 0
-    #: Values put on servers by a map older than this may be gone with one of them.
+    #: Values installed by a map older than this may be gone with a server.
     placed_epoch: int = 0
-    #: Highest version by server, from heartbeats by a map of ``counted_from`` or later; and the one it began with.
+    #: Highest version per server, from heartbeats that name a map of ``counted_from`` or later.
     versions: dict[str, int] = field(default_factory=dict)
     counted_from: int = 0
     first_version: int = 0
-    #: True if an earlier scheduler placed it: how far it is by now, servers have to say.
+    #: True if an earlier scheduler placed it: its current version is unknown until servers report.
     is_restored: bool = False
-    #: Whether the record changed since it was made durable.
+    #: True if the record changed since it was last made durable.
     is_changed: bool = False
 
     @property
@@ -79,18 +83,18 @@ class ParameterSet:
 
     @property
     def placed(self) -> ParametersRecord:
-        """The record; only where the state is not "gathering"."""
+        """The record. Only available if the state is not "gathering"."""
         assert self.record is not None
         return self.record
 
     @property
     def entry(self) -> ParametersEntry:
-        """The entry; only where the state is not "gathering"."""
+        """The map entry. Only available if the state is not "gathering"."""
         return self.placed.entry
 
     @property
     def version(self) -> int:
-        """Highest version that a server spoke of."""
+        """Highest version reported by a server."""
         return max(self.versions.values(), default=self.first_version)
 
     @property
@@ -100,12 +104,15 @@ class ParameterSet:
         return "a version that no server has reported yet" if is_unknown else f"version {self.version}"
 
     def member(self, worker: Member) -> ParametersMember | None:
-        """The worker's part in this parameter set, if it has one."""
+        """Return the worker's member entry, or None if it is no member."""
         wanted = (worker.member_id, worker.incarnation)
         return next((m for m in self.entry.members if (m.worker_id, m.incarnation) == wanted), None)
 
     def departed(self, members: Membership) -> tuple[ParametersMember, ...]:
-        """Who of the asynchronous modes may go on with its pushes: those that were lost. Who left has finished them."""
+        """Return the producers whose pushes may be continued (asynchronous modes): those of lost workers.
+
+        Workers that left have finished their pushes.
+        """
         if isinstance(self.entry.spec.consistency, BSP):
             return ()
         lost = [m for m in self.entry.members if members.was_lost(m.worker_id, m.incarnation)]
@@ -113,7 +120,7 @@ class ParameterSet:
 
     @property
     def lost(self) -> str:
-        """A sentence about the shards that are lost with their servers; empty if none are."""
+        """Sentence about the shards lost with their servers; empty if none are lost."""
         shards = self.entry.shards if self.record else ()
         gone = group((shard.primary.server_id, number) for number, shard in enumerate(shards) if shard.lost)
         version = f" (at {self.version_text})" if gone else ""
@@ -121,24 +128,27 @@ class ParameterSet:
 
     @property
     def is_unused(self) -> bool:
-        """Whether it is not placed, and nobody asks for it."""
+        """True if it is not placed and nobody asks for it."""
         return self.record is None and not self.creators and not self.describers
 
     def with_member(self, member: ParametersMember) -> tuple[ParametersMember, ...]:
         return tuple(sorted((*self.entry.members, member), key=lambda m: m.rank))
 
     def next_uploader(self, members: Sequence[ParametersMember]) -> str:
-        """Who is asked for the values where these are the members: as before, if it is one of them; empty for none."""
+        """Return the worker to ask for the values, given these members; empty for none.
+
+        The current uploader is kept if it is one of them.
+        """
         if self.placed.uploader in [m.worker_id for m in members]:
             return self.placed.uploader
         return members[0].worker_id if members and self.entry.restore is None else ""
 
     def has_place(self, members: Membership) -> bool:
-        """Whether there are servers that values can be put on: all may have gone before there were any."""
+        """True if values can be installed: all primaries are live."""
         return all(members.has(shard.primary) for shard in self.entry.shards)
 
     def check_same(self, event: Create) -> None:
-        """Raises LayoutMismatchError or SettingsMismatchError where ``event`` asks for others of this name."""
+        """Raise LayoutMismatchError or SettingsMismatchError if ``event`` asks for a different layout or settings."""
         if self.spec is None or self.layout is None:
             return
         whose = f"{self.name!r} as {self.author} creates it" if self.record is None else f"{self.name!r} as it exists"
@@ -162,7 +172,7 @@ class ParameterSet:
         assert self.record.committed or self.record.uploader in ("", *ids), f"{self.name}: {self.record.uploader}"
 
     def add_creator(self, event: Create, worker: Member) -> list[Effect]:
-        """A worker wants to take part. An earlier call of the same worker is ended."""
+        """Add a worker's request to take part. An earlier call of the same worker is refused."""
         if self.spec is None:
             self.spec, self.layout, self.author = event.spec, event.layout, str(worker)
         if event.resume is not None:
@@ -170,7 +180,7 @@ class ParameterSet:
         return _add(self.creators, event.call, worker)
 
     def add_describer(self, call: int, worker: Member) -> list[Effect]:
-        """A worker wants to know the settings. An earlier call of the same worker is ended."""
+        """Add a worker's request for the settings. An earlier call of the same worker is refused."""
         return _add(self.describers, call, worker)
 
     def drop_call(self, call: int) -> None:
@@ -180,35 +190,38 @@ class ParameterSet:
             self.spec = self.layout = None
 
     def request_upload(self, call: int) -> None:
-        """This call is told to upload the values; 0: none is."""
+        """Record the call that is asked to upload the values; 0 for none."""
         self.upload_call = call
 
     def place(self, record: ParametersRecord, counted_from: int, first_version: int) -> None:
-        """Its shards have servers. Versions in heartbeats count by maps from ``counted_from`` on."""
+        """Record that its shards were placed. Versions in heartbeats count from epoch ``counted_from`` on."""
         self.record, self.spec, self.is_changed = record, record.entry.spec, True
         self.counted_from, self.first_version = counted_from, first_version
 
     def commit(self) -> None:
-        """All values are on the primaries."""
+        """Record that all values are on the primaries."""
         self.record, self.is_changed = replace(self.placed, committed=True), True
 
     def change(self, *, uploader: str | None = None, **changes: Any) -> None:
-        """Changes fields of the entry, and the uploader."""
+        """Change fields of the entry, and the uploader."""
         record = self.placed
         entry = replace(record.entry, **changes)
         self.record = replace(record, entry=entry, uploader=record.uploader if uploader is None else uploader)
         self.is_changed = True
 
     def replace_shards(self, shards: tuple[Shard, ...], epoch: int) -> None:
-        """Values are gone before they were ready: they are asked for again. ``epoch`` shows where they go."""
+        """Place shards again whose values were lost before the set was ready. Values are requested again.
+
+        epoch: the epoch that shows the new shards.
+        """
         assert not self.entry.ready
         self.placed_epoch, self.upload_call = epoch, 0
         self.record = replace(self.placed, committed=False)
-        # The uploader may have left, as its values were on the servers.
+        # The uploader may have left, since its values were on the servers.
         self.change(shards=shards, uploader=self.next_uploader(self.entry.members))
 
     def reset_to_gathering(self) -> None:
-        """Starts to gather again: the parameter set is placed by the members that are there or come."""
+        """Return to gathering. The set is then placed by the members that are present or still to come."""
         self.record, self.upload_call, self.first_version, self.is_changed = None, 0, 0, False
         self.versions.clear()
         self.is_restored = False
@@ -216,12 +229,12 @@ class ParameterSet:
             self.spec = self.layout = None
 
     def take_record(self) -> ParametersRecord:
-        """The record, which is made durable now."""
+        """Return the record, which the caller makes durable."""
         self.is_changed = False
         return self.placed
 
     def on_version(self, server: str, epoch: int, version: int) -> None:
-        """The highest version of its slices on a server, from a heartbeat by the map of ``epoch``."""
+        """Record the highest version of a server's slices, from a heartbeat that names the map of ``epoch``."""
         if self.record is not None and epoch >= self.counted_from and server in self.entry.primaries:
             self.versions[server] = version
 
@@ -234,7 +247,7 @@ class Registry:
     ) -> None:
         self.resume = resume
         self._replicas = settings.replicas
-        #: How to go on when shards are lost.
+        #: Remedy for lost shards.
         self.remedy = _remedy(settings)
         self._all: dict[str, ParameterSet] = {}
         for record in records:
@@ -243,27 +256,27 @@ class Registry:
                 spec.name, record, spec, record.layout, placed_epoch=epoch - 1, is_restored=True
             )
         self._placed = list(self._all)
-        #: Names of parameter sets that went back to gathering since the cluster last took the changes.
+        #: Names of parameter sets that returned to gathering since ``take_changes``.
         self._forgotten: dict[str, None] = {}
 
     @property
     def all(self) -> tuple[ParameterSet, ...]:
-        """Parameter sets in the order in which they were first asked for."""
+        """Parameter sets in the order in which they were first requested."""
         return tuple(self._all.values())
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all parameter sets that were asked for."""
+        """Names of all requested parameter sets."""
         return tuple(self._all)
 
     @property
     def entries(self) -> tuple[ParametersEntry, ...]:
-        """What the cluster map shows."""
+        """Entries of the cluster map."""
         return tuple(self._all[name].entry for name in self._placed)
 
     @property
     def changed(self) -> bool:
-        """Whether anything changed that must be durable."""
+        """True if there are changes that must be made durable."""
         return bool(self._forgotten) or any(p.is_changed for p in self._all.values())
 
     def get(self, name: str) -> ParameterSet | None:
@@ -271,7 +284,7 @@ class Registry:
 
     @property
     def lost_text(self) -> str:
-        """One sentence about all that is lost and how to go on; empty if nothing is."""
+        """Sentence about everything that is lost and the remedy; empty if nothing is lost."""
         if self.resume.failed is not None:
             return self.resume.failed.message
         lost = [text for p in self._all.values() if (text := p.lost)]
@@ -279,7 +292,7 @@ class Registry:
 
     @property
     def base_in_use(self) -> str:
-        """Directory of the snapshot that parameter sets are still to be loaded from; empty if there is none."""
+        """Directory of the snapshot that parameter sets are still to be loaded from; empty for none."""
         restore, found = self.resume.base.restore, self.resume.found
         if restore is None:
             return ""
@@ -292,7 +305,8 @@ class Registry:
         return frozenset(shard.primary.server_id for entry in self.entries for shard in entry.shards if shard.lost)
 
     def missing_replicas(self, p: ParameterSet) -> dict[str, list[int]]:
-        """Shards with fewer complete copies than wanted, by the server that is to hold the next; "" if none is."""
+        """Return shards with fewer complete copies than wanted, by the server that is to hold the next copy ("" if none
+        is)."""
         return group(
             (shard.filling[0].server_id if shard.filling else "", number)
             for number, shard in enumerate(p.entry.shards if p.record else ())
@@ -305,7 +319,7 @@ class Registry:
             assert (p.name in self._placed) == (p.record is not None)
 
     def open(self, name: str) -> ParameterSet:
-        """The parameter set of this name, made if nobody asked for it before. Raises LimitExceededError."""
+        """Return the parameter set of this name, creating it if necessary. Raises LimitExceededError."""
         if name not in self._all and len(self._all) >= PARAMETERS_MAX:
             raise LimitExceededError(f"{PARAMETERS_MAX} parameters exist, which is the limit: put tensors together")
         return self._all.setdefault(name, ParameterSet(name))
@@ -317,12 +331,12 @@ class Registry:
                 del self._all[p.name]
 
     def place(self, p: ParameterSet, record: ParametersRecord, counted_from: int, first_version: int) -> None:
-        """A parameter set has servers for its shards."""
+        """Record that a parameter set was placed."""
         p.place(record, counted_from, first_version)
         self._placed.append(p.name)
 
     def reset_to_gathering(self) -> None:
-        """All are to be placed anew, by those who are there or come: the run went back to a snapshot."""
+        """Return all placed parameter sets to gathering, because the run rolled back to a snapshot."""
         for name in self._placed:
             self._all[name].reset_to_gathering()
             self._forgotten[name] = None
@@ -330,14 +344,14 @@ class Registry:
         self._all = {name: p for name, p in self._all.items() if not p.is_unused}
 
     def take_changes(self) -> tuple[tuple[str, ...], tuple[ParametersRecord, ...]]:
-        """Names that went back to gathering, and records that changed, since this was called last."""
+        """Return the names that went back to gathering and the changed records, since the previous call."""
         changed = [p for name in self._placed if (p := self._all[name]).is_changed]
         forgotten, self._forgotten = tuple(self._forgotten), {}
         return forgotten, tuple(p.take_record() for p in changed)
 
 
 def _add(calls: dict[int, Member], call: int, worker: Member) -> list[Effect]:
-    """Ends an earlier call of the same worker for the same thing: it asks again because that one broke."""
+    """Add a call, and refuse an earlier one of the same worker: it asks again because that call broke."""
     older = [call for call, other in calls.items() if other.member_id == worker.member_id]
     for call_before in older:
         del calls[call_before]
@@ -346,7 +360,7 @@ def _add(calls: dict[int, Member], call: int, worker: Member) -> list[Effect]:
 
 
 def name_shards(numbers: Sequence[int]) -> str:
-    """ "shard 3", "shards 1, 2", "shards 0, 1, 2, 3 and 12 more"."""
+    """Name shards: "shard 3", "shards 1, 2", "shards 0, 1, 2, 3 and 12 more"."""
     some = ", ".join(str(number) for number in numbers[:4])
     more = f" and {len(numbers) - 4} more" if numbers[4:] else ""
     return f"shard{'s' if numbers[1:] else ''} {some}{more}"

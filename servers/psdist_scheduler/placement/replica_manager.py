@@ -1,9 +1,9 @@
-"""Keeps every shard in the wanted number of copies, on live servers: applies ``replicas`` to the registry. Pure.
+"""Keeps every shard in the wanted number of copies on live servers, by applying ``replicas`` to the registry. Pure.
 
-``lose`` follows the loss of servers, ``on_filled`` and ``on_unreachable`` reports of primaries, and ``plan`` starts
-what is due. All of them only change the map. Primaries read from it which replicas to fill, and which to discard.
+``lose`` reacts to lost servers, ``on_filled`` and ``on_unreachable`` to reports of primaries, and ``plan`` starts the
+changes that are due. All of them only change the map. Primaries read from it which replicas to fill and which to drop.
 
-Not here: which change is due (``replicas``), who is live (``membership``), epochs and durability (``cluster``).
+``replicas`` decides which change is due, ``membership`` who is live, ``cluster`` epochs and durability.
 """
 
 from __future__ import annotations
@@ -24,30 +24,32 @@ _Place = tuple[str, int, Replica]
 
 @dataclass(slots=True)
 class ReplicaManager:
-    """Who holds which shard, from now on."""
+    """Assignment of shards to servers."""
 
     _settings: ClusterSettings
     _registry: Registry
     _members: Membership
-    #: Where a primary could not reach a replica, and until when that server is not tried again in this place.
+    #: Places where a primary could not reach a replica, and the time until which that server is not tried there again.
     _unreachable: dict[_Place, float] = field(default_factory=dict)
     #: Backups that their primary cannot reach, with its term and its reason.
     _doubted: dict[_Place, tuple[int, str]] = field(default_factory=dict)
-    #: Shards that servers must know as the next epoch shows them, before more becomes of them.
+    #: Shards that changed. Servers must confirm the epoch that shows them before they change again.
     _fresh: set[tuple[str, int]] = field(default_factory=set)
-    #: Those that were fresh, and the epoch that showed them; the others were shown by the first epoch of this
-    #: scheduler.
+    #: Epoch that showed each changed shard. All others were shown by this scheduler's first epoch.
     _shown: dict[tuple[str, int], int] = field(default_factory=dict)
     _first_epoch: int = 0
-    #: The epoch of the map that each server confirmed.
+    #: Epoch of the map that each server confirmed.
     _confirmed: dict[str, int] = field(default_factory=dict)
-    #: Whether something may be due though nothing changes: after a restart, or after what was ``fresh``.
+    #: True if something may be due without a further change: after a restart, or after shards were ``_fresh``.
     _due: bool = True
-    #: Whether something is due as soon as servers know what was shown.
+    #: True if something is due as soon as servers confirm what was shown.
     _held_up: bool = False
 
     def lose(self, epoch: int) -> list[ev.Effect]:
-        """Shards go on without the servers that are gone, or are lost with them. ``epoch`` is the one that shows it."""
+        """Continue without the servers that are gone: promote backups, or mark shards as lost.
+
+        epoch: the epoch that will show it.
+        """
         if not self._members.changed:
             return []
         self._unreachable = {place: t for place, t in self._unreachable.items() if self._members.has(place[2])}
@@ -58,12 +60,12 @@ class ReplicaManager:
             if after == before:
                 continue
             if self._needs_values(p, after):
-                # Where no server is left they stay without a place until one registers.
+                # If no server is left, shards stay unplaced until one registers.
                 placed = self._placed_anew(p)
                 if p.placed.committed or placed != before:
                     p.replace_shards(placed, epoch)
                     effects.append(
-                        ev.LogEvent(f"a server is gone before {p.name!r} was ready: its values are uploaded again")
+                        ev.LogEvent(f"a server was lost before {p.name!r} was ready; its values are uploaded again")
                     )
             else:
                 p.change(shards=after)
@@ -71,7 +73,8 @@ class ReplicaManager:
         return effects
 
     def on_filled(self, event: ev.ReplicaFilled) -> list[ev.Effect]:
-        """A primary reports that a replica is complete. Reports of an earlier term or filling have no effect."""
+        """Process a primary's report that a replica is complete. Reports of an earlier term or filling have no
+        effect."""
         shard = self._reported(event)
         if shard is None or event.replica not in shard.filling:
             return []
@@ -82,9 +85,12 @@ class ReplicaManager:
         return [ev.LogEvent(f"every shard of {p.name!r} has {self._settings.replicas} copies")]
 
     def on_unreachable(self, event: ev.ReplicaUnreachable, now: float) -> list[ev.Effect]:
-        """A primary cannot reach a replica: another takes its place, or the same one later if there is no other. A
-        backup not at once: it may be the primary that nothing reaches, and then the backup's copy is the one that is
-        left. So an epoch is made, and the backup dropped when the primary confirms it."""
+        """Process a primary's report that it cannot reach a replica. Another server takes its place, or the same one
+        later.
+
+        A backup is not dropped immediately. If the primary is the unreachable one, the backup holds the only remaining
+        copy. So a new epoch is made, and the backup is dropped once the primary has confirmed it.
+        """
         shard = self._reported(event)
         place = (event.parameters, event.shard, event.replica)
         if shard is None or place in self._doubted:
@@ -98,7 +104,10 @@ class ReplicaManager:
         return []
 
     def plan(self, epoch: int, now: float) -> list[ev.Effect]:
-        """Start the changes of copies that are due. epoch: of the map that will show them."""
+        """Start the changes of copies that are due.
+
+        epoch: the epoch that will show them.
+        """
         liveness = self._members.sessions.liveness
         confirmed = {server.member_id: liveness[server.member_id].epoch for server in self._members.servers}
         again = self._due or any(until <= now for until in self._unreachable.values())
@@ -125,13 +134,13 @@ class ReplicaManager:
         return effects
 
     def published(self, epoch: int) -> None:
-        """What changed is shown in ``epoch``, so that more can become of it."""
+        """Note that ``epoch`` shows the changes, so that the next ones may follow."""
         self._first_epoch = self._first_epoch or epoch
         self._shown.update(dict.fromkeys(self._fresh, epoch))
         self._due, self._fresh = bool(self._fresh), set()
 
     def degraded(self) -> str:
-        """A sentence about shards with fewer copies than wanted; empty if all have theirs."""
+        """Return a sentence about shards with fewer copies than wanted; empty if all have theirs."""
         wanted = self._settings.replicas
         short: dict[str, list[int]] = {}
         for p in self._placed():
@@ -146,7 +155,7 @@ class ReplicaManager:
         return f"{count} of {shards} shards have fewer than {wanted} copies: {what}"
 
     def _knows(self, name: str, number: int, replica: Replica) -> bool:
-        """Whether a server has confirmed the map that shows the shard as it is."""
+        """True if the server has confirmed a map that shows the shard as it is."""
         presence = self._members.sessions.liveness.get(replica.server_id)
         if presence is None or (name, number) in self._fresh or not self._members.has(replica):
             return False
@@ -160,7 +169,7 @@ class ReplicaManager:
         return [ev.LogEvent(f"{what} of {name!r}: {reason}", "warning")]
 
     def _drop_unreachable(self, now: float) -> list[ev.Effect]:
-        """Drops backups whose primaries have confirmed an epoch since, and so can be reached themselves."""
+        """Drop unreachable backups whose primaries confirmed a later epoch, and are therefore reachable themselves."""
         effects: list[ev.Effect] = []
         for place, (term, reason) in list(self._doubted.items()):
             name, number, replica = place
@@ -186,10 +195,11 @@ class ReplicaManager:
         return p
 
     def _reported(self, event: ev.ReplicaFilled | ev.ReplicaUnreachable) -> Shard | None:
-        """The shard that a report is about, if its primary of this term sent it, about the replica's newest filling.
+        """Return the shard of a report if its current primary sent it, about the replica's newest filling; otherwise
+        None.
 
-        A report may arrive late. Meanwhile the replica may have been dropped and put on the list again: what the
-        report says is true of a copy that no longer counts.
+        A report may arrive late. If the replica was dropped and added again meanwhile, the report is about a copy that
+        no longer counts.
         """
         server = self._members.by_session(event.call)
         p = self._registry.get(event.parameters)
@@ -200,7 +210,7 @@ class ReplicaManager:
         return shard if server.replica == shard.primary and is_current else None
 
     def _needs_values(self, p: ParameterSet, after: tuple[Shard, ...]) -> bool:
-        """Whether values are gone that nobody has trained yet, so that their uploader still has them."""
+        """True if values were lost that nobody has trained yet. Their uploader still has them."""
         moved = any(new.lost or new.term != old.term for old, new in zip(p.entry.shards, after, strict=True))
         lost = any(new.lost for new in after)
         return not p.entry.ready and (lost if p.placed.committed else moved)
@@ -223,7 +233,7 @@ class ReplicaManager:
             member = self._members.get(server)
             held = f"{server} is gone and held {name_shards(numbers)} of {p.name!r} alone"
             if not self._members.workers:
-                # At the good end of a run all servers leave, which is said of each and is no loss.
+                # At the orderly end of a run all servers leave. Each departure is logged, and nothing is lost.
                 if member is None or member.state != "left":
                     effects.append(ev.LogEvent(f"{held}; no worker is left to miss it"))
                 continue
@@ -243,7 +253,7 @@ def _promotions(name: str, before: tuple[Shard, ...], after: tuple[Shard, ...]) 
 
 
 def _fills(p: ParameterSet, before: tuple[Shard, ...], after: tuple[Shard, ...]) -> list[ev.Effect]:
-    """Notes on copies that begin. Those that belong to a creation are no news."""
+    """Log copies that start. Those that are part of a creation are not logged."""
     changes = enumerate(zip(before, after, strict=True)) if p.entry.ready else ()
     begun = group((r, number) for number, (old, new) in changes for r in new.filling if r not in old.filling)
     return [

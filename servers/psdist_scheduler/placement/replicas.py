@@ -1,18 +1,18 @@
-"""Who holds a shard: each change that a shard can go through, and which changes are due. Pure.
+"""Transitions of a shard's holders, and the plan of changes that are due. Pure.
 
 A shard changes when a server is lost (``after_loss``), when its primary reports that a replica is filled (``filled``)
 or does not answer (``without``), and when ``PlacementPlan`` finds an improvement:
 
-1. A replica that is being filled on a draining server is given up. A complete one there is dropped as soon as enough
-   others are complete.
-2. A shard with too few copies gets one that is filled.
-3. Where all copies are complete, a shard may move: a further copy is filled, and when it is complete the one whose
-   removal improves the balance most is dropped.
+1. A replica that is being filled on a draining server is dropped. A complete one there is dropped as soon as enough
+  others are complete.
+2. A shard with too few copies gets another one, which is filled.
+3. If all copies are complete, a shard may move: a further copy is filled. When it is complete, the copy whose removal
+  improves the balance most is dropped.
 
-Only the shard itself records a move, so it continues after a restart. Moves end because each one makes ``_imbalance``
-smaller. Only a loss lowers the number of complete copies below what is wanted, and only complete copies are promoted.
-A copy is dropped only when the others have confirmed the map that has them. So each of them was alive after they were
-enough without it. Otherwise a good copy could be dropped in favour of one that is gone and not yet missed.
+A move is recorded only in the shard itself, so it continues after a restart. Moves end because each one lowers
+``_imbalance``. Only a loss lowers the number of complete copies below what is wanted, and only complete copies are
+promoted. A copy is dropped only after the others have confirmed the map that lists them. So each of them was alive
+after they became sufficient. Otherwise a good copy could be dropped in favour of one whose loss is not noticed yet.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from psdist.types import Replica, Shard
 from psdist_scheduler.events.records import Member, ParametersRecord
 from psdist_scheduler.placement.placement import shard_elements
 
-#: Copies that one primary fills at a time.
+#: Number of copies that one primary fills at a time.
 FILLS_PER_SOURCE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class ShardChange:
-    """Shard ``number`` of this parameter set shall become ``shard``."""
+    """Replacement of shard ``number`` of a parameter set by ``shard``."""
 
     parameters: str
     number: int
@@ -41,7 +41,7 @@ class ShardChange:
 
 
 def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
-    """The shard without replicas that live no more: the first live backup is promoted. Lost if there is none."""
+    """Return the shard without its dead replicas. The first live backup is promoted; without one the shard is lost."""
     if shard.lost:
         return shard
     backups = tuple(replica for replica in shard.backups if live(replica))
@@ -54,30 +54,31 @@ def after_loss(shard: Shard, live: Callable[[Replica], bool]) -> Shard:
 
 
 def placed_anew(shard: Shard, live: Callable[[Replica], bool], spare: Replica) -> Shard:
-    """The shard before it has values that count: alone on its primary, or on ``spare`` if that one is gone."""
+    """Return the shard before it has values that count: alone on its primary, or on ``spare`` if the primary is
+    gone."""
     return Shard(shard.primary, shard.term) if live(shard.primary) else Shard(spare, shard.term + 1)
 
 
 def filled(shard: Shard, replica: Replica) -> Shard:
-    """The shard once its primary reported that ``replica`` is complete."""
+    """Return the shard after its primary reported ``replica`` as complete."""
     filling = tuple(other for other in shard.filling if other != replica)
     return shard.with_copies((*shard.backups, replica), filling)
 
 
 def without(shard: Shard, replica: Replica) -> Shard:
-    """The shard without one of its backups or of those being filled."""
+    """Return the shard without one of its backups or of the replicas being filled."""
     backups = tuple(other for other in shard.backups if other != replica)
     filling = tuple(other for other in shard.filling if other != replica)
     return shard.with_copies(backups, filling)
 
 
 def complete(shard: Shard) -> tuple[Replica, ...]:
-    """Who has everything that was acknowledged."""
+    """Return the replicas that hold everything that was acknowledged."""
     return (shard.primary, *shard.backups)
 
 
 def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
-    """The ways to go on without a complete copy: a primary is followed by any of its backups."""
+    """Yield the possible shards without one complete copy. A primary can be succeeded by any of its backups."""
     if replica != shard.primary:
         yield without(shard, replica)
         return
@@ -90,14 +91,15 @@ def _dropped(shard: Shard, replica: Replica) -> Iterator[Shard]:
 
 
 class PlacementPlan:
-    """What is due, given the placed parameter sets, and the live servers by id.
+    """The changes that are due for the placed parameter sets on the live servers.
 
     wanted: copies of each shard.
-    epoch: of the map that will show the plan. It numbers the fillings that begin with it.
-    knows: whether this server has confirmed the map that shows this shard of that parameter set with its copies.
-        Before it is shown nobody knows it, so who is promoted was a backup in the epoch before.
-    refused: whether this server cannot be used for that shard of that parameter set now.
-    tried: whether it failed as a replica of it earlier, so that any other is to be preferred.
+    epoch: epoch of the map that will show the plan. It numbers the fillings that the plan starts.
+    knows: returns True if a server has confirmed the map that shows a shard of a parameter set with its current copies.
+        A changed shard is unknown to everybody until it is shown, so a promoted server was a backup in the epoch
+        before.
+    refused: returns True if a server cannot be used for a shard of a parameter set now.
+    tried: returns True if a server failed earlier as a replica of that shard, so that any other is preferred.
     """
 
     def __init__(
@@ -117,15 +119,15 @@ class PlacementPlan:
             for record in records
             if record.entry.shards
         }
-        #: Parameter sets whose initial values are on the primaries; of others nothing is copied.
+        #: Parameter sets whose initial values are on the primaries. Others are not copied.
         self._installed = {record.entry.spec.name for record in records if record.committed}
-        #: Parameter sets that are in use; of others copies need not be spared.
+        #: Parameter sets in use. The copying of others is not throttled.
         self._ready = {record.entry.spec.name for record in records if record.entry.ready}
         self._servers = {server.member_id: server for server in servers}
         self._usable = [server for server in servers if not server.draining]
         self._wanted, self._epoch = wanted, epoch
         self._knows, self._refused, self._tried = knows, refused, tried
-        #: Something is due as soon as a server confirms the map.
+        #: True if something is due as soon as a server confirms the map.
         self.held_up = False
         self._primary = dict.fromkeys(self._servers, 0)
         self._held = dict.fromkeys(self._servers, 0)
@@ -134,7 +136,7 @@ class PlacementPlan:
             self._count(name, number, shard, 1)
 
     def changes(self) -> dict[str, tuple[Shard, ...]]:
-        """The shards of all parameters of which one or more change, as they shall be."""
+        """Return the new shards of every parameter set with at least one change."""
         changed: dict[str, None] = {}
         again = True
         while again:
@@ -170,7 +172,7 @@ class PlacementPlan:
         self._count(name, number, shard, 1)
 
     def _better(self, name: str, number: int) -> Shard | None:
-        """What a shard shall be at once; None if it may stay as it is."""
+        """Return the shard's next form if it must change now; otherwise None."""
         shard = self._now[name][number]
         return self._without_leaving(name, number, shard) or self._with_more(name, number, shard)
 
@@ -182,7 +184,7 @@ class PlacementPlan:
         return server is not None and server.replica == replica and not server.draining
 
     def _without_leaving(self, name: str, number: int, shard: Shard) -> Shard | None:
-        """The shard without what is superfluous; None if nothing is."""
+        """Return the shard without a superfluous copy; None if there is none."""
         if given_up := [replica for replica in shard.filling if not self._stays(replica)]:
             return without(shard, given_up[0])
         staying = [replica for replica in complete(shard) if self._stays(replica)]
@@ -196,7 +198,7 @@ class PlacementPlan:
         return None
 
     def _best(self, name: str, number: int, shard: Shard, options: Sequence[Shard]) -> Shard | None:
-        """What becomes of a shard; None as long as one of those that keep it has not confirmed the map."""
+        """Return the best option; None until all replicas that it keeps have confirmed the map."""
         best = min(options, key=lambda after: self._imbalance(name, number, shard, after))
         if all(self._knows(name, number, replica) for replica in complete(best) if self._stays(replica)):
             return best
@@ -204,7 +206,7 @@ class PlacementPlan:
         return None
 
     def _with_more(self, name: str, number: int, shard: Shard) -> Shard | None:
-        """The shard with one more that is filled; None if it has enough, or must wait."""
+        """Return the shard with one more replica to fill; None if it has enough or must wait."""
         staying = [replica for replica in (*complete(shard), *shard.filling) if self._stays(replica)]
         if len(staying) >= self._wanted or name not in self._installed:
             return None
@@ -231,7 +233,8 @@ class PlacementPlan:
         return shard.with_filling(target.replica, self._epoch)
 
     def _imbalance(self, name: str, number: int, before: Shard, after: Shard) -> tuple[int, int, int]:
-        """What would become worse or better with ``after``: hosts shared by copies, then load, then memory."""
+        """Return how unbalanced the placement would be with ``after``: hosts shared by copies, then load, then
+        memory."""
         self._count(name, number, before, -1)
         self._count(name, number, after, 1)
         load = sum(elements**2 for elements in self._primary.values())
@@ -243,7 +246,7 @@ class PlacementPlan:
         return max(0, min(len(hosts), distinct) - len(set(hosts))), load, memory
 
     def _move(self) -> ShardChange | None:
-        """The fill that begins a move which betters the balance; None if no move is worth its while."""
+        """Return the fill that starts the move with the best balance; None if no move is worthwhile."""
         for candidates in (self._crowded(), self._loaded(self._primary, 1), self._loaded(self._held, None)):
             gains = [(gain, change) for change in candidates if (gain := self._gain(change)) is not None]
             if gains:
@@ -251,7 +254,7 @@ class PlacementPlan:
         return None
 
     def _gain(self, change: ShardChange) -> tuple[int, int, int] | None:
-        """How balanced all would be after the move that ``change`` begins; None if not better than now."""
+        """Return the imbalance after the move that ``change`` starts; None if it is no better than now."""
         name, number, shard = change.parameters, change.number, self._now[change.parameters][change.number]
         whole = filled(shard, change.shard.filling[-1])
         options = [after for replica in complete(shard) for after in _dropped(whole, replica)]
@@ -259,7 +262,7 @@ class PlacementPlan:
         return best if best < self._imbalance(name, number, shard, shard) else None
 
     def _crowded(self) -> Iterator[ShardChange]:
-        """Shards with copies on fewer hosts than there could be."""
+        """Yield moves of shards whose copies share hosts unnecessarily."""
         if len({server.host for server in self._usable}) > 1:
             for name, number, shard in self._shards():
                 if self._imbalance(name, number, shard, shard)[0]:
@@ -267,8 +270,10 @@ class PlacementPlan:
                         yield from self._begun(name, number, shard, target)
 
     def _loaded(self, load: Mapping[str, int], roles: int | None) -> Iterator[ShardChange]:
-        """Shards of the fullest server, for the emptiest, where the two differ by more than a shard's worth. ``roles``
-        are so many of the first complete copies that may be taken from the fullest."""
+        """Yield moves from the fullest server to the emptiest, if they differ by more than the largest shard.
+
+        roles: number of the first complete copies that may be taken from the fullest server; None for all.
+        """
         fullest = max(load, key=lambda id_: load[id_], default="")
         emptiest = min((server.member_id for server in self._usable), key=lambda id_: load[id_], default="")
         worth = max((size for sizes in self._sizes.values() for size in sizes), default=0)
@@ -279,12 +284,12 @@ class PlacementPlan:
                 continue
             holding = [replica.server_id for replica in shard.replicas]
             others = sorted(self._usable, key=lambda server: (self._held[server.member_id], server.member_id))
-            # A backup on the emptiest can take over, once somebody else is filled in its place.
+            # A backup on the emptiest server can take over once another server has been filled in its place.
             for target in others if emptiest in holding else [self._servers[emptiest]]:
                 yield from self._begun(name, number, shard, target)
 
     def _begun(self, name: str, number: int, shard: Shard, target: Member) -> Iterator[ShardChange]:
-        """The shard with ``target`` being filled, if it may be."""
+        """Yield the shard with ``target`` being filled, if that is allowed."""
         unfit = target.member_id in [replica.server_id for replica in shard.replicas]
         unfit = unfit or name not in self._ready or self._tried(name, number, target.replica)
         if not unfit and not self._refused(name, number, target.replica):

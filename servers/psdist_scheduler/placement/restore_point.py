@@ -1,19 +1,20 @@
-"""What a parameter set begins from: nothing, or a snapshot from which the run went on or to which it rolled back. Pure.
+"""Starting point of the run's parameter sets: nothing, or the snapshot that the run resumed from or rolled back to.
+Pure.
 
-A parameter set that is in the snapshot takes its vector's cut, its step and its values from there. No worker uploads
-any; each server loads the shards of which it is the primary, and reports that. The other settings are those of the
-workers, and ``notice`` tells what differs from the snapshot. A parameter set of another name begins anew, which
-``notice`` tells, too.
+A parameter set that is in the snapshot takes its slicing, step and values from there. No worker uploads any: each
+server loads the shards of which it is the primary, and reports them. The other settings are the workers', and
+``notice`` names what differs from the snapshot. A parameter set with another name starts afresh, which ``notice``
+reports as well.
 
-With ``reset_optimizer`` the optimizer's state begins anew too, once in a run. Rolling back to a snapshot that the run
-took itself resets nothing again. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``;
-those that it took record in their settings whether it was to reset.
+With ``reset_optimizer`` the optimizer's state starts afresh too, once per run. Rolling back to a snapshot that the run
+took itself resets nothing again. Snapshots that the run did not take itself have epochs before ``RestorePoint.began``.
+Those that it took record in their settings whether a reset was requested.
 
-Invariants: a parameter set with other tensors, or with settings that the values in the snapshot do not allow, is
-refused, and so is one of another name before any that the snapshot has. A shard counts as loaded only when the primary
-of its current term has reported it.
+Invariants: A parameter set is refused if it has other tensors, or settings that the values in the snapshot do not
+allow. One with another name is refused before any set of the snapshot was requested. A shard counts as loaded only
+after the primary of its current term has reported it.
 
-Not here: placing (``registry``), which snapshot (``schedule``).
+Placing is done by ``registry``; ``schedule`` decides when snapshots are taken.
 """
 
 from __future__ import annotations
@@ -29,24 +30,27 @@ from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, R
 from psdist_scheduler.events.records import RestorePoint, group, name_some
 from psdist_scheduler.events.snapshot_events import CommitFound, Loaded
 
-#: After the run went back to a snapshot, it waits so long, in seconds, for as many servers as there were.
+#: Longest wait in seconds, after a rollback, for as many servers as there were.
 SERVERS_GRACE_SECONDS: Final = 10.0
-#: And so long for the workers that it needs: nobody knows of one that is gone whether it had done its work, and those
-#: that are there would have gone on without it.
+#: Longest wait in seconds, after a rollback, for the workers that the run needs. Nobody knows whether a missing worker
+#: had finished, and the present ones would have continued without it.
 WORKERS_GRACE_SECONDS: Final = 60.0
-_REMEDY: Final = "give what it was saved with, or begin anew under another --run-id or with another --storage-path"
+_REMEDY: Final = "give what it was saved with, or start afresh under another --run-id or with another --storage-path"
 
 
 class Resume:
-    """The base of this run, and what is loaded from it. ``since``: when the run went back to a snapshot; None if it did
-    not. ``found`` is the base's snapshot, where it is known."""
+    """The snapshot that this run starts from, and its loading.
+
+    since: time of the rollback; None if the run did not roll back.
+    found: the snapshot, once it is known.
+    """
 
     def __init__(self, base: RestorePoint, since: float | None = None) -> None:
         self.base = base
         self.since = since
         self.found: CommitFound | None = None
         self._known = False
-        #: Changed since the cluster last took it.
+        #: True if it changed since ``take_change``.
         self.changed = False
         #: Why the run cannot continue, neither from here nor from a snapshot; None while it can.
         self.failed: PsdistError | None = None
@@ -54,27 +58,29 @@ class Resume:
 
     @property
     def unread(self) -> bool:
-        """Whether there is a snapshot to begin from that is not known yet."""
+        """True if the run starts from a snapshot that was not read yet."""
         return self.base.restore is not None and not self._known
 
     def state(self, name: str) -> ParametersState | None:
-        """What the snapshot has of this parameter set."""
+        """Return the snapshot's state of this parameter set."""
         return self.found.manifest.state(name) if self.found is not None else None
 
     @property
     def incarnations(self) -> int:
-        """The highest incarnation of a worker that the snapshot speaks of; 0 for none."""
+        """Highest incarnation of a worker in the snapshot; 0 for none."""
         states = self.found.manifest.parameters if self.found is not None else ()
         return max((incarnation for state in states for _, incarnation, _ in state.next), default=0)
 
     def first_step(self, spec: ParametersSpec) -> int:
-        """The step with which the members of a loaded parameter set begin."""
+        """Return the first step of the members of a loaded parameter set."""
         state = self.state(spec.name)
         return state.step if state is not None and isinstance(spec.consistency, BSP) else 0
 
     def check(self, spec: ParametersSpec, layout: Layout, others: Iterable[str]) -> None:
-        """Raises SettingsMismatchError, LayoutMismatchError where parameters of these settings cannot have the values
-        of the snapshot. others: names of the parameter sets that were asked for before."""
+        """Raise SettingsMismatchError or LayoutMismatchError if these settings cannot use the values of the snapshot.
+
+        others: names of the parameter sets that were requested before.
+        """
         state = self.state(spec.name)
         if self.found is None:
             return
@@ -93,13 +99,15 @@ class Resume:
             raise SettingsMismatchError(
                 f"settings differ from {whose}: {'; '.join(needing)}. The optimizer's state there is of no use with "
                 "that: pass reset_optimizer=True to client.parameters(), or to DistributedOptimizer or offload of "
-                "psdist.torch, on every worker, which begins the optimizer's state anew from the snapshot's weights; "
+                "psdist.torch, on every worker, which resets the optimizer's state and keeps the snapshot's weights; "
                 f"or {_REMEDY}"
             )
 
     def _foreign(self, name: str) -> SettingsMismatchError:
-        """The script that begins with this name seems to be another than the one whose snapshot is resumed from. At its
-        end nothing could be saved: a snapshot has all parameter sets of the one before."""
+        """Return the error for a script that seems to be another than the one that took the snapshot.
+
+        At its end nothing could be saved, because a snapshot contains all parameter sets of the one before.
+        """
         assert self.found is not None
         there = name_some([repr(state.spec.name) for state in self.found.manifest.parameters])
         return SettingsMismatchError(
@@ -110,7 +118,8 @@ class Resume:
         )
 
     def resets(self, spec: ParametersSpec) -> bool:
-        """Whether the optimizer's state begins anew. What a snapshot of this run has was reset before, if it was to."""
+        """True if the optimizer's state is reset. Snapshots taken by this run were reset before, if that was
+        requested."""
         state = self.state(spec.name)
         if state is None or self.found is None or not spec.reset_optimizer:
             return False
@@ -118,36 +127,40 @@ class Resume:
         return not is_done or any(change.needs_reset for change in changes(state.spec, spec))
 
     def notice(self, entry: ParametersEntry) -> str:
-        """What people should know of how parameters began in a run that goes on from a snapshot: that it has none of
-        this name; settings that were others, each with its old and new value; and whether the optimizer's state began
-        anew. Empty where there is nothing to say."""
+        """Return what users should know about a parameter set in a resumed run; empty for nothing.
+
+        This covers a name that is not in the snapshot, changed settings with their old and new values, and a reset of
+        the optimizer's state.
+        """
         state, restore = self.state(entry.spec.name), entry.restore
         if state is None and self.found is not None:
             there = name_some([repr(state.spec.name) for state in self.found.manifest.parameters])
             return (
-                f"{entry.spec.name!r} is not in snapshot {self.found.commit.directory}, from which the run goes on, "
-                f"and begins anew from the values that the script gives. The snapshot has {there}: a parameter set "
-                "goes on under the name that it was saved by"
+                f"{entry.spec.name!r} is not in snapshot {self.found.commit.directory}, from which the run resumes, "
+                f"and starts from the values that the script gives. The snapshot has {there}: a parameter set "
+                "resumes under the name that it was saved by"
             )
         if state is None or restore is None:
             return ""
         others = "; ".join(f"{change}" for change in changes(state.spec, entry.spec))
         settings = f" with other settings: {others}" if others else ""
-        anew = ", and the optimizer's state begins anew (reset_optimizer=True)" if restore.weights_only else ""
+        anew = ", and the optimizer's state is reset (reset_optimizer=True)" if restore.weights_only else ""
         return (
-            f"{entry.spec.name!r} goes on from snapshot {restore.directory}{settings}{anew}" if others or anew else ""
+            f"{entry.spec.name!r} resumes from snapshot {restore.directory}{settings}{anew}" if others or anew else ""
         )
 
     @property
     def datasets(self) -> tuple[DatasetState, ...]:
-        """Where data sets stand in the snapshot."""
+        """Positions of data sets in the snapshot."""
         return self.found.manifest.datasets if self.found is not None else ()
 
     def dataset(self, spec: DatasetSpec) -> DatasetState | None:
-        """Where a data set goes on that is opened now. Raises SettingsMismatchError, and StorageError while the
-        snapshot is not known."""
+        """Return the saved state of a data set that is opened now. Raises SettingsMismatchError, and StorageError while
+        the snapshot is not known."""
         if self.unread:
-            raise StorageError("the storage with the snapshot that the run began from is not read yet: try again")
+            raise StorageError(
+                "the storage with the snapshot that the run starts from has not been read yet: try again"
+            )
         state = next((state for state in self.datasets if state.spec.name == spec.name), None)
         if state is not None and self.found is not None and (difference := state.spec.difference(spec)):
             whose = f"as snapshot {self.found.commit.directory} has it"
@@ -155,13 +168,13 @@ class Resume:
         return state
 
     def missing(self, entry: ParametersEntry) -> dict[str, list[int]]:
-        """Shards that are not loaded, by the server that is to load them."""
+        """Return the shards that are not loaded, by the server that is to load them."""
         loaded = self._loaded.get(entry.spec.name, {})
         shards = enumerate(entry.shards)
         return group((shard.primary.server_id, n) for n, shard in shards if (n, shard.term) not in loaded)
 
     def on_loaded(self, event: Loaded, server: str, entry: ParametersEntry) -> bool:
-        """A server has loaded shards. Whether all are loaded now."""
+        """Record the shards that a server has loaded. Returns True if all shards are loaded now."""
         if entry.restore is None or event.generation != entry.generation:
             return False
         known = self._loaded.setdefault(entry.spec.name, {})
@@ -172,8 +185,12 @@ class Resume:
         return not self.missing(entry)
 
     def go_to(self, found: CommitFound, term: int, epoch: int, now: float | None) -> None:
-        """All parameters begin from this snapshot again. ``term``: the highest that a shard had. ``epoch``: the one
-        that shows it. ``now``: None where the run has not begun."""
+        """Start all parameter sets from this snapshot.
+
+        term: highest term that a shard had.
+        epoch: the epoch that shows it.
+        now: None if the run has not begun.
+        """
         restore = Restore(found.commit.directory, bytes.fromhex(found.commit.manifest_digest))
         generation, began = self.base.generation + (now is not None), epoch if now is None else self.base.began
         self.base = RestorePoint(restore, generation, max(term + 1, self.base.term), epoch, began)
@@ -181,27 +198,27 @@ class Resume:
         self._loaded.clear()
 
     def fail(self, error: PsdistError) -> None:
-        """The run ends with this error, at every member. The first one counts."""
+        """End the run with this error at every member. The first error counts."""
         self.failed = self.failed or error
 
     def take_change(self) -> RestorePoint | None:
-        """The base, if it changed since this was called last."""
+        """Return the base if it changed since the previous call."""
         changed, self.changed = self.changed, False
         return self.base if changed else None
 
     def is_of_this_course(self, found: CommitFound) -> bool:
-        """Whether the run went through this snapshot, and did not give it up."""
+        """True if this snapshot belongs to the run's current history, which did not give it up."""
         restore, commit = self.base.restore, found.commit
         return restore is None or commit.directory == restore.directory or commit.epoch >= self.base.epoch
 
     def read(self, found: CommitFound | None) -> None:
-        """The storage was read: the base's snapshot, or None where it is not there any more."""
+        """Record that the storage was read. found: the base's snapshot, or None if it no longer exists."""
         if self.unread:
             self.found, self._known = found, True
 
 
 def _slicing_difference(state: ParametersState, spec: ParametersSpec) -> str:
-    """Why slices of the snapshot cannot be slices of a parameter set with these settings; empty if they can."""
+    """Return why the snapshot's slices cannot be those of a parameter set with these settings; empty if they can."""
     saved = state.spec
     if spec.slice_elements not in (0, saved.slice_elements):
         return f"slice_elements is {spec.slice_elements}, not {saved.slice_elements}"

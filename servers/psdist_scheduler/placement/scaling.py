@@ -1,9 +1,9 @@
-"""Draining servers, and the wanted numbers of servers and workers: drains, scaling, and launchers that watch. Pure.
+"""Draining servers, and the wanted numbers of servers and workers. Pure.
 
-A drained server is marked, durably, and ``replicas`` moves everything away from it. This module has the calls that wait
-for that, and the numbers that launchers act on. A drain goes on after its caller is gone.
+A drained server is marked durably, and ``replicas`` moves everything away from it. This module holds the calls that
+wait for that, and the numbers that launchers act on. A drain continues after its caller is gone.
 
-Not here: who starts and stops servers and workers (launchers do), which shard moves where (``replicas``).
+Launchers start and stop servers and workers; ``replicas`` chooses the moves of shards.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry
 
-#: A drain in progress is reported again after so long, so that a wait differs from a dead connection.
+#: Interval in seconds at which a drain in progress is reported, so that a wait differs from a dead connection.
 _REPEAT_SECONDS = 2.0
 
 
 @dataclass(slots=True)
 class _Drain:
-    """A call that waits for a server to hold nothing."""
+    """A call that waits until a server holds nothing."""
 
     server: Replica
     total: int
@@ -36,7 +36,7 @@ class _Drain:
 
 @dataclass(slots=True)
 class Scaling:
-    """Drains in progress, and those who watch."""
+    """Drains in progress, and the launchers that watch."""
 
     _settings: ClusterSettings
     _registry: Registry
@@ -44,11 +44,11 @@ class Scaling:
     _demand: Demand
     _rendezvous: Rendezvous
     _drains: dict[int, _Drain] = field(default_factory=dict)
-    #: What each watching call was sent last.
+    #: News last sent to each watching call.
     _watchers: dict[int, ev.ScaleNews | None] = field(default_factory=dict)
 
     def drain(self, event: ev.Drain) -> list[ev.Effect]:
-        """Everything is to be moved away from a server. Raises WrongRunError, InvalidArgumentError."""
+        """Start to move everything away from a server. Raises WrongRunError and InvalidArgumentError."""
         self._members.check_run(event.run_id)
         member = self._members.get(event.server_id)
         if member is None or member.role != "server" or not member.live:
@@ -60,12 +60,13 @@ class Scaling:
                 f"{member} holds {held} shards and there is no other server to take them: start another one first",
                 server_id=member.member_id,
             )
-        # One that holds nothing is marked too: nothing is to be placed on what is about to be stopped.
+        # Servers that hold nothing are marked too, so that nothing is placed on a server about to be stopped.
         self._drains[event.call] = _Drain(member.replica, held)
         return self._mark([member])
 
     def scale(self, event: ev.Scale) -> list[ev.Effect]:
-        """A number of servers or workers is wanted. Raises WrongRunError, InvalidArgumentError, LimitExceededError."""
+        """Set the wanted number of servers or workers. Raises WrongRunError, InvalidArgumentError and
+        LimitExceededError."""
         self._members.check_run(event.run_id)
         if bool(event.servers) == bool(event.workers):
             raise InvalidArgumentError(
@@ -88,7 +89,7 @@ class Scaling:
         drained = tuple(server.member_id for server in surplus)
         answer = ev.Answer(event.call, ev.Scaled(len(there), drained, missing, len(self._watchers)))
         return [
-            ev.LogEvent(f"{event.servers} servers are wanted, {len(there)} are there"),
+            ev.LogEvent(f"{event.servers} servers are wanted, {len(there)} are live"),
             *self._mark(surplus),
             answer,
         ]
@@ -101,16 +102,16 @@ class Scaling:
         self._want_workers(event.workers)
         missing = max(0, event.workers - there)
         return [
-            ev.LogEvent(f"{event.workers} workers are wanted, {there} are there"),
+            ev.LogEvent(f"{event.workers} workers are wanted, {there} are live"),
             ev.Answer(event.call, ev.Scaled(len(self._members.staying), (), missing, len(self._watchers), there)),
         ]
 
     def _want_workers(self, workers: int) -> None:
-        """Reserves ranks: who was given one, or is started with one, is known here only when it registers."""
+        """Reserve ranks: the scheduler learns of a rank that a launcher gave away only when its worker registers."""
         self._demand.want_workers(workers, max(self._members.next_rank, self._rendezvous.world_size))
 
     def watch(self, event: ev.WatchScale) -> list[ev.Effect]:
-        """A launcher watches. Raises WrongRunError."""
+        """Add a launcher that watches the wanted numbers. Raises WrongRunError."""
         self._members.check_run(event.run_id)
         if not self._demand.workers_wanted:
             self._want_workers(min(event.workers_wanted, MEMBERS_MAX))
@@ -122,7 +123,7 @@ class Scaling:
         self._watchers.pop(call, None)
 
     def progress(self, now: float) -> list[ev.Effect]:
-        """Tells those who wait and watch what became of it."""
+        """Return news for the calls that drain and watch."""
         effects: list[ev.Effect] = []
         for call, drain in list(self._drains.items()):
             effects += self._go_on(call, drain, now)
@@ -139,7 +140,7 @@ class Scaling:
         return effects
 
     def waits(self) -> Iterator[ev.Wait]:
-        """Key, calls and reason of each wait. Those who wait for a drain are notified by ``progress``."""
+        """Yield the waits of drains. Their callers are notified by ``progress``."""
         for server in self._members.servers:
             if server.draining and (left := len(self._held(server))):
                 yield f"drain {server}", [], self._text(server, left)
@@ -148,7 +149,7 @@ class Scaling:
         fresh = [server for server in servers if not server.draining]
         for server in fresh:
             self._members.drain(server.member_id)
-        return [ev.LogEvent(f"{server} is drained: {len(self._held(server))} shards move away") for server in fresh]
+        return [ev.LogEvent(f"draining {server}: {len(self._held(server))} shards to move") for server in fresh]
 
     def _go_on(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
@@ -173,7 +174,10 @@ class Scaling:
         return f"for {left} shards to be moved from {server} to other servers"
 
     def _held(self, server: Member, worth: bool = False) -> list[Shard]:
-        """Shards that a server has or gets a copy of. ``worth``: without values that nobody is left to upload."""
+        """Return the shards that a server holds or gets a copy of.
+
+        worth: True to omit values that nobody is left to upload.
+        """
         return [
             shard
             for entry in self._registry.entries
@@ -184,5 +188,5 @@ class Scaling:
 
 
 def _by_number(server: Member) -> tuple[int, str]:
-    """server-10 after server-9."""
+    """Sort key that puts server-10 after server-9."""
     return len(server.member_id), server.member_id

@@ -26,7 +26,7 @@ def first_snapshot(d: SnapshotDriver) -> str:
 
 def noted(d: SnapshotDriver) -> list[str]:
     """What the log says about settings."""
-    return [text for text in d.notes if "goes on from snapshot" in text]
+    return [text for text in d.notes if "resumes from snapshot" in text]
 
 
 def told(d: SnapshotDriver) -> list[str]:
@@ -73,7 +73,7 @@ def test_other_settings_hold_from_the_snapshot_on_and_are_announced(case: str) -
         assert getattr(spec, name) == value
     assert entry.restore is not None and not entry.restore.weights_only and entry.state_since == 0
     d.go_on()
-    notice = f"'mlp' goes on from snapshot {first_snapshot(d)} with other settings: {text}"
+    notice = f"'mlp' resumes from snapshot {first_snapshot(d)} with other settings: {text}"
     assert d.entry().ready and noted(d) == [notice] and told(d) == [notice] * 2
     d.train(9)
     d.saved(d.save())
@@ -103,7 +103,7 @@ def test_a_name_that_the_snapshot_lacks_is_announced_where_it_comes_after_one_th
     call = d.create(worker, name="added")
     d.ask(ev.CommitParameters, worker, "added")
     d.go_on()
-    text = f"'added' is not in snapshot {first_snapshot(d)}, from which the run goes on, and begins anew"
+    text = f"'added' is not in snapshot {first_snapshot(d)}, from which the run resumes, and starts"
     notice = d.state(call).notice
     assert notice.startswith(text) and "The snapshot has 'mlp'" in notice and notice in d.notes
 
@@ -192,7 +192,7 @@ def test_what_the_state_is_of_no_use_with_needs_a_reset(case: str) -> None:
     assert isinstance(error, SettingsMismatchError)
     assert f"'mlp' as snapshot {first_snapshot(d)} has it: {text}. " in error.message
     assert "reset_optimizer=True to client.parameters(), or to DistributedOptimizer" in error.message
-    assert "anew from the snapshot's weights" in error.message and "another --run-id" in error.message
+    assert "keeps the snapshot's weights" in error.message and "another --run-id" in error.message
     assert d.map.parameters == () and d.cluster.registry.all == ()
     (worker,) = (member for member in d.cluster.members.workers)
     call = d.create(worker, optimizer=new, reset_optimizer=True)
@@ -201,7 +201,7 @@ def test_what_the_state_is_of_no_use_with_needs_a_reset(case: str) -> None:
     assert (entry.state_since, entry.members[0].first_step, entry.spec.optimizer) == (7, 7, new)
     d.go_on()
     assert text in d.state(call).notice
-    assert d.state(call).notice.endswith(", and the optimizer's state begins anew (reset_optimizer=True)")
+    assert d.state(call).notice.endswith(", and the optimizer's state is reset (reset_optimizer=True)")
     assert noted(d) == [d.state(call).notice]
 
 
@@ -209,8 +209,8 @@ def test_a_reset_may_be_all_that_is_wanted() -> None:
     d = resumed(saved_run(7, optimizer=ADAM))
     d.begin(optimizer=ADAM, reset_optimizer=True)
     assert d.entry().state_since == 7 and d.entry().restore.weights_only
-    anew = "and the optimizer's state begins anew (reset_optimizer=True)"
-    assert noted(d) == [f"'mlp' goes on from snapshot {first_snapshot(d)}, {anew}"]
+    anew = "and the optimizer's state is reset (reset_optimizer=True)"
+    assert noted(d) == [f"'mlp' resumes from snapshot {first_snapshot(d)}, {anew}"]
 
 
 def test_without_a_snapshot_a_reset_does_nothing() -> None:
