@@ -170,7 +170,7 @@ def test_a_storage_that_breaks_costs_the_snapshot_and_nothing_else(stage: Stage)
     until(run, "is at step")
     (stage.path / "broken").touch()
     status, text = stage.run("snapshot", "save")
-    assert status == 1 and "broken" in text and "training goes on" in text, text
+    assert status == 1 and "broken" in text and "training continues" in text, text
     told = json.loads(stage.run("status", "--format", "json")[1])["snapshots"]
     assert told["failed"] >= 1 and "broken" in told["last_failure"] and told["committed"] == []
     run.send_signal(signal.SIGTERM)

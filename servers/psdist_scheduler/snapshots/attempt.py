@@ -1,12 +1,12 @@
-"""One attempt at a snapshot: its phase, who has answered, and what is written. Pure.
+"""One attempt at a snapshot: its phase, the answers so far, and the files written. Pure.
 
-An attempt asks the servers whether they can have the cut (preparing). In SSP and ASP, and where workers keep a state of
-their own, it asks those workers for their next pushes (marking). Then the servers write (cutting). When all is durable,
-the storage gets the manifest and the commit record (committing).
+An attempt asks the servers whether they can take the cut (*preparing*). In SSP and ASP, and if workers save state of
+their own, it asks those workers for their next pushes (*marking*). Then the servers write (*cutting*). When everything
+is durable, the storage gets the manifest and the commit record (*committing*).
 
-Invariant: the phase only goes forward.
+Invariant: The phase only moves forward.
 
-Not here: when an attempt begins and what follows from its end (``attempt_runner``), what is in the snapshot (``cut``).
+``attempt_runner`` starts attempts and handles their end; ``cut`` defines the content of the snapshot.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psdist_scheduler.snapshots.worker_states import WorkerStateUploads
 
 
 class AttemptPhase(IntEnum):
-    """How far an attempt is. Without workers to ask, cutting follows upon preparing."""
+    """Progress of an attempt. Without workers to ask, cutting follows preparing."""
 
     PREPARING = auto()
     MARKING = auto()
@@ -34,10 +34,13 @@ class AttemptPhase(IntEnum):
 
 @dataclass(slots=True)
 class Attempt:
-    """The attempt under way.
+    """The attempt in progress.
 
-    number: higher than that of any before. directory: where its files lie. ahead: its step is far, and nobody waits.
-    kept: what workers hand in of their own. began, moved: when it began, and when it last made progress, in seconds.
+    number: higher than that of any earlier attempt.
+    directory: directory of its files in the storage.
+    ahead: True if its step is far in the future, and nobody waits for it.
+    kept: worker states that are handed in for it.
+    began, moved: times of its start and of its last progress, in seconds.
     """
 
     number: int
@@ -49,11 +52,11 @@ class Attempt:
     began: float
     moved: float = field(init=False)
     phase: AttemptPhase = AttemptPhase.PREPARING
-    #: By server, whether it has accepted; None until it answers.
+    #: Answer of each server, True if it accepted; None until it answers.
     servers: dict[str, bool | None] = field(init=False)
-    #: When all files were written.
+    #: Time at which all files were written.
     whole_at: float | None = None
-    #: Workers that may have used data before the cut without having reported that.
+    #: Workers that may have used data before the cut without having reported it.
     undecided: list[str] = field(default_factory=list)
     written: dict[tuple[str, int], sn.Written] = field(default_factory=dict)
     progress: dict[str, sn.AttemptProgress] = field(default_factory=dict)
@@ -64,14 +67,14 @@ class Attempt:
 
     @property
     def reached(self) -> bool:
-        """Whether each parameter set was seen at the cut, so that no more pushes are needed for it, or nearly."""
+        """True if each parameter set was seen at the cut, so that hardly any more pushes are needed for it."""
         begun = {name for name, _ in self.written}
         is_cut = self.phase >= AttemptPhase.CUTTING and begun.issuperset(self.cut.ahead)
         return is_cut and (bool(begun) or not self.is_held)
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Bytes written, and bytes to be written, as servers reported last."""
+        """Bytes written, and bytes to write, as last reported by the servers."""
         return sum(p.done for p in self.progress.values()), sum(p.total for p in self.progress.values())
 
     @property
@@ -83,21 +86,21 @@ class Attempt:
 
     @property
     def missing(self) -> list[tuple[str, int]]:
-        """Shards whose files are not written."""
+        """Shards whose files are not written yet."""
         return [shard for shard in self.cut.shards if shard not in self.written]
 
     @property
     def is_whole(self) -> bool:
-        """Whether all files are written, and the commit has not begun."""
+        """True if all files are written and the commit has not started."""
         return self.phase is AttemptPhase.CUTTING and not self.missing and not self.kept.missing
 
     @property
     def is_held(self) -> bool:
-        """Whether a server reports that it waits for something."""
+        """True if a server reports that it is waiting for something."""
         return any(progress.waiting_for for progress in self.progress.values())
 
     def is_handed_to(self, attempt: int) -> bool:
-        """Whether workers may hand in their states for attempt ``attempt`` now."""
+        """Return True if workers may hand in their states for this attempt now."""
         return attempt == self.number and self.phase in (AttemptPhase.MARKING, AttemptPhase.CUTTING)
 
     @property
@@ -106,13 +109,13 @@ class Attempt:
 
     @property
     def unanswered(self) -> list[Identity]:
-        """Workers that are asked and have not answered."""
+        """Workers that were asked and have not answered."""
         marks, answers = self.cut.marks, self.kept.answers
         return [worker for worker in self.workers if marks.get(worker, {}) is None or not answers.get(worker, True)]
 
     @property
     def waiting_for(self) -> str:
-        """What it waits for, as a sentence that begins with "for"."""
+        """Reason for the wait, as text that begins with "for"."""
         match self.phase:
             case AttemptPhase.PREPARING:
                 return f"for {name_some([s for s, answer in self.servers.items() if answer is None])} to agree on a cut"
@@ -141,50 +144,54 @@ class Attempt:
         self.moved = now
 
     def awaits(self, server: str) -> bool:
-        """Whether a server is asked for the cut and has not answered."""
+        """Return True if a server was asked for the cut and has not answered."""
         return self.phase is AttemptPhase.PREPARING and self.servers.get(server, False) is None
 
     def on_prepared(self, event: sn.Prepared, server: str) -> None:
         self.servers[server] = event.accepted
 
     def on_marked(self, event: sn.Marked, worker: Identity) -> dict[str, int]:
-        """A worker has answered. Returns the steps that are needed instead, where the state that it keeps cannot be had
-        at the cut any more."""
+        """Record a worker's marks. Returns the steps to use instead if its state is no longer available at the cut."""
         self.cut.mark(worker, dict(event.next))
         return self.kept.on_marked(worker, event, self.cut.steps)
 
     def on_written(self, event: sn.Written, server: str) -> None:
-        """A file is durable. It counts only from the shard's primary of this term."""
+        """Record a durable file. It counts only if the shard's primary of this term wrote it."""
         if self.phase is AttemptPhase.CUTTING and self.cut.is_primary(server, event):
             self.written[event.parameters, event.shard] = event
 
     def on_progress(self, server: str, progress: sn.AttemptProgress, now: float) -> None:
-        """A server's heartbeat reports how far it is."""
+        """Record the progress in a server's heartbeat."""
         if progress.attempt == self.number and server in self.servers:
             if self.progress.get(server) != progress:
                 self.moved = now
             self.progress[server] = progress
 
     def wait_for_data(self, undecided: list[str], now: float) -> float:
-        """All files are written, but these workers may yet report that they had used data before the cut. Returns for
-        how long, in seconds, they are waited for."""
+        """Note that all files are written, but that these workers may yet report data used before the cut.
+
+        Returns for how long, in seconds, they have been waited for.
+        """
         self.whole_at = now if self.whole_at is None else self.whole_at
         self.undecided = undecided
         return now - self.whole_at
 
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
-        """Asks those servers that have a session."""
+        """Return the request for the cut, to those of the servers that have a session."""
         steps = tuple((name, self.cut.steps.get(name, 0)) for name in self.cut.names)
         return _send(servers, sn.Prepare(self.number, self.directory, steps), members)
 
     def mark(self, workers: Iterable[Identity], members: Membership) -> list[Effect]:
-        """Asks those workers that have a session."""
+        """Enter the marking phase. Returns the request for marks, to those of the workers that have a session."""
         self._enter(AttemptPhase.MARKING)
         steps = tuple(sorted(self.cut.steps.items()))
         return _send((worker for worker, _ in workers), sn.Mark(self.number, steps), members)
 
     def take_cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
-        """Has the servers write. ``known``: by BSP parameter set, the highest step that any slice is at."""
+        """Enter the cutting phase. Returns the command to write.
+
+        known: highest step that any slice is at, by BSP parameter set.
+        """
         self._enter(AttemptPhase.CUTTING)
         steps = self.cut.steps
         producers = tuple((name, self.cut.producers(name, by_origin=True)) for name in self.cut.marked)
@@ -193,11 +200,11 @@ class Attempt:
         return _send(self.servers, sn.TakeCut(self.number, producers, final), members)
 
     def commit(self) -> None:
-        """The storage gets the manifest and the commit record."""
+        """Enter the committing phase."""
         self._enter(AttemptPhase.COMMITTING)
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
-        """Tells all who were asked that it is over."""
+        """Return the news of the attempt's end, to everyone who was asked."""
         workers = [worker for worker, _ in self.workers]
         return _send([*self.servers, *workers], sn.End(self.number, committed, reason), members)
 

@@ -1,13 +1,13 @@
-"""Runs one attempt at a snapshot after another: begins it, follows it, and ends it. Pure.
+"""Runs one attempt at a snapshot after another: starts it, follows it, and ends it. Pure.
 
-An attempt is given up when its cut has become impossible, because slices have passed it, or because primaries or, with
-marked pushes, members changed. Then the next one asks for a later cut at once (``Tries``). If a server or the storage
-fails, the attempt has failed, and the next one comes at the next interval or request.
+An attempt is given up when its cut has become impossible, because slices have passed it, or because primaries or (with
+marked pushes) members changed. Then the next one immediately aims at a later cut (``Tries``). If a server or the
+storage fails, the attempt has failed, and the next one comes at the next interval or request.
 
-Invariants: there is one attempt at a time. Numbers of attempts grow, over restarts too: they begin with the epoch. What
-members report of an earlier attempt has no effect. Whatever ends an attempt, all members that were asked are notified.
+Invariants: There is one attempt at a time. Numbers of attempts grow, even over restarts: they begin with the epoch.
+Reports about an earlier attempt have no effect. Whatever ends an attempt, all members that were asked are notified.
 
-Not here: when an attempt is due (``schedule``), its state (``attempt``), what follows from a commit (``snapshots``).
+``schedule`` decides when an attempt is due, ``attempt`` holds its state, ``snapshots`` handles a commit.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from psdist_scheduler.snapshots.schedule import REFUSALS_MAX, DueSnapshot, EndSn
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, is_as_saved
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry, WorkerStateUploads
 
-#: Attempts of one epoch; their numbers begin with it.
+#: Attempts per epoch. Attempt numbers begin with the epoch.
 _ATTEMPTS_PER_EPOCH: Final = 1 << 20
-#: An attempt that makes no progress for so long, in seconds, has failed: the storage stands still.
+#: An attempt without progress for this long, in seconds, has failed: the storage is stuck.
 _SILENCE_SECONDS: Final = 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFailures:
-    """Attempts that have failed: how many, and the last one's reason and time."""
+    """Failed attempts: their number, and the reason and time of the last one."""
 
     count: int = 0
     text: str = ""
@@ -47,7 +47,7 @@ class SnapshotFailures:
 
 @dataclass(slots=True)
 class AttemptRunner:
-    """The attempt under way, if there is one, and what became of those before it."""
+    """The attempt in progress, if any, and the results of earlier ones."""
 
     _settings: ClusterSettings
     _members: Membership
@@ -59,7 +59,7 @@ class AttemptRunner:
     states: WorkerStateRegistry
     attempt: Attempt | None = None
     failures: SnapshotFailures = SnapshotFailures()
-    #: When the attempt was begun whose snapshot was the last to have everything.
+    #: Start of the last attempt whose snapshot contains everything.
     saved_at: float = float("-inf")
     _number: int = 0
 
@@ -73,7 +73,7 @@ class AttemptRunner:
             assert all(waiter.attempt in (0, self._number) for waiter in self._waiters)
 
     def begin(self, due: DueSnapshot, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
-        """Begins an attempt at what is due, unless it would follow upon the run's last snapshot."""
+        """Start an attempt at the due snapshot, unless it would come after the run's last snapshot."""
         if text := self._end_snapshot.check(due.steps):
             return self._waiters.refuse_all(SnapshotFailedError(text))
         self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
@@ -89,7 +89,7 @@ class AttemptRunner:
         return self.attempt.prepare(self.attempt.servers, self._members)
 
     def on(self, event: sn.Prepared | sn.Marked | sn.Written | sn.PartFailed, now: float) -> list[Effect]:
-        """A member reports on the attempt."""
+        """Process a member's report about the attempt."""
         attempt = self.attempt
         sender = self._members.by_session(event.call)
         if attempt is None or attempt.phase is AttemptPhase.COMMITTING:
@@ -111,12 +111,13 @@ class AttemptRunner:
         return []
 
     def on_session(self, member: Member, epoch: int, now: float) -> list[Effect]:
-        """A member's session begins. Commands and reports on the one before may be lost."""
+        """Repeat commands to a member with a new session. Those on its previous session, and its reports, may be
+        lost."""
         attempt = self.attempt
         if attempt is None and not self._settings.storage:
             return []
         if attempt is None:
-            # What an earlier scheduler had begun is over.
+            # Whatever an earlier scheduler had started is over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
             over = sn.End(self._number, False, "no snapshot is under way")
             return [Answer(self._members.sessions.of(member.member_id), over)]
@@ -147,11 +148,11 @@ class AttemptRunner:
         if later := attempt.on_marked(event, worker.identity):
             tries.learn(later.items())
             tries.refuse()
-            return self.give_up(f"{worker.member_id} has gone on from the cut", now)
+            return self.give_up(f"{worker.member_id} has passed the cut", now)
         return [] if attempt.unanswered else self._take_cut(attempt)
 
     def _is_as_newest(self, attempt: Attempt) -> bool:
-        """Whether the newest snapshot has all that the cut has, byte for byte."""
+        """True if the newest snapshot contains everything in the cut, byte for byte."""
         newest, cut = self._catalog.newest, attempt.cut
         if newest is None or cut.marked or not cut.steps.items() <= newest.commit.steps.items():
             return False
@@ -161,7 +162,7 @@ class AttemptRunner:
         return attempt.take_cut(self._members, self._schedule.tries.known)
 
     def progress(self, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
-        """Gives up what cannot be had any more, and commits what is whole."""
+        """Give up an attempt that has become impossible, and commit one whose files are complete."""
         effects = self._check(self.attempt, ready, now) if self.attempt is not None else []
         attempt = self.attempt
         if attempt is not None and attempt.is_whole and not self._must_wait_for_data(attempt, now):
@@ -170,7 +171,7 @@ class AttemptRunner:
 
     def _check(self, attempt: Attempt, ready: list[ParameterSet], now: float) -> list[Effect]:
         if attempt.phase is AttemptPhase.COMMITTING:
-            return []  # All of it is durable, whoever is there.
+            return []  # Everything is durable, whoever is present.
         if text := attempt.cut.changed:
             return self.give_up(text, now)
         attempt.kept.forget(self._members.is_live)
@@ -180,7 +181,7 @@ class AttemptRunner:
             if {p.name for p in ready} != set(attempt.cut.names):
                 return self._abandon(attempt, "parameters were created since")
             if self.states.are_new(attempt):
-                return self._abandon(attempt, "a worker keeps something since")
+                return self._abandon(attempt, "a worker registered state since")
             if attempt.cut.is_uneven:
                 return self._abandon(attempt, "parameters are not trained in step")
             if attempt.phase is not AttemptPhase.PREPARING:
@@ -188,7 +189,7 @@ class AttemptRunner:
         return self._check_silence(attempt, now - attempt.moved, now)
 
     def _check_silence(self, attempt: Attempt, seconds: float, now: float) -> list[Effect]:
-        """Gives up an attempt that made no progress for ``seconds``."""
+        """Give up an attempt that made no progress for ``seconds``."""
         tries = self._schedule.tries
         if seconds > _SILENCE_SECONDS:
             return self.fail(f"nothing was heard for {seconds:.0f} s, waiting {attempt.waiting_for}", now)
@@ -200,11 +201,12 @@ class AttemptRunner:
             return end(f"waited too long {attempt.waiting_for}", now)
         if not attempt.reached and not tries.exact:
             tries.aim_exactly(attempt.cut.ahead or attempt.cut.names)
-            return self.give_up(f"training stands still, waiting {attempt.waiting_for}", now)
+            return self.give_up(f"training is stalled, waiting {attempt.waiting_for}", now)
         return []
 
     def _must_wait_for_data(self, attempt: Attempt, now: float) -> bool:
-        """Whether a worker may yet report a range as used before the cut. Those that wait in a request have."""
+        """True if a worker may yet report a range as used before the cut. Workers that wait in a request have reported
+        all."""
         told = {waiter.worker.member_id for waiter in self._waiters.workers if waiter.worker is not None}
         undecided = [worker for worker in self._datasets.undecided(attempt.cut.bound) if worker not in told]
         waited = attempt.wait_for_data(undecided, now)
@@ -235,7 +237,7 @@ class AttemptRunner:
         return [sn.WriteCommit(attempt.number, self._catalog.highest + 1, manifest, now - attempt.began)]
 
     def committed(self, commit: CommitRecord, now: float) -> list[Effect]:
-        """The attempt's snapshot exists."""
+        """End the attempt, whose snapshot now exists."""
         attempt = self.attempt
         assert attempt is not None
         self._end(attempt, commit, now)
@@ -243,26 +245,26 @@ class AttemptRunner:
         return over + self._waiters.answer_all(attempt.number, sn.Saved(commit))
 
     def give_up(self, reason: str, now: float) -> list[Effect]:
-        """The attempt cannot go on; another is begun at once if it is wanted, unless too many were."""
+        """Give up the attempt. Another one follows immediately if it is wanted, unless there were too many."""
         attempt = self.attempt
         assert attempt is not None
         return self._abandon(attempt, reason) if self._schedule.tries.retry() else self.fail(reason, now)
 
     def replace(self, reason: str) -> list[Effect]:
-        """The attempt, if there is one that is not being committed, makes way for another."""
+        """Make way for another attempt, unless the current one is being committed."""
         attempt = self.attempt
         return [] if attempt is None or attempt.phase is AttemptPhase.COMMITTING else self._abandon(attempt, reason)
 
     def fail(self, text: str, now: float) -> list[Effect]:
-        """The attempt has failed: callers that wait for it are refused, and training, if there is any, goes on."""
+        """Fail the attempt: refuse the callers that wait for it. Training, if any, continues."""
         attempt = self.attempt
         assert attempt is not None
         self.failures = SnapshotFailures(self.failures.count + 1, text, now)
         self._end(attempt, None, now)
         effects = attempt.end(False, text, self._members) + self._removed(attempt)
-        goes_on = "; training goes on" if self._members.workers else ""
-        effects.append(LogEvent(f"the snapshot of step {attempt.cut.step} failed: {text}{goes_on}", "warning"))
-        error = SnapshotFailedError(f"the snapshot failed: {text}{goes_on}")
+        continues = "; training continues" if self._members.workers else ""
+        effects.append(LogEvent(f"the snapshot of step {attempt.cut.step} failed: {text}{continues}", "warning"))
+        error = SnapshotFailedError(f"the snapshot failed: {text}{continues}")
         return effects + self._waiters.refuse_all(error, attempt.number)
 
     def _abandon(self, attempt: Attempt, reason: str) -> list[Effect]:
@@ -271,13 +273,16 @@ class AttemptRunner:
         return [*attempt.end(False, reason, self._members), *self._removed(attempt)]
 
     def _end(self, attempt: Attempt, commit: CommitRecord | None, now: float) -> None:
-        """The attempt has ended for good. commit: the snapshot that has all of it; None where it has failed."""
+        """Clean up after an attempt that ended for good.
+
+        commit: the snapshot that contains it; None if it failed.
+        """
         self.attempt = None
         self.saved_at = attempt.began if commit is not None else self.saved_at
         self._end_snapshot.ended(attempt.number, commit)
         self._schedule.attempt_ended(attempt, now)
 
     def _removed(self, attempt: Attempt) -> list[Effect]:
-        """Removes what may have been written; but not what the storage may be committing."""
+        """Remove files that may have been written, but not those that the storage may be committing."""
         is_written = attempt.phase is AttemptPhase.CUTTING
         return [self._catalog.remove_directory(attempt.directory)] if is_written else []

@@ -1,9 +1,9 @@
 """The cut of one attempt: which pushes of which parameter sets are in the snapshot. Pure.
 
-A BSP parameter set is cut at a step. In SSP and ASP each member marks its pushes: it says from which one on they are
-not in the snapshot. So a cut holds as long as the primaries stay and, where pushes are marked, the members.
+A BSP parameter set is cut at a step. In SSP and ASP each member marks its pushes: it names the first push that is not
+in the snapshot. So a cut stays valid while the primaries and, if pushes are marked, the members stay the same.
 
-Not here: who has agreed to the cut, and which files are written (``attempt``).
+``attempt`` tracks who has agreed to the cut, and which files are written.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from psdist_scheduler.events.records import Identity, name_some
 from psdist_scheduler.events.snapshot_events import Producers, Written
 from psdist_scheduler.placement.registry import ParameterSet
 
-#: With so few steps made it is not known whether parameter sets are trained in step.
+#: Up to this number of steps it is not clear whether parameter sets are trained in step.
 _UNEVEN_STEPS: Final = 2
 
 
 @dataclass(slots=True)
 class AgreedCut:
-    """parameters: what is saved, in the manifest's order. steps: of the cut, by BSP parameter set."""
+    """Content of a snapshot.
+
+    parameters: parameter sets that are saved, in the manifest's order.
+    steps: step of the cut, by BSP parameter set.
+    """
 
     parameters: tuple[ParameterSet, ...]
     steps: dict[str, int]
-    #: By worker whose pushes are marked, its next pushes; None until it answers.
+    #: Next pushes of each worker whose pushes are marked; None until it answers.
     marks: dict[Identity, dict[str, int] | None] = field(init=False)
-    #: Versions when the attempt began.
+    #: Versions at the start of the attempt.
     _began: dict[str, int] = field(init=False)
-    #: By parameter set, primary and term of each shard when the attempt began.
+    #: Primary and term of each shard at the start of the attempt, by parameter set.
     _routes: dict[str, tuple[object, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,7 +51,7 @@ class AgreedCut:
 
     @property
     def marked(self) -> tuple[str, ...]:
-        """Names of those whose pushes are marked."""
+        """Names of the parameter sets whose pushes are marked."""
         return tuple(name for name in self.names if name not in self.steps)
 
     @property
@@ -72,15 +76,17 @@ class AgreedCut:
 
     @property
     def is_uneven(self) -> bool:
-        """Whether parameter sets that were to reach the cut together are not trained in step: some have made less than
-        half the steps of others since. Reports of servers are not of the same moment."""
+        """True if parameter sets that were to reach the cut together are not trained in step.
+
+        Some have then made less than half the steps of others since. The servers' reports are not simultaneous.
+        """
         began = self._began
         made = [p.version - began[p.name] for p in self.parameters if self.steps.get(p.name, 0) > began[p.name]]
         return bool(made) and max(made) > _UNEVEN_STEPS and 2 * min(made) < max(made)
 
     @property
     def changed(self) -> str:
-        """What the cut rests on and is not there any more; empty if all is."""
+        """Why the cut is no longer valid; empty if it is."""
         for p in self.parameters:
             if p.record is None or _route(p) != self._routes[p.name]:
                 return f"shards of {p.name!r} have other primaries"
@@ -90,12 +96,12 @@ class AgreedCut:
         return ""
 
     def primary(self, name: str, number: int) -> str:
-        """The server that writes a shard, for people."""
+        """Return the server that writes a shard, for people."""
         p = self._get(name)
         return p.entry.primaries[number] if p.record is not None else "a server"
 
     def is_primary(self, server: str, event: Written) -> bool:
-        """Whether a server is the primary, in this term, of the shard that it has written."""
+        """Return True if a server is the primary, in this term, of the shard that it has written."""
         if event.parameters not in self.names:
             return False
         shards = self._get(event.parameters).entry.shards
@@ -103,18 +109,20 @@ class AgreedCut:
         return shard is not None and shard.primary.server_id == server and shard.term == event.term
 
     def mark(self, worker: Identity, next_pushes: Mapping[str, int]) -> None:
-        """A worker marks its pushes from ``next_pushes`` on. Its first answer counts."""
+        """Record a worker's next pushes, from which on its pushes are marked. Its first answer counts."""
         if worker in self.marks and self.marks[worker] is None:
             self.marks[worker] = dict(next_pushes)
 
     def bound(self, worker: Identity) -> dict[str, int]:
-        """By parameter set, the push of this worker below which its pushes are in the snapshot."""
+        """Return the number below which this worker's pushes are in the snapshot, by parameter set."""
         marks = self.marks.get(worker) or {}
         return {name: self.steps.get(name, marks.get(name, 0)) for name in self.names}
 
     def producers(self, name: str, *, by_origin: bool) -> Producers:
-        """The next push of each member of a parameter set whose pushes are marked, by its id and its incarnation or, as
-        servers know pushes, by its origin."""
+        """Return the next push of each member of a parameter set whose pushes are marked.
+
+        by_origin: True to name members by origin, as servers know pushes; False to name them by incarnation.
+        """
         return tuple(
             (
                 m.worker_id,
@@ -125,8 +133,8 @@ class AgreedCut:
         )
 
     def states(self, written: Mapping[tuple[str, int], Written]) -> tuple[ParametersState, ...]:
-        """What the manifest says of the parameter sets, of which all shards are ``written``. Raises
-        InvalidArgumentError and SnapshotFailedError where what servers reported cannot be a snapshot."""
+        """Return the manifest entries of the parameter sets, whose shards must all be ``written``. Raises
+        InvalidArgumentError and SnapshotFailedError if the servers' reports are not a consistent snapshot."""
         return tuple(
             self._state(p, [written[p.name, number] for number in range(len(self._routes[p.name]))])
             for p in self.parameters
@@ -158,25 +166,29 @@ class AgreedCut:
         return next(p for p in self.parameters if p.name == name)
 
     def _members(self) -> dict[Identity, None]:
-        """Workers whose pushes are marked, as they are now, each once."""
+        """Return the workers whose pushes are marked, as of now, each once."""
         marked = (p for p in self.parameters if p.name not in self.steps)
         return {(m.worker_id, m.incarnation): None for p in marked for m in p.entry.members}
 
 
 def is_stepped(p: ParameterSet) -> bool:
-    """Whether a parameter set is cut at a step, and not by marks on pushes."""
+    """Return True if a parameter set is cut at a step, and False if by marks on pushes."""
     return isinstance(p.entry.spec.consistency, BSP)
 
 
 def is_trained(p: ParameterSet) -> bool:
-    """Whether pushes change the weights of a parameter set. With a learning rate of 0 they never do: workers only share
-    its values, and need not push at all."""
+    """Return True if pushes change the weights of a parameter set.
+
+    With a learning rate of 0 they never do. Workers then only share its values, and need not push at all.
+    """
     return p.entry.spec.is_trained
 
 
 def floor(cut: AgreedCut | None, ready: Iterable[ParameterSet], worker: Identity) -> dict[str, int]:
-    """By parameter set, the push of a worker that no later cut is below, while ``cut`` is under way. Parameter sets
-    that are not named have no such push."""
+    """Return the number of a worker's push that no later cut can be below, by parameter set.
+
+    cut: the cut in progress, if any.
+    """
     steps: dict[str, int] = {}
     for p in ready:
         under_way = cut is not None and p.name in cut.names

@@ -1,13 +1,12 @@
-"""When a snapshot is due, and at which cut. Pure.
+"""Schedule: when a snapshot is due, and at which cut. Pure.
 
-The last snapshot of a run comes first, then what callers wait for, then the policy's interval. A snapshot every so many
-steps is begun long before its step, where all parameter sets that are trained are in step. It gives way to a request
-for one now. What is not trained, as values that workers only share, is cut where it stands.
+The last snapshot of a run takes precedence, then requests of callers, then the policy's interval. A snapshot every N
+steps is started long before its step if all trained parameter sets advance together. It makes way for a request for an
+immediate one. Sets that are not trained, such as values that workers only share, are cut at their current step.
 
-Invariant: a multiple of the interval is due once.
+Invariant: A multiple of the interval is due once.
 
-Not here: what is missing for a snapshot (``snapshots``), the attempts at it (``attempt_runner``), who waits
-(``waiters``).
+``snapshots`` checks the preconditions, ``attempt_runner`` makes the attempts, ``waiters`` holds the callers.
 """
 
 from __future__ import annotations
@@ -25,84 +24,89 @@ from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 from psdist_scheduler.snapshots.cut import is_stepped, is_trained
 from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still
 
-#: Cuts that may be refused, one upon the other.
+#: Limit of consecutive refused cuts.
 REFUSALS_MAX: Final = 64
-#: Cuts that may be refused before those that were seen to stand still are taken to move again.
+#: Refused cuts after which parameter sets that were seen idle are assumed to move again.
 _EXACT_TRIES: Final = 4
-#: Attempts that may be begun anew, one upon the other, because the cluster changed.
+#: Limit of consecutive attempts that are restarted because the cluster changed.
 RETRIES_MAX: Final = 64
-#: Attempts that pushes may wait for in vain, one upon the other, each for a lease.
+#: Limit of consecutive attempts for which pushes waited in vain, each for a lease.
 HELD_MAX: Final = 3
-#: How far ahead a cut is chosen, at most, in steps.
+#: Largest distance of a cut, in steps.
 _DISTANCE_MAX: Final = 1024
 
 
 @dataclass(slots=True)
 class Tries:
-    """The attempts at one snapshot until one is committed or has failed: what they have learned, and their limits.
+    """What was learned from the attempts at one snapshot until one is committed or fails, and their limits.
 
-    A cut that is too early is refused, as slices have passed it. One that is too late makes everybody wait. So the
+    A cut that is too early is refused, because slices have passed it. One that is too late makes everybody wait. So the
     first attempts choose a near step, and each later one looks twice as far ahead as the one before.
 
-    refused: cuts. retries: attempts begun anew. held: attempts that pushes waited for in vain.
+    refused: number of refused cuts.
+    retries: number of restarted attempts.
+    held: number of attempts for which pushes waited in vain.
     """
 
     refused: int = 0
     retries: int = 0
     held: int = 0
-    #: Parameter sets that are cut where they stand, because the expected pushes did not come.
+    #: Parameter sets that are cut at their current step, because the expected pushes did not come.
     exact: set[str] = field(default_factory=set)
-    #: By parameter set, the step that a server named as not passed.
+    #: Step that a server reported as not passed, by parameter set.
     known: dict[str, int] = field(default_factory=dict)
 
     def version(self, p: ParameterSet) -> int:
         return max(p.version, self.known.get(p.name, 0))
 
     def soonest(self, ready: Iterable[ParameterSet], waiting: Iterable[Mapping[str, int]]) -> dict[str, int]:
-        """The cut that can be had soonest, as far as is known. ``waiting``: next pushes of workers that wait for it."""
+        """Return the earliest possible cut, as far as is known.
+
+        waiting: next pushes of the workers that wait for it.
+        """
         waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
         steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
         if not any(p.entry.members for p in stepped):
             return steps
         distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
-        # Nobody moves a set that has no members yet, such as one that resumed workers have not opened.
+        # Nobody advances a set without members, such as one that resumed workers have not opened yet.
         moving = {p.name: p for p in stepped if is_trained(p) and p.entry.members and p.name not in self.exact}
         later = {name: steps[name] + (0 if stand_still(p, waiting) else distance) for name, p in moving.items()}
         return steps | (later if waiting else _common(later))
 
     def learn(self, steps: Iterable[tuple[str, int]]) -> None:
-        """No slice of these parameter sets has passed these steps, but one may be there."""
+        """Record that no slice of these parameter sets has passed these steps, though one may have reached them."""
         for name, step in steps:
             self.known[name] = max(self.known.get(name, 0), step)
 
     def refuse(self) -> bool:
-        """A cut was refused. Whether another may be tried."""
+        """Count a refused cut. Returns True if another one may be tried."""
         self.refused += 1
         if self.refused > _EXACT_TRIES:
-            self.exact.clear()  # They do not stand still.
+            self.exact.clear()  # They are not idle.
         return self.refused <= REFUSALS_MAX
 
     def retry(self) -> bool:
-        """An attempt was given up because the cluster changed. Whether another may be tried."""
+        """Count an attempt that was given up because the cluster changed. Returns True if another one may be tried."""
         self.retries += 1
         return self.retries <= RETRIES_MAX
 
     def hold(self) -> bool:
-        """Pushes waited for an attempt in vain. Whether another may be tried."""
+        """Count an attempt for which pushes waited in vain. Returns True if another one may be tried."""
         self.held += 1
         return self.held < HELD_MAX
 
     def aim_near(self) -> None:
-        """A snapshot is wanted now, and not at a step far ahead."""
+        """Aim at the next possible step, because a snapshot is wanted now."""
         self.refused = 0
 
     def aim_exactly(self, names: Iterable[str]) -> None:
-        """These parameter sets stand still: their cuts are where they stand."""
+        """Cut these parameter sets at their current step, because they are idle."""
         self.exact.update(names)
 
 
 class EndState(Enum):
-    """Where the last snapshot of a run is."""
+    """State of a run's last snapshot."""
 
     NONE = auto()
     WANTED = auto()
@@ -111,54 +115,55 @@ class EndState(Enum):
 
 
 class EndSnapshot:
-    """The last snapshot of a run whose workers end together: wanted, taken, or failed.
+    """The last snapshot of a run whose workers stop together.
 
-    When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. When the servers
-    have agreed to its cut, the workers leave, one after another (``stops``). Their leaving may close steps that were
-    begun, and these must not be saved. So this snapshot stays the last until somebody trains again. If it fails, no
-    later step is saved.
+    When it is wanted, all workers have stopped pushing, at steps that no slice can pass meanwhile. Once the servers
+    have agreed to its cut, the workers leave one after another (``coordinated_shutdown``). Their departure may close
+    steps that were in progress, and these must not be saved. So this snapshot stays the last one until somebody trains
+    again. If it fails, no later step is saved.
 
-    steps: at which the workers ended, by BSP parameter set. attempt: that takes it; 0 for none. commit: that it was
-    taken as; None before.
+    steps: final step of each BSP parameter set.
+    attempt: number of the attempt that takes it; 0 for none.
+    commit: its commit record; None before it was taken.
     """
 
     def __init__(self) -> None:
         self.forget()
 
     def want(self, steps: Mapping[str, int]) -> None:
-        """The last snapshot is to be taken at ``steps``."""
+        """Request the last snapshot at ``steps``."""
         self._set(EndState.WANTED, steps)
 
     def forget(self) -> None:
-        """Somebody trains again, or the run goes back."""
+        """Forget the last snapshot: somebody trains again, or the run rolls back."""
         self._set(EndState.NONE, {})
 
     def be(self, commit: CommitRecord) -> None:
-        """A snapshot that is there has all of it."""
+        """Use an existing snapshot, which contains everything."""
         self._set(EndState.TAKEN, {}, commit)
 
     def try_by(self, attempt: int) -> None:
-        """This attempt takes it."""
+        """Assign the attempt that takes it."""
         self.attempt = attempt
 
     def ended(self, attempt: int, commit: CommitRecord | None) -> None:
-        """An attempt has ended for good: with a commit, or without."""
+        """Note that an attempt ended for good. commit: None if it failed."""
         if attempt == self.attempt != 0:
             self._set(EndState.TAKEN if commit else EndState.FAILED, self.steps, commit)
 
     def check(self, steps: Mapping[str, int]) -> str:
-        """Why no snapshot may be taken at ``steps``, in which case this one has failed; empty if one may."""
+        """Return why no snapshot may be taken at ``steps``, in which case this one has failed; empty if one may."""
         for name, agreed in self.steps.items():
             if steps.get(name, agreed) > agreed:
                 self._set(EndState.FAILED, self.steps)
                 return (
                     f"the workers ended together at step {agreed} of {name!r}, which is at step {steps[name]} now: "
-                    "what follows is of some of them. The newest snapshot before that stays the last"
+                    "later steps include only some of them. The newest snapshot before that stays the last"
                 )
         return ""
 
     def is_safe(self, attempt: Attempt | None) -> bool:
-        """Whether nothing that workers do can change it any more."""
+        """Return True if no action of workers can change it any more."""
         if self.state is not EndState.WANTED:
             return True
         if attempt is None or attempt.number != self.attempt:
@@ -171,8 +176,11 @@ class EndSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class DueSnapshot:
-    """A snapshot that is to be taken. steps: of its cut, by BSP parameter set. ahead: its step is far, and nobody
-    waits."""
+    """A snapshot to take.
+
+    steps: step of its cut, by BSP parameter set.
+    ahead: True if its step is far in the future, and nobody waits for it.
+    """
 
     steps: dict[str, int]
     reason: str
@@ -180,12 +188,13 @@ class DueSnapshot:
 
 
 class SnapshotSchedule:
-    """When snapshots of one run are due."""
+    """Decides when snapshots of one run are due."""
 
     def __init__(self, policy: SavePolicy, now: float) -> None:
         self._policy = policy
         self.tries = Tries()
-        #: When the last attempt ended, and the highest version then, whose multiple of the interval is over.
+        #: Time at which the last attempt ended, and the highest version then. Multiples of the interval up to it are
+        #: over.
         self._ended_at = now
         self._ended_version = 0
 
@@ -199,8 +208,11 @@ class SnapshotSchedule:
         *,
         is_even: bool = True,
     ) -> DueSnapshot | None:
-        """What is due by now; None for nothing. saved: steps of the newest snapshot, by parameter set; empty where
-        there is none. is_even: False if an iteration of the script makes more steps of one set than of another."""
+        """Return the snapshot that is due now; None for nothing.
+
+        saved: steps of the newest snapshot, by parameter set; empty if there is none.
+        is_even: False if an iteration of the script makes more steps of one set than of another.
+        """
         soonest = self.tries.soonest(ready, [waiter.next for waiter in waiters.workers])
         if end.state is EndState.WANTED:
             steps = {name: max(step, self.tries.known.get(name, 0)) for name, step in end.steps.items()}
@@ -216,18 +228,20 @@ class SnapshotSchedule:
     def has_trained(
         self, ready: Sequence[ParameterSet], saved: Mapping[str, int], least: Mapping[str, int] | None = None
     ) -> bool:
-        """Whether anything was trained since a snapshot that has the steps ``saved``. least: steps that are reached,
-        whether servers have reported that or not."""
+        """Return True if anything was trained since a snapshot with the steps ``saved``.
+
+        least: steps that are known to be reached, even if servers have not reported them.
+        """
         return any(max(self.tries.version(p), (least or {}).get(p.name, 0)) > saved.get(p.name, 0) for p in ready)
 
     def attempt_ended(self, attempt: Attempt, now: float) -> None:
-        """An attempt has ended for good, one way or the other."""
+        """Note that an attempt ended for good, successfully or not."""
         versions = [self.tries.version(p) for p in attempt.cut.parameters if p.record]
         self._ended_at, self._ended_version = now, max(self._ended_version, attempt.cut.step, *versions)
         self.tries = Tries(known=self.tries.known)
 
     def rolled_back(self) -> None:
-        """The run went back: what was known of steps is not so any more."""
+        """Forget the known steps, which a rollback has undone."""
         self.tries, self._ended_version = Tries(), 0
 
     def _due_by_steps(
@@ -246,11 +260,11 @@ class SnapshotSchedule:
 
 
 def _common(steps: Mapping[str, int]) -> dict[str, int]:
-    """Steps that differ by one at most become the same, the higher: such parameter sets are trained together."""
+    """Raise steps that differ by one at most to the highest of them: such parameter sets are trained together."""
     high = max(steps.values(), default=0)
     return dict.fromkeys(steps, high) if steps and high - min(steps.values()) <= 1 else dict(steps)
 
 
 def _next_multiple(step: int, interval: int) -> int:
-    """The first multiple of ``interval`` after ``step``."""
+    """Return the first multiple of ``interval`` after ``step``."""
     return (step // interval + 1) * interval

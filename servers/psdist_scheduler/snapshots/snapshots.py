@@ -1,14 +1,14 @@
-"""The run's snapshots: requests for one, what is due, and what becomes of it. Pure.
+"""The run's snapshots: requests, due snapshots, and their results. Pure.
 
-A request waits (``waiters``) until a snapshot has everything that its caller knows of. What is due (``schedule``) is
-attempted (``attempt_runner``) as soon as nothing is missing for it. What the storage has committed is in the catalog,
-which then deletes what is not kept any more.
+A request waits (``waiters``) until a snapshot contains everything that its caller knows of. A due snapshot
+(``schedule``) is attempted (``attempt_runner``) as soon as its preconditions hold. The catalog lists what the storage
+has committed, and then deletes what is no longer kept.
 
-A worker that waits in its request makes no push, so only a cut that is reached without one is possible.
+A worker that waits in its request makes no push, so the cut must be reachable without one.
 
-Invariant: a waiting caller is answered by a snapshot that has everything that the caller knows of.
+Invariant: A waiting caller is answered by a snapshot with everything that the caller knows of.
 
-Not here: files (``snapshot_io``), rolling back (``rollback``), what a run begins from (``restore_point``).
+Files are written by ``snapshot_io``; see ``rollback`` for rolling back, ``restore_point`` for what a run starts from.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
 _REASON_CHARACTERS: Final = 200
-#: Name by which workers are held.
+#: Name under which workers are held.
 _NAME: Final = "snapshot"
 
 
 class Snapshots:
-    """All about the snapshots of one run."""
+    """All snapshots of one run."""
 
     def __init__(
         self,
@@ -70,25 +70,27 @@ class Snapshots:
 
     @property
     def doubt(self) -> str:
-        """What must be known before it is known which snapshot is the newest, as a sentence that begins with "for";
-        empty if nothing must."""
+        """Why the newest snapshot is not known, as text that begins with "for"; empty if it is known."""
         return self.catalog.doubt if self.enabled else ""
 
     @property
     def may_leave(self) -> bool:
-        """Whether workers that end together may leave."""
+        """True if workers that stop together may leave."""
         return self.end_snapshot.is_safe(self.runner.attempt)
 
     @property
     def saves_at_end(self) -> bool:
-        """Whether there is something that could be saved when the run ends, and the policy wants that."""
+        """True if something could be saved when the run ends, and the policy wants that."""
         able = self.enabled and self.catalog.known and self._settings.policy.at_end and not self.catalog.replaced
         return able and not self._lacking and not self._registry.lost_text
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether something was trained that no snapshot has, or may have been, and that is to be saved when the run
-        ends. What is lost already cannot be."""
+        """True if something was trained, or may have been, that no snapshot contains and that is to be saved at the
+        end.
+
+        Values that are already lost do not count.
+        """
         if not self.enabled or not self._settings.policy.at_end or self._registry.lost_text:
             return False
         if self.end_snapshot.state is EndState.TAKEN:
@@ -96,7 +98,7 @@ class Snapshots:
         return not self.catalog.known or self.schedule.has_trained(self._ready, self.catalog.saved_steps)
 
     def waits(self) -> Iterator[Wait]:
-        """Key, calls and reason of each wait. The calls are notified by ``progress``."""
+        """Yield key, calls and reason of each wait. The calls are notified by ``progress``."""
         attempt = self.runner.attempt
         if attempt is not None and (not attempt.ahead or attempt.reached):
             yield "snapshot", [], attempt.waiting_for
@@ -109,7 +111,8 @@ class Snapshots:
         self.runner.validate()
 
     def save(self, event: sn.Save, now: float) -> list[Effect]:
-        """Somebody wants a snapshot. Raises WrongRunError, FencedError, NoStorageError, SnapshotFailedError."""
+        """Add a caller's request for a snapshot. Raises WrongRunError, FencedError, NoStorageError and
+        SnapshotFailedError."""
         self._members.check_run(event.run_id)
         worker = None
         if event.worker_id:
@@ -126,8 +129,10 @@ class Snapshots:
         return self._add(SnapshotWaiter(event.call, worker, dict(event.next), reason), now)
 
     def save_before_the_end(self, call: int, server: str, now: float) -> list[Effect]:
-        """A server wants to end whose values go with it: if anything was trained that no snapshot has, one is taken
-        first, and one that is under way is finished."""
+        """Save first if a server wants to leave whose values would be lost with it.
+
+        A snapshot is taken if there is anything that no snapshot contains, and one in progress is finished.
+        """
         if self.end_snapshot.state is EndState.TAKEN:
             return []
         attempt = self.runner.attempt
@@ -138,13 +143,15 @@ class Snapshots:
         return self._add(SnapshotWaiter(call, None, {}, sn.AT_THE_END, drains=True), now)
 
     def save_for_the_end(self, steps: dict[str, int]) -> list[Effect]:
-        """All workers stand still, BSP parameter sets at ``steps``, and are about to leave: one is taken now,
-        unless nothing was trained since the newest."""
+        """Take a snapshot now, unless nothing was trained since the newest one.
+
+        All workers are stopped and about to leave. steps: final step of each BSP parameter set.
+        """
         self.end_snapshot.forget()
         if not self.saves_at_end:
             return []
         newest, ready = self.catalog.newest, self._ready
-        # Of parameter sets without steps servers may not have reported the newest version yet.
+        # Servers may not have reported the newest version of parameter sets without steps yet.
         known = newest is not None and all(is_stepped(p) for p in ready)
         if newest is None or not known or self.schedule.has_trained(ready, self.catalog.saved_steps, steps):
             self.end_snapshot.want(steps)
@@ -165,8 +172,11 @@ class Snapshots:
         return self.runner.give_up("another is wanted now", now)
 
     def on_committed(self, event: sn.Committed, now: float) -> tuple[list[Effect], sn.CommitFound | None]:
-        """A snapshot exists. Returns also the one that the run must roll back to: this one, where it belongs to a
-        history that was given up while the storage stood still, and nothing is placed yet."""
+        """Process a commit. Returns also the snapshot that the run must roll back to, if any.
+
+        It must if the committed snapshot belongs to a history that was given up while the storage was stuck, and
+        nothing is placed yet.
+        """
         found = sn.CommitFound(event.commit, event.manifest)
         if self.runner.is_current(event.attempt) or self._registry.resume.is_of_this_course(found):
             return self._committed(found, event.attempt, now), None
@@ -176,12 +186,12 @@ class Snapshots:
         return self._committed(found, event.attempt, now), found
 
     def on_commit_failed(self, event: sn.CommitFailed, now: float) -> list[Effect]:
-        """A snapshot does not exist, or nobody knows."""
+        """Process a failed commit. The snapshot does not exist, or nobody knows whether it does."""
         self.catalog.fail(event)
         return self.runner.fail(event.text, now) if self.runner.is_current(event.attempt) else []
 
     def rolled_back(self, now: float) -> list[Effect]:
-        """The run went back to a snapshot: what is under way means nothing any more."""
+        """Give up the attempt in progress, which a rollback has made meaningless."""
         effects = self.runner.give_up("the run goes back to a snapshot", now) if self.runner.attempt else []
         self.schedule.rolled_back()
         self.end_snapshot.forget()
@@ -200,7 +210,7 @@ class Snapshots:
         return effects + self.catalog.prune(self._settings.policy, {self._registry.base_in_use})
 
     def progress(self, epoch: int, now: float) -> list[Effect]:
-        """Whatever is due by now."""
+        """Advance everything that is due by now."""
         if not self.enabled:
             return []
         effects = self.catalog.read_if_due(now)
@@ -236,8 +246,10 @@ class Snapshots:
         return effects
 
     def _aligned(self, due: DueSnapshot) -> DueSnapshot | None:
-        """What is due, cut where an iteration starts for all sets; None until the workers are held there. A script that
-        asks for a snapshot itself says by its call where the cut is."""
+        """Return the due snapshot, cut where an iteration starts for all sets; None until the workers are held there.
+
+        A script that requests a snapshot itself determines the cut by its call.
+        """
         alignment = self._alignment
         asked = any(waiter.worker is not None for waiter in self.waiters)
         if not alignment.applies or asked or (due.ahead and alignment.is_even):
@@ -247,12 +259,12 @@ class Snapshots:
         if (vector := alignment.vector) is None or (due.ahead and alignment.is_even is not False):
             return None
         if any(self.schedule.tries.known.get(name, 0) > step for name, step in vector.items()):
-            alignment.restart()  # A server has passed it.
+            alignment.restart()  # A server has passed the position.
             return None
         return None if due.ahead else DueSnapshot(due.steps | vector, due.reason)
 
     def _serve_waiters(self, ready: list[ParameterSet]) -> list[Effect]:
-        """Answers those whom the newest snapshot serves, and refuses those whom none can."""
+        """Answer the callers that the newest snapshot serves, and refuse those that no snapshot can serve."""
         effects: list[Effect] = []
         newest, hopeless, is_back = self.catalog.newest, self._hopeless(ready), self._is_back(ready)
         for waiter in self.waiters:
@@ -270,12 +282,12 @@ class Snapshots:
 
     @property
     def _obstacle(self) -> str:
-        """Why no attempt can begin now, as a sentence that begins with "for"; empty if one can."""
+        """Why no attempt can start now, as text that begins with "for"; empty if one can."""
         return self._lacking or (self.doubt if self.catalog.committing else "")
 
     @property
     def _lacking(self) -> str:
-        """What there is not yet of that which a snapshot is made of; likewise."""
+        """Why there is nothing to save yet, as text that begins with "for"; empty if there is."""
         if not self.catalog.known:
             return self.doubt
         if loading := [p.name for p in self._registry.all if p.state == "loading"]:
@@ -283,7 +295,7 @@ class Snapshots:
         return "" if self._ready else "for parameters to be ready"
 
     def _is_back(self, ready: list[ParameterSet]) -> bool:
-        """Whether the run went back to the newest snapshot, and nothing is there yet that could be trained."""
+        """Return True if the run rolled back to the newest snapshot, and nothing trainable exists yet."""
         gathering = not any(p.record for p in self._registry.all)
         return not ready and gathering and self._registry.resume.base.restore is not None
 

@@ -1,9 +1,9 @@
-"""Callers that wait for a snapshot: which attempt serves whom, and their answers. Pure.
+"""Callers that wait for a snapshot: the attempt that serves each, and their answers. Pure.
 
-A worker that waits makes no push until it is answered. So it is served by a cut that is reached without one, and that
-has all of its pushes. Any other caller wants what is trained by now: a cut that is agreed after its request.
+A waiting worker makes no push until it is answered. So it is served by a cut that is reachable without one, and that
+contains all of its pushes. Any other caller wants the current state: a cut that is agreed after its request.
 
-Not here: attempts themselves (``attempt``), when one is due (``schedule``).
+``attempt`` handles attempts; ``schedule`` decides when one is due.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
 from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
-#: A caller that waits is notified again after so long, so that a wait differs from a dead connection; at most every
-#: after so long, in seconds.
+#: Interval in seconds at which a waiting caller is notified, so that a wait differs from a dead connection; and the
+#: shortest pause between two notifications.
 _REPEAT_SECONDS: Final = 2.0
 _PAUSE_SECONDS: Final = 0.2
 
 
 @dataclass(slots=True)
 class SnapshotWaiter:
-    """A call that waits for a snapshot. ``next``: of a worker that waits, its next pushes.
+    """A call that waits for a snapshot.
 
-    drains: the call is a server's that wants to end: it gets the answers of a drain, and goes on afterwards.
+    next: next pushes of a waiting worker.
+    drains: True for a server's call that wants to leave: it gets the answers of a drain, and continues afterwards.
     """
 
     call: int
@@ -41,7 +42,7 @@ class SnapshotWaiter:
     next: dict[str, int]
     reason: str
     drains: bool = False
-    #: The attempt that will answer it; 0 for the next one.
+    #: Number of the attempt that will answer it; 0 for the next one.
     attempt: int = 0
     told: tuple[str, int, int] = ("", 0, 0)
     told_at: float = float("-inf")
@@ -64,11 +65,11 @@ class SnapshotWaiters:
 
     @property
     def workers(self) -> list[SnapshotWaiter]:
-        """Those that make no push until they are answered."""
+        """Callers that make no push until they are answered."""
         return [waiter for waiter in self if waiter.worker is not None]
 
     def add(self, waiter: SnapshotWaiter, attempt: int) -> None:
-        """Somebody waits for this attempt; 0: for the next one."""
+        """Add a caller that waits for this attempt; 0 for the next one."""
         waiter.attempt = attempt
         self._all[waiter.call] = waiter
 
@@ -76,31 +77,31 @@ class SnapshotWaiters:
         self._all.pop(call, None)
 
     def assign(self, attempt: int) -> None:
-        """This attempt answers all; 0: the next one does."""
+        """Have this attempt answer all callers; 0 for the next one."""
         for waiter in self:
             waiter.attempt = attempt
 
     def answer(self, waiter: SnapshotWaiter, value: Saved) -> list[Effect]:
-        """Answers a caller whom a snapshot serves."""
+        """Answer a caller whose snapshot exists."""
         self.end(waiter.call)
         return [] if waiter.drains else [Answer(waiter.call, value)]
 
     def refuse(self, waiter: SnapshotWaiter, error: PsdistError) -> list[Effect]:
-        """Refuses a caller whom no snapshot will serve."""
+        """Refuse a caller that no snapshot will serve."""
         self.end(waiter.call)
         return [] if waiter.drains else [Refuse(waiter.call, error)]
 
     def answer_all(self, attempt: int, value: Saved) -> list[Effect]:
-        """Answers those who wait for this attempt."""
+        """Answer the callers that wait for this attempt."""
         return [effect for waiter in self if waiter.attempt == attempt for effect in self.answer(waiter, value)]
 
     def refuse_all(self, error: PsdistError, attempt: int | None = None) -> list[Effect]:
-        """Refuses those who wait for this attempt; None: everybody."""
+        """Refuse the callers that wait for this attempt; None for all."""
         refused = [waiter for waiter in self if attempt in (None, waiter.attempt)]
         return [effect for waiter in refused for effect in self.refuse(waiter, error)]
 
     def notify(self, text: str, done: int, total: int, now: float) -> list[Effect]:
-        """Tells everybody what is waited for, and how much of ``total`` bytes is written."""
+        """Tell all callers the reason for the wait, and how many of ``total`` bytes are written."""
         effects: list[Effect] = []
         news = (text, done, total)
         for waiter in self:
@@ -112,7 +113,8 @@ class SnapshotWaiters:
 
 
 def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits", "supersedes"]:
-    """What an attempt under way is to who wants a snapshot now: it serves, or comes first, or is in the way."""
+    """Return whether the attempt in progress serves a new caller ("joins"), precedes ("waits") or obstructs
+    ("supersedes") the attempt that will serve it."""
     early = attempt.phase <= AttemptPhase.MARKING
     if waiter.worker is None:
         if attempt.ahead and not attempt.reached:
@@ -135,14 +137,17 @@ def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits",
 
 
 def stand_still(p: ParameterSet, waiting: Iterable[Mapping[str, int]]) -> bool:
-    """Whether no step of BSP parameters is made while those wait whose next pushes are ``waiting``."""
+    """Return True if no step of a BSP parameter set is possible while workers wait whose next pushes are
+    ``waiting``."""
     consistency = p.entry.spec.consistency
     return isinstance(consistency, BSP) and sum(p.name in next for next in waiting) > consistency.backup_workers
 
 
 def is_as_saved(manifest: Manifest, parameters: Iterable[ParameterSet], datasets: Datasets) -> bool:
-    """Whether a snapshot, if it has all steps, has everything as it is. A run that went on from it may have other
-    settings, or have begun an optimizer's state anew."""
+    """Return True if a snapshot that has all steps also matches in everything else.
+
+    A run that resumed from it may have other settings, or have reset an optimizer's state.
+    """
     for p in parameters:
         state, entry = manifest.state(p.name), p.entry
         if state is None or state.state_since != entry.state_since or changes(state.spec, entry.spec):
@@ -151,7 +156,7 @@ def is_as_saved(manifest: Manifest, parameters: Iterable[ParameterSet], datasets
 
 
 def serves(found: CommitFound, waiter: SnapshotWaiter, ready: list[ParameterSet], datasets: Datasets) -> bool:
-    """Whether a snapshot that is there has all that a waiting worker pushed and used."""
+    """Return True if an existing snapshot contains everything that a waiting worker pushed and used."""
     if waiter.worker is None or not waiter.next or {p.name for p in ready} != set(found.commit.steps):
         return False
     worker = waiter.worker.identity

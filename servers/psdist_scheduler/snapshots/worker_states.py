@@ -1,13 +1,13 @@
-"""States that workers keep themselves and add to snapshots: who keeps one, and what an attempt waits for. Pure.
+"""Worker-local states in snapshots: which workers have one, and what an attempt still waits for. Pure.
 
-A worker that keeps a state is asked before the cut is final, as are those whose pushes are marked. It answers before
-which push the state can be taken. Then its file is written while servers write theirs, and the snapshot is committed
-when all of them are there. An attempt does not wait for a worker that is lost meanwhile.
+A worker with state of its own is asked before the cut is final, as are those whose pushes are marked. It answers with
+the push before which the state can be taken. Its file is written while servers write theirs, and the snapshot is
+committed when all of them are durable. An attempt does not wait for a worker that is lost meanwhile.
 
-Invariants: there is at most one file for each parameter set and rank. A state that is accepted was asked for, comes
-from the incarnation that was asked, and is from before the push that the cut names.
+Invariants: There is at most one file per parameter set and rank. An accepted state was requested, comes from the
+incarnation that was asked, and is from before the push that the cut names.
 
-Not here: the files (``snapshot_io``).
+Files are written by ``snapshot_io``.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class WorkerStateUploads:
-    """What one attempt asks of those who keep states, and what it has got.
+    """Worker states that one attempt requests, and those that arrived.
 
-    answers: by worker that is asked, whether it has answered. numbers: of the parameter sets, by name, in the manifest.
+    answers: True by worker once it has answered.
+    numbers: position of each parameter set in the manifest, by name.
     """
 
     answers: dict[Identity, bool] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    #: By worker and parameter set, the push before which the state is taken.
+    #: Push before which the state is taken, by worker and parameter set.
     _wanted: dict[tuple[Identity, str], int] = field(default_factory=dict)
     _taken: dict[tuple[Identity, str], WorkerState] = field(default_factory=dict)
 
@@ -49,24 +50,24 @@ class WorkerStateUploads:
 
     @property
     def missing(self) -> bool:
-        """Whether something is still to be handed in."""
+        """True if a state is still to be handed in."""
         return not self._wanted.keys() <= self._taken.keys()
 
     @property
     def waiting_for(self) -> str:
-        """Whom it waits for, as a sentence that begins with "for"."""
+        """Reason for the wait, as text that begins with "for"."""
         workers = {worker for (worker, _), _ in self._wanted.keys() - self._taken.keys()}
-        return f"for {name_some(sorted(workers))} to hand in what it keeps"
+        return f"for {name_some(sorted(workers))} to hand in its state"
 
     @property
     def files(self) -> tuple[WorkerState, ...]:
-        """For the manifest."""
+        """States for the manifest."""
         return tuple(sorted(self._taken.values(), key=lambda state: state.file))
 
     def on_marked(self, worker: Identity, event: sn.Marked, steps: Mapping[str, int]) -> dict[str, int]:
-        """A worker that was asked has answered. steps: of the cut, by BSP parameters.
+        """Record a worker's answer. Returns the steps to use instead if the worker has already passed the cut.
 
-        Returns the steps that are needed instead, where the worker has gone on from before the cut.
+        steps: step of the cut, by BSP parameter set.
         """
         if self.answers.get(worker, True):
             return {}
@@ -84,7 +85,7 @@ class WorkerStateUploads:
         return later
 
     def forget(self, is_live: Callable[[str, int], bool]) -> None:
-        """Stops waiting for workers that are gone. States that they have sent stay, if an answer named them."""
+        """Stop waiting for workers that are gone. States that they sent are kept if an answer named them."""
         for worker in [worker for worker in self.answers if not is_live(*worker)]:
             del self.answers[worker]
             for key in [key for key in self._wanted if key[0] == worker and key not in self._taken]:
@@ -93,16 +94,16 @@ class WorkerStateUploads:
                 del self._taken[key]
 
     def place(self, worker: Member, event: sn.HandIn, directory: str) -> sn.StatePlace:
-        """Where a file is to be written; nowhere if it is there. Raises SnapshotFailedError where it is not wanted, and
-        LimitExceededError."""
+        """Return where to write a file; nowhere if it exists already. Raises LimitExceededError, and
+        SnapshotFailedError if it is not wanted."""
         if event.length > limits.STATE_BYTES_MAX:
             raise LimitExceededError(
-                f"a state of {event.length} bytes is over the limit of {limits.STATE_BYTES_MAX}: keep less"
+                f"a state of {event.length} bytes is over the limit of {limits.STATE_BYTES_MAX}: save less"
             )
         key = worker.identity, event.parameters
         if not self._takes(key, event.next):
             raise SnapshotFailedError(
-                f"the state of {event.parameters!r} before push {event.next} is not what the snapshot wants"
+                f"the state of {event.parameters!r} before push {event.next} is not the one that the snapshot needs"
             )
         file = state_file_name(self.numbers[event.parameters], worker.rank)
         return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
@@ -113,32 +114,34 @@ class WorkerStateUploads:
             self._taken.setdefault(key, event.state)
 
     def _takes(self, key: tuple[Identity, str], before: int) -> bool:
-        """Whether the state before this push is wanted, or may be: a file may come before the answer that names it, as
-        these are two calls."""
+        """Return True if the state before this push is wanted, or may be.
+
+        A file may arrive before the answer that names it, since these are two calls.
+        """
         is_early = self.answers.get(key[0]) is False and key[1] in self.numbers
         return is_early or self._wanted.get(key) == before
 
 
 @dataclass(slots=True)
 class WorkerStateRegistry:
-    """The workers that keep states, and of which parameter sets."""
+    """Workers that save state of their own, and the parameter sets that it belongs to."""
 
     _members: Membership
     _names: dict[Identity, tuple[str, ...]] = field(default_factory=dict)
 
     def of(self, parameters: Iterable[ParameterSet]) -> list[Identity]:
-        """Live members of these parameter sets that keep states of them."""
+        """Return live members of these parameter sets that save state for them."""
         self._names = {worker: names for worker, names in self._names.items() if self._members.is_live(*worker)}
         members = [(p.name, (m.worker_id, m.incarnation)) for p in parameters for m in p.entry.members]
         return list(dict.fromkeys(worker for name, worker in members if name in self._names.get(worker, ())))
 
     def are_new(self, attempt: Attempt) -> bool:
-        """Whether somebody keeps a state that the attempt did not ask."""
+        """Return True if a worker saves state that the attempt did not ask."""
         return bool(self._names) and any(w not in attempt.kept.answers for w in self.of(attempt.cut.parameters))
 
     def on(self, event: sn.Keeps | sn.HandIn | sn.HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
-        """A worker's report, and what became of its file. Raises FencedError, SnapshotFailedError,
-        LimitExceededError."""
+        """Process a worker's announcement, its request to hand in a file, or a file that was handed in. Raises
+        FencedError, SnapshotFailedError and LimitExceededError."""
         if isinstance(event, sn.Keeps):
             member = self._members.by_session(event.call)
             if member is not None:
@@ -154,11 +157,11 @@ class WorkerStateRegistry:
             return []
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if attempt is None:
-            raise SnapshotFailedError("no snapshot is under way that wants what this worker keeps")
+            raise SnapshotFailedError("no snapshot in progress needs the state of this worker")
         return [Answer(event.call, attempt.kept.place(worker, event, attempt.directory))]
 
     def get(self, event: sn.GetState, found: sn.CommitFound | None) -> list[Effect]:
-        """A worker wants what its rank handed in for the snapshot ``found``. Raises FencedError."""
+        """Return what the worker's rank handed in for the snapshot ``found``. Raises FencedError."""
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if found is None:
             return [Answer(event.call, sn.StateSource())]

@@ -120,7 +120,7 @@ def test_what_the_snapshot_before_has_is_not_lost_by_the_next() -> None:
     d.go_on()
     error = d.state(at_the_end)
     assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
-    assert str(error).endswith("; training goes on")
+    assert str(error).endswith("; training continues")
     # While the run goes on it may be created yet: what the snapshot before has of it is kept.
     assert d.saved(d.save()).steps == {"mlp": 6}
     assert any("'b', which the snapshot before has" in note for note in d.notes)
@@ -140,4 +140,4 @@ def test_at_the_end_nobody_is_told_that_training_goes_on() -> None:
     d.go_on()
     error = d.state(at_the_end)
     assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
-    assert "training goes on" not in "".join([str(error), *d.notes])
+    assert "training continues" not in "".join([str(error), *d.notes])

@@ -104,8 +104,8 @@ def test_it_is_waited_for() -> None:
     call = driver.save()
     attempt, worker = driver.attempt, driver.workers[0]
     driver.tick(1.0)
-    assert not driver.steps and driver.told[call][-1].text == "for worker-0 to hand in what it keeps"
-    with pytest.raises(SnapshotFailedError, match=r"'mlp' before push 4 is not what the snapshot wants"):
+    assert not driver.steps and driver.told[call][-1].text == "for worker-0 to hand in its state"
+    with pytest.raises(SnapshotFailedError, match=r"'mlp' before push 4 is not the one that the snapshot needs"):
         driver.hand_in(worker, attempt, 4)
     with pytest.raises(SnapshotFailedError, match="'another' before push 5 is not"):
         driver.hand_in(worker, attempt, 5, "another")
@@ -115,7 +115,7 @@ def test_it_is_waited_for() -> None:
     driver.tick()
     driver.go_on()
     assert driver.saved(call).steps == {"mlp": 5}
-    with pytest.raises(SnapshotFailedError, match="no snapshot is under way"):
+    with pytest.raises(SnapshotFailedError, match="no snapshot in progress"):
         driver.hand_in(worker, attempt, 5)
 
 
