@@ -243,4 +243,4 @@ def test_what_workers_keep_goes_back_with_the_run(run_of: Callable[..., Run], tm
     text = "".join(run.seen) + text
     assert status == 0 and "Traceback" not in text, text
     # Nothing is lost where the server was killed at the very step of the snapshot.
-    assert re.search(r"the run goes back to snapshot .* Lost: (steps? \d+|nothing)", text), text
+    assert re.search(r"the run rolls back to snapshot .* Lost: (steps? \d+|nothing)", text), text

@@ -1,16 +1,16 @@
-"""Losses of servers that wait until it is known which snapshot is the newest. Pure.
+"""Deferred losses of servers, which wait until it is known which snapshot is the newest. Pure.
 
-The loss of a server that held shards alone rolls the run back to the newest snapshot. While the storage commits one, or
-has not said whether it did, nobody knows which that is: the run would go on from the one before, and what is in the
-newer one would be lost. So such a loss is deferred until the storage has answered, as if it were noticed later.
-Meanwhile the server counts as one that does not answer: it stays in the map, no shard is placed again, and clients
-retry. If it comes back with what it holds, nothing is lost. If the scheduler dies in that time, the next one reads the
-storage first and then finds the server missing.
+The loss of a server that held the only copy of shards rolls the run back to the newest snapshot. While the storage is
+committing one, or has not said whether it did, nobody knows which one that is. The run would resume from the previous
+one, and the content of the newer one would be lost. So such a loss is deferred until the storage has answered, as if it
+were noticed later. Meanwhile the server counts as unresponsive: it stays in the map, no shard is placed again, and
+clients retry. If it returns with its shards, nothing is lost. If the scheduler dies in that time, the next one reads
+the storage first and then finds the server missing.
 
-A storage that does not answer delays the run for at most ``PATIENCE_SECONDS``. Then the losses count, and the run goes
-on from what is known. ``rollback`` says what happens to a snapshot that is committed after that.
+A storage that does not answer delays the run for at most ``PATIENCE_SECONDS``. Then the losses count, and the run
+continues from what is known. ``rollback`` describes the treatment of a snapshot that is committed after that.
 
-Not here: what is in doubt (``catalog``), what follows from a loss (``replica_manager``, ``rollback``).
+``catalog`` knows what is in doubt; ``replica_manager`` and ``rollback`` handle the losses.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
-#: A loss is put off for so long at most, in seconds. Servers that register wait longer for an address to become free.
+#: Longest time in seconds that a loss is deferred. Servers that register wait longer for an address to become free.
 PATIENCE_SECONDS: Final = 30.0
 
-#: Ids of members, and why each is lost.
+#: Ids of members, and the reason for the loss of each.
 Losses = list[tuple[str, str]]
 
 
@@ -42,18 +42,20 @@ class DeferredLosses:
     _registry: Registry
     _members: Membership
     _snapshots: Snapshots
-    #: By id, the incarnation that is gone, and why.
+    #: Incarnation and reason of each deferred loss, by member id.
     _deferred: dict[str, tuple[Member, str]] = field(default_factory=dict)
-    #: When the first was put off since the newest snapshot was known last.
+    #: Time of the first deferral since the newest snapshot was last known.
     _since: float | None = None
 
     @property
     def wait(self) -> str:
-        """What is waited for, as a sentence that begins with "for"; empty if nothing is."""
+        """Reason for the wait, as text that begins with "for"; empty if nothing is deferred."""
         if not self._deferred:
             return ""
-        who = "; ".join(f"{member} is gone, which held shards alone ({why})" for member, why in self._deferred.values())
-        return f"{self._snapshots.doubt}, to go back to the newest: {who}"
+        who = "; ".join(
+            f"{member}, which had the only copy of shards, is gone ({why})" for member, why in self._deferred.values()
+        )
+        return f"{self._snapshots.doubt}, to roll back to the newest: {who}"
 
     def waits(self) -> Iterator[Wait]:
         if self._deferred:
@@ -64,20 +66,21 @@ class DeferredLosses:
         assert not self._deferred or self._snapshots.doubt, "a loss is put off for nothing"
 
     def check(self, event: Register, now: float) -> None:
-        """Raises DuplicateMemberError where a server takes the place of one whose loss must wait: that would end it."""
+        """Raise DuplicateMemberError if a server would replace one whose loss must wait. Registering it would end that
+        one."""
         if event.role != "server" or not self._must_wait(now):
             return
         for member in self._members.servers:
             same = event.member_id == member.member_id or (event.address and event.address == member.address)
             if same and self.has_last_copy(member):
                 raise DuplicateMemberError(
-                    f"this takes the place of {member} at {member.address}, which held shards alone, and whose loss "
-                    f"waits {self._snapshots.doubt}: try again",
+                    f"this takes the place of {member} at {member.address}, which had the only copy of shards. Its "
+                    f"loss waits {self._snapshots.doubt}: try again",
                     member_id=member.member_id,
                 )
 
     def defer(self, gone: Losses, now: float) -> tuple[Losses, list[Effect]]:
-        """Puts off what must be. Returns the losses that count now."""
+        """Defer the losses that must wait. Returns those that count now."""
         counts: Losses = []
         effects: list[Effect] = []
         for member_id, reason in gone:
@@ -97,7 +100,7 @@ class DeferredLosses:
         return counts, effects
 
     def due(self, now: float) -> Losses:
-        """Losses that were put off and count now."""
+        """Return the deferred losses that count now."""
         back = [id_ for id_, (member, _) in self._deferred.items() if not self._is_gone(member)]
         for member_id in back:
             del self._deferred[member_id]
@@ -117,7 +120,7 @@ class DeferredLosses:
         return bool(self._snapshots.doubt) and patient
 
     def has_last_copy(self, member: Member, but: frozenset[str] = frozenset()) -> bool:
-        """Whether it is a server that has values which nobody else has, apart from the servers ``but``."""
+        """Return True for a server with values that nobody else has, apart from the servers ``but``."""
 
         def is_left(replica: Replica) -> bool:
             there = self._members.has(replica) and replica.server_id != member.member_id

@@ -1,12 +1,12 @@
-"""The processes that scheduled this run one after another, and which cluster maps they published. Pure.
+"""Lineage: the successive scheduler processes of this run, and the cluster maps that they published. Pure.
 
-Each process continues from the state that the one before made durable, and numbers its epochs above that state's. So a
+Each process continues from the state that its predecessor made durable, and numbers its epochs above that state's. So a
 map, named by its process and epoch, belongs to this run's past exactly if that process is on record and had reached the
-epoch when the next one took over. A member whose map does not belong was there when more was known than this scheduler
-has: its store is gone, or is an older copy. What the member relies on (incarnations, terms, leases, versions) may
-be given a second time here, so it must not be taken back.
+epoch when the next one took over. A member with any other map was present when more was known than this scheduler
+knows: its store is gone or is an older copy. Numbers that the member relies on (incarnations, terms, leases, versions)
+may be given a second time here, so the member must not be accepted.
 
-Invariant: a map is published only after its epoch is durable, so every map that a member holds is in its store.
+Invariant: A map is published only after its epoch is durable, so every map that a member holds is in the store.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from psdist.errors import RunLostError
 from psdist_scheduler.events.cluster_events import SessionOpened
 from psdist_scheduler.events.records import SchedulerProcess, StoredState
 
-#: Older processes are forgotten. A member that none of so many restarts has met is gone.
+#: Older processes are forgotten. A member that missed this many restarts is gone.
 PROCESSES_KEPT: Final = 1000
 
 
 class Lineage:
-    """What this scheduler can vouch for. ``stored``: the state that it continues from, None in a new store."""
+    """The part of the run that this scheduler has on record.
+
+    stored: the state that it continues from; None for a new store.
+    """
 
     def __init__(self, scheduler_id: str, stored: StoredState | None) -> None:
         self.scheduler_id = scheduler_id
@@ -33,8 +36,11 @@ class Lineage:
         self._changed = True
 
     def missing(self, event: SessionOpened, epoch: int) -> str:
-        """Why the member's map is not in this scheduler's record; empty if it is. ``epoch``: the current one."""
-        if not event.scheduler_id:  # Holds no map, or is of a release that does not say.
+        """Return why the member's map is not on record; empty if it is.
+
+        epoch: the current epoch.
+        """
+        if not event.scheduler_id:  # It holds no map, or its release does not report it.
             return ""
         whose = f"{event.member_id} holds cluster map {event.epoch}"
         if event.scheduler_id == self.scheduler_id:
@@ -50,11 +56,11 @@ class Lineage:
         return not self._past
 
     def knows(self, scheduler_id: str) -> bool:
-        """True if the process is on record."""
+        """Return True if the process is on record."""
         return scheduler_id == self.scheduler_id or scheduler_id in self._past
 
     def take_change(self) -> tuple[SchedulerProcess, ...]:
-        """All processes, this one last, if that is not durable yet."""
+        """Return all processes, this one last, if that is not durable yet."""
         if not self._changed:
             return ()
         self._changed = False
@@ -63,5 +69,5 @@ class Lineage:
 
 
 def lost(why: str, remedy: str, **details: str) -> RunLostError:
-    """The error of members whose part of the run is not on record."""
+    """Return the error for members whose part of the run is not on record."""
     return RunLostError(f"the scheduler's record of this run is gone: {why}. {remedy}", **details)

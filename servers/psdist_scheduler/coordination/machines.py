@@ -1,6 +1,6 @@
-"""The machines that make up one run, and what is asked of all of them alike. Pure.
+"""The machines that make up one run, and the operations that all of them share. Pure.
 
-Not here: which event goes to which machine, and in which order they go on (``cluster``).
+``cluster`` decides which event is handled by which machine, and in which order they advance.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from psdist_scheduler.placement.restore_point import Resume
 from psdist_scheduler.placement.scaling import Scaling
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
-#: Workers that failed are started again sooner by their agent, and new ones come.
+#: Failed workers are restarted sooner than this by their agent, and new ones arrive.
 _VACANT_SECONDS: Final = 30.0
-#: Commands to workers, and proposals to servers, of one epoch; their numbers begin with it.
+#: Number of bits for commands to workers and proposals to servers per epoch. Their numbers begin with the epoch.
 _COMMANDS_BITS = 20
 
 
 @dataclass(frozen=True)
 class Machines:
-    """One run's machines."""
+    """All machines of one run."""
 
     members: Membership
     demand: Demand
@@ -72,9 +72,13 @@ class Machines:
         epoch: int,
         now: float,
     ) -> Machines:
-        """The machines of a run as the store (None: it begins) and the storage (None: it was not read) know it."""
+        """Create the machines of a run.
+
+        stored: state of the store; None for a new run.
+        history: content of the storage; None if it was not read.
+        """
         begins, stored = stored is None, stored or StoredState(settings.run_id, 0)
-        # Whoever was missed before has its time anew.
+        # Grace periods for missing members start again.
         resume = Resume(stored.base, now if stored.base.generation else None)
         if history is not None:
             resume.read(history.base)
@@ -109,7 +113,7 @@ class Machines:
         return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
 
     def end(self, call: int) -> None:
-        """The call does not wait any more."""
+        """Remove a call that is over from every machine."""
         self.registry.end(call)
         self.creation.commits.end(call)
         self.barriers.end(call)
@@ -134,17 +138,17 @@ class Machines:
 
     @property
     def has_changed(self) -> bool:
-        """Whether anything changed that makes an epoch: what the map shows, or what a restart must know."""
+        """True if something changed that makes an epoch: content of the map, or state that a restart needs."""
         parameters = self.registry.changed or self.registry.resume.changed
         return bool(self.members.changed or self.demand.changed or parameters or self.rendezvous.changed)
 
     @property
     def has_changed_aside(self) -> bool:
-        """Whether anything changed that a restart must know, and the map does not show."""
+        """True if something changed that a restart needs and that the map does not show."""
         return bool(self.datasets.changed or self.barriers.changed)
 
     def take_changes(self, epoch: int) -> Persist:
-        """All that changed since this was called last."""
+        """Return everything that changed since the previous call."""
         forgotten, parameters = self.registry.take_changes()
         return Persist(
             epoch=epoch,

@@ -1,11 +1,12 @@
-"""What follows when members register, open sessions, leave, or are lost. Pure.
+"""Consequences of members registering, opening sessions, leaving, and being lost. Pure.
 
-A member whose lease is over, or whose session ended, is suspected, and lost only on evidence (``silent_members``). A
-worker whose session ended while its messages came regularly is lost at once: its kernel ended it. A loss that must wait
-for the storage is deferred (``deferred_losses``). Members that never come are waited for, or end the run (``start``).
+A member whose lease expired, or whose session ended, is suspected, and lost only on evidence (``silent_members``). A
+worker whose session ended while its messages arrived regularly is lost immediately: its kernel ended the session. A
+loss that must wait for the storage is deferred (``deferred_losses``). Missing members are awaited, or end the run
+(``start``).
 
-Not here: who is a member (``membership``), what becomes of shards (``replica_manager``), data (``datasets``) and the
-run (``rollback``).
+``membership`` knows who is a member. Losses of shards are handled by ``replica_manager``, of data by ``datasets``, and
+of the run by ``rollback``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 
 @dataclass(slots=True)
 class MembershipChanges:
-    """Carries changes of the membership of one run to all who must know."""
+    """Passes membership changes of one run on to the other machines."""
 
     _settings: ClusterSettings
     _members: Membership
@@ -46,7 +47,7 @@ class MembershipChanges:
     _ticked: float
 
     def register(self, event: ev.Register, now: float) -> list[ev.Effect]:
-        """A server or a worker wants to take part. Raises what ``MemberAdmission.accept`` raises."""
+        """Register a server or a worker. Raises the errors of ``MemberAdmission.accept``."""
         self.silent.on_wanted(event, now)
         self.deferred.check(event, now)
         member = self._admission.accept(event, self._registry.lost_owners)
@@ -63,7 +64,7 @@ class MembershipChanges:
         ]
 
     def open_session(self, event: ev.SessionOpened, epoch: int, now: float) -> list[ev.Effect]:
-        """A member's stream said hello. Raises FencedError."""
+        """Open a member's session after its hello. Raises FencedError."""
         member = self._members.check_caller(Caller("", event.member_id, event.incarnation), role=None)
         replaced = self._members.sessions.open(event.call, member.member_id, now)
         effects: list[ev.Effect] = [ev.Close(replaced)] if replaced else []
@@ -86,14 +87,14 @@ class MembershipChanges:
         self._members.sessions.detach(event.call, now, by_member=steady)
         if member.address:
             return self.silent.probe(member)
-        return [ev.LogEvent(f"the session of {member} ended after a silence: waiting for its return")]
+        return [ev.LogEvent(f"the session of {member} ended after a silence; waiting for it to return")]
 
     def on_probed(self, event: ev.Probed, now: float) -> list[ev.Effect]:
-        """A connection to the port of a server was tried."""
+        """Process the result of a probe of a server's port."""
         return self._lose(self.silent.on_probed(event, now), now)
 
     def on_checked(self, event: ServerChecked, now: float) -> list[ev.Effect]:
-        """A worker answers whether it reached a server."""
+        """Process a worker's answer whether it reached a server."""
         if (worker := self._members.by_session(event.call)) is not None:
             self.unreachable.on_checked(worker, event.server, reached=event.reached, now=now)
             if event.reached:
@@ -101,7 +102,7 @@ class MembershipChanges:
         return []
 
     def leave(self, event: ev.Leave, now: float) -> list[ev.Effect]:
-        """A member goes politely. Raises FencedError."""
+        """Remove a member that leaves in an orderly way. Raises FencedError."""
         done, reason = ev.Answer(event.call, ev.Done()), event.reason or "done"
         if self._members.leave_late(event.caller, reason):
             return [done]
@@ -114,7 +115,7 @@ class MembershipChanges:
         return [*effects, ev.Close(session)] if session else effects
 
     def tick(self, now: float) -> list[ev.Effect]:
-        """Time has passed: who is suspected is judged, and probed again, and so are broken paths between members."""
+        """Judge the suspects, and probe again them and broken paths between members."""
         late = now - self._ticked - self._settings.tick_seconds
         if late > self._settings.tick_seconds:
             self._members.sessions.extend(now, late)
@@ -125,22 +126,24 @@ class MembershipChanges:
         return effects + self._lose(self.unreachable.expelled(now), now)
 
     def progress(self, now: float) -> list[ev.Effect]:
-        """Losses that were deferred and count now."""
+        """Apply deferred losses that count now."""
         return self._end(self.deferred.due(now), now)
 
     def _stood_still(self, now: float) -> bool:
-        """Whether this process may have stood still for so long that members hung up."""
+        """Return True if this process may have been suspended for so long that members hung up."""
         return now - self._ticked >= self._settings.lease_seconds / 2
 
     def _replace_at_address(self, member: Member, now: float) -> list[ev.Effect]:
-        """An address has one process: a server that is another's successor there, or the same, whose first answer was
-        lost, ends the incarnation before it. Else shards could be placed on that one, and their calls reach this
-        one."""
+        """Replace the server registered at this address (a restart, or a retried registration).
+
+        An address belongs to one process. Otherwise shards could be placed on the old incarnation, and their calls
+        would reach the new one.
+        """
         before = [m.member_id for m in self._members.servers if m.address == member.address and m is not member]
         return self._lose([(member_id, f"{member} registered at its address") for member_id in before], now)
 
     def _lose(self, gone: Losses, now: float) -> list[ev.Effect]:
-        """Members are lost, each for its reason: now, or when it is known to which snapshot the run goes back then."""
+        """Lose members, each for its reason: now, or once it is known to which snapshot the run rolls back."""
         counts, effects = self.deferred.defer(gone, now)
         return effects + self._end(counts, now)
 

@@ -1,15 +1,15 @@
-"""Finds workers that wait for each other, so that none of them can go on, and ends their calls. Pure.
+"""Detects deadlocks among workers, and ends their calls. Pure.
 
-A script may wait at a barrier while another, which has counted its loop differently, waits for its push. Only an error
-helps then. Workers report what their scripts wait for and, in the same message, how far their pushes are. Calls that
-wait here carry the same report. By these reports a worker waits for another that has not pushed, or not called.
+A script may wait at a barrier while another one, which counts its loop differently, waits for its push. Only an error
+helps then. Workers report what their scripts wait for and, in the same message, their next pushes. Calls that wait here
+carry the same report. According to these reports, a worker waits for others that have not pushed, or not called.
 
-A circle of such waits is real, although the reports are of different moments. The first of its workers to go on after
-its report could do so only because the one that it waits for pushed, or called, after its own report, and so went on
-before it. Only waits without an end of their own count. Calls with a time limit, and clients that several threads use,
-report no wait.
+A cycle of such waits is real, although the reports are not simultaneous. The first of its workers to continue after its
+report could do so only because the worker that it waited for pushed, or called, after its own report, and thus
+continued before it. Only waits that cannot end by themselves count. Calls with a time limit, and clients used by
+several threads, report no wait.
 
-Not here: other reasons why a run makes no progress, such as a script that never calls (``Cluster.waits``).
+Other reasons for a stalled run, such as a script that never calls, are reported by ``Cluster.waits``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
 _REMEDY = (
-    "None of them can go on. Let all workers make the same calls in the same order, and count loops by the parameters' "
-    "step rather than by a counter of the script, which a dropped push does not change"
+    "None of them can continue. Let all workers make the same calls in the same order, and count loops by the "
+    "parameters' step rather than by a counter of the script, which a dropped push does not change"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class WaitFor:
-    """A worker, and those for which it waits: an edge to each of them in the wait-for graph. text: what it waits for,
-    after the word "waits". call: the call that waits here; 0 for none."""
+    """Edges of the wait-for graph from one worker to the workers that it waits for.
+
+    text: reason for the wait, to follow the word "waits".
+    call: the call that waits here; 0 for none.
+    """
 
     worker: Member
     text: str
@@ -47,18 +50,18 @@ class WaitFor:
 
 @dataclass(slots=True)
 class MutualWaits:
-    """The activities of workers. A circle among them is reported once."""
+    """Activities of workers. A cycle among them is reported once."""
 
     _members: Membership
     _registry: Registry
     _barriers: Barriers
-    #: Newest, by worker id, with the incarnation that said it.
+    #: Newest activity of each worker, with the incarnation that reported it.
     _activities: dict[str, tuple[int, Activity]] = field(default_factory=dict)
-    #: By open call, what its worker said with it.
+    #: Activity that came with each open call.
     _calls: dict[int, Activity] = field(default_factory=dict)
 
     def on_activity(self, worker: Member, activity: Activity | None, call: int = 0) -> None:
-        """A worker's word, with ``call`` if that waits for an answer."""
+        """Record a worker's activity. call: the call that it came with, if that waits for an answer."""
         if activity is None:
             return
         known = self._activities.get(worker.member_id)
@@ -71,7 +74,7 @@ class MutualWaits:
         self._calls.pop(call, None)
 
     def progress(self) -> tuple[list[Effect], list[int]]:
-        """Ends the calls of workers that wait for each other: effects, and the calls that wait here no more."""
+        """End the calls of deadlocked workers. Returns the effects, and the calls that no longer wait here."""
         for worker_id, (incarnation, _) in list(self._activities.items()):
             if not self._members.is_live(worker_id, incarnation):
                 del self._activities[worker_id]
@@ -82,7 +85,7 @@ class MutualWaits:
             found = [waits.pop(worker_id) for worker_id in circle]
             text = _text(found)
             error = MutualWaitError(f"{text}. {_REMEDY}")
-            effects.append(LogEvent(f"workers wait for each other: {text}", "warning"))
+            effects.append(LogEvent(f"deadlock: {text}", "warning"))
             for wait in found:
                 del self._activities[wait.worker.member_id]
                 if wait.call:
@@ -94,7 +97,7 @@ class MutualWaits:
         return effects, calls
 
     def _waits(self) -> Iterator[WaitFor]:
-        """All waits for other workers that are known."""
+        """Yield all known waits for other workers."""
         groups: dict[tuple[str, str, int, bool], tuple[str, ...]] = {}
         for worker_id, (_, activity) in self._activities.items():
             worker = self._members.get(worker_id)
@@ -114,7 +117,7 @@ class MutualWaits:
             if name not in absent_from:
                 absent_from[name] = tuple(worker.member_id for worker in self._barriers.absent(name))
             yield from self._call_wait(arrival.call, arrival.worker, f"at barrier {name!r}", absent_from[name])
-        # A worker that takes part again asks for all of its sets at once: calls for the others may be on their way.
+        # A worker that rejoins opens all of its sets together: its calls for the others may be in transit.
         rejoining = {p.creators[call].member_id for p in self._registry.all for call in p.resumes if call in p.creators}
         for p in self._registry.all:
             if p.record is None:
@@ -131,9 +134,9 @@ class MutualWaits:
             yield WaitFor(worker, text, awaited, said.sequence, call)
 
     def _behind(self, activity: Activity) -> Iterator[str]:
-        """Members that have said that they have not pushed what ``activity`` waits for.
+        """Yield members that reported that they have not pushed what ``activity`` waits for.
 
-        Who has pushed a part itself may wait for just the slices that another has pushed, too. So it waits for those
+        A worker that pushed a part may wait for just the slices that another one also pushed. So it waits for those
         that have pushed nothing.
         """
         p = self._registry.get(activity.parameters)
@@ -148,8 +151,10 @@ class MutualWaits:
                 yield member.worker_id
 
     def _next(self, member: ParametersMember, parameters: str, *, whole: bool) -> int | None:
-        """The number of the member's next push, by its last word; None where it has said nothing of them. whole: a
-        push that is made in part counts as the next."""
+        """Return the number of the member's next push, as it last reported; None if it did not.
+
+        whole: True to count a partial push as the next one.
+        """
         incarnation, activity = self._activities.get(member.worker_id, (0, None))
         next_push = dict(activity.next).get(parameters) if activity is not None else None
         if activity is None or next_push is None or incarnation != member.incarnation:
@@ -158,14 +163,14 @@ class MutualWaits:
 
 
 def _waits_for_all(entry: ParametersEntry) -> bool:
-    """Whether one member that does not push can hold the others up."""
+    """Return True if a single member that does not push can hold up the others."""
     consistency = entry.spec.consistency
     return isinstance(consistency, SSP) or (isinstance(consistency, BSP) and not consistency.backup_workers)
 
 
 def _progress(member: ParametersMember, next_push: int, kind: str) -> int:
-    """Steps that a member has contributed to whose next push is ``next_push``, or its clock. A member that has not
-    reached its first step is not waited for."""
+    """Return the steps that a member has contributed to, or its clock. A member before its first step is not
+    awaited."""
     if kind == "clock":
         return member.first_step + next_push - member.first_push
     return max(next_push, member.first_step)
@@ -176,7 +181,7 @@ def _others(awaited: Sequence[str], worker: Member) -> tuple[str, ...]:
 
 
 def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
-    """Ids of workers of which each waits for the next, and the last for the first; empty if there are none."""
+    """Return ids of workers each of which waits for the next, and the last for the first; empty if there are none."""
     done: set[str] = set()
     for start in awaited:
         path: list[str] = []
@@ -197,7 +202,8 @@ def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def _text(circle: Sequence[WaitFor]) -> str:
-    """ "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7 of 'p' for worker-0"."""
+    """Describe a cycle: "worker-0 (rank 0) waits at barrier 'end' for worker-1 (rank 1), which waits in step 7 of 'p'
+    for worker-0"."""
     first, *rest = circle
     parts = [f"{first.worker} waits {first.text} for "]
     parts += [f"{wait.worker}, which waits {wait.text} for " for wait in rest]

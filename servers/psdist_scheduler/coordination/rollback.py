@@ -1,20 +1,20 @@
-"""Rolling back to a snapshot: all parameter sets, data sets and workers at once. Pure.
+"""Rolling back to a snapshot: all parameter sets, data sets and workers together. Pure.
 
 Shards without another replica are lost with their server. If a snapshot has all parameter sets that are in use, and
-workers are there that need them, the whole run continues from it, in one epoch. Parameter sets gather again, under
+workers are present that need them, the whole run continues from it, in one epoch. Parameter sets gather again, under
 higher terms and the next generation. Data sets return to their positions in the snapshot. All incarnations of workers
-end, because what they know of steps and leases is no longer true. Without such a snapshot the run ends everywhere with
-``ServerLostError``: what was trained is gone.
+end, because their knowledge of steps and leases is no longer true. Without such a snapshot the run ends everywhere with
+``ServerLostError``: the training progress is gone.
 
 The run rolls back to the newest committed snapshot. While the storage is committing one, nobody knows which that is,
-and the loss waits (``deferred_losses``). Only if the storage does not answer for too long does the run use the snapshot
-before. If the newer one is committed after all before anything is placed, the run rolls back once more, to that one. If
-it is committed later, it belongs to a history that was given up and that nobody was told of, and it is not kept.
+and the loss waits (``deferred_losses``). Only if the storage does not answer for too long does the run use the previous
+snapshot. If the newer one is committed nevertheless before anything is placed, the run rolls back once more, to that
+one. If it is committed later, it belongs to a history that was given up and never announced, and it is not kept.
 
-A snapshot that cannot be loaded is given up for the one before. If none is left, or the storage does not answer for
+A snapshot that cannot be loaded is given up for the previous one. If none is left, or the storage does not answer for
 ``PATIENCE_SECONDS``, the run ends everywhere with an error that names each snapshot and why it failed (``cluster``).
 
-Not here: loading (``restore_point``), finding snapshots in the storage (``snapshot_io``).
+Loading is done by ``restore_point``; ``snapshot_io`` finds snapshots in the storage.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ from psdist_scheduler.snapshots.snapshots import Snapshots
 
 @dataclass(slots=True)
 class Rollback:
-    """What has to be done to all parts of a run."""
+    """Rolls all parts of a run back."""
 
     _registry: Registry
     _joins: Joins
     _members: Membership
     _datasets: Datasets
     _snapshots: Snapshots
-    #: Since when the storage has not answered though a snapshot is needed; None if it has, or none is.
+    #: Time since which the storage has not answered though a snapshot is needed; None otherwise.
     _unread_since: float | None = None
-    #: Which server took which shards with it when the run went back last; empty if it has only resumed.
+    #: Shards lost with each server, when the run last rolled back; empty if it only resumed.
     _loss_text: str = ""
 
     def if_lost(self, epoch: int, now: float) -> list[Effect]:
-        """Goes back, if there is need and a way. ``epoch``: the one that will show it. Ends the run if the storage has
-        snapshots, and none of them can be read."""
+        """Roll back if that is necessary and possible. Ends the run if no snapshot in the storage can be read.
+
+        epoch: the epoch that will show it.
+        """
         catalog = self._snapshots.catalog
         if not (catalog.newest or catalog.unreadable) or not self._is_needed():
             return []
@@ -64,14 +66,14 @@ class Rollback:
         return self._roll_back(catalog.newest, epoch, now) if names <= catalog.newest.commit.steps.keys() else []
 
     def end_if_lost(self) -> None:
-        """Ends the run if shards are lost for good: no snapshot has them, and workers miss them."""
+        """End the run if shards are lost for good: no snapshot has them, and workers need them."""
         text, catalog = self._registry.lost_text, self._snapshots.catalog
         is_unknown = catalog.newest is None and (self._snapshots.doubt or catalog.is_searching)
         if text and self._members.workers and not is_unknown:
             self._registry.resume.fail(ServerLostError(text))
 
     def _is_needed(self) -> bool:
-        """True if shards are lost that nobody else holds, and workers miss them."""
+        """True if shards are lost that nobody else holds, and workers need them."""
         if not self._members.workers or not (self._members.changed or self._registry.lost_text):
             return False
         return any(self._is_lost(p) for p in self._registry.all if p.record is not None)
@@ -81,14 +83,16 @@ class Rollback:
         return any(shard.lost for shard in shards) and (p.entry.ready or not self._members.staying)
 
     def _roll_back(self, found: CommitFound, epoch: int, now: float, why: str = "") -> list[Effect]:
-        """All parameters, data sets and workers go back to a snapshot, in one epoch. Workers' incarnations end: what
-        they know of steps and leases is not so any more."""
+        """Roll all parameter sets, data sets and workers back to a snapshot, in one epoch.
+
+        Incarnations of workers end, because their knowledge of steps and leases is no longer true.
+        """
         placed = [p for p in self._registry.all if p.record is not None]
         if not why:
             why = self._loss_text = self._losses()
         lost = tuple((p.name, found.commit.steps.get(p.name, 0), p.version) for p in placed if p.state != "loading")
         steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
-        text = f"{why}: the run goes back to snapshot {found.commit.directory} and on with {steps}"
+        text = f"{why}: the run rolls back to snapshot {found.commit.directory} and continues with {steps}"
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
         effects = self._snapshots.rolled_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
@@ -98,7 +102,7 @@ class Rollback:
         self._datasets.go_back(found.manifest.datasets)
         lost = tuple((name, first, max(first, until)) for name, first, until in lost)
         effects += [LogEvent(text, "warning"), Broadcast(RolledBack(found.commit.directory, lost, text))]
-        # One without a session learns it from the end of its incarnation, when it is back.
+        # A worker without a session learns of the end of its incarnation when it returns.
         for worker in [
             w
             for w in self._members.workers
@@ -115,16 +119,18 @@ class Rollback:
         shards = enumerate(p.entry.shards)
         gone = group((s.primary.server_id, n) for n, s in shards if after_loss(s, self._members.has).lost)
         return "; ".join(
-            f"{server} is gone and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
+            f"{server} is lost and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
 
     def to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
-        """Goes back to a snapshot that was in doubt when the run went back to the one before."""
+        """Roll back to a snapshot that was in doubt when the run rolled back to the one before."""
         return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
     def on_load_failed(self, event: LoadFailed) -> list[Effect]:
-        """A server cannot load a snapshot: the one before is looked for. If its storage does not answer, that one could
-        not be loaded either, and the run ends."""
+        """Process a server's failure to load a snapshot. The previous one is tried.
+
+        If the server's storage does not answer, that one could not be loaded either, and the run ends.
+        """
         server = self._members.sessions.get(event.call, "")
         p = self._registry.get(event.parameters)
         if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
@@ -136,12 +142,12 @@ class Rollback:
         if event.unreachable:
             return self._fail({directory: f"{server}: {event.text}"})
         return [
-            LogEvent(f"{text}; the one before is tried", "warning"),
+            LogEvent(f"{text}; trying the previous one", "warning"),
             catalog.give_up(directory, f"{server}: {event.text}"),
         ]
 
     def on_history_read(self, event: HistoryRead, epoch: int, now: float) -> list[Effect]:
-        """The storage was read. What is loading from a snapshot that is bad begins anew from the one before."""
+        """Process the content of the storage. Sets that are loading a bad snapshot roll back to the previous one."""
         snapshots, resume = self._snapshots, self._registry.resume
         if event.history is not None:
             resume.read(event.history.base)
@@ -149,7 +155,9 @@ class Rollback:
         if event.history is None:
             return [LogEvent(f"the storage cannot be read: {event.error}", "warning"), *self._lose_patience(event, now)]
         self._unread_since = None
-        effects: list[Effect] = [LogEvent(f"passed over: {text}", "warning") for text in event.history.skipped]
+        effects: list[Effect] = [
+            LogEvent(f"skipped unreadable snapshot: {text}", "warning") for text in event.history.skipped
+        ]
         restore = resume.base.restore
         if restore is None or (restore.directory not in snapshots.catalog.bad and resume.found is not None):
             return effects
@@ -162,7 +170,7 @@ class Rollback:
         return effects + self._fail({restore.directory: "it is missing"} | snapshots.catalog.unreadable)
 
     def _lose_patience(self, event: HistoryRead, now: float) -> list[Effect]:
-        """Ends the run if it needs a snapshot, and the storage has not answered for ``PATIENCE_SECONDS``."""
+        """End the run if it needs a snapshot, and the storage has not answered for ``PATIENCE_SECONDS``."""
         resume, catalog = self._registry.resume, self._snapshots.catalog
         if not (resume.unread or catalog.is_searching):
             self._unread_since = None
@@ -175,10 +183,13 @@ class Rollback:
         return self._fail({directory: event.error})
 
     def _fail(self, failures: dict[str, str]) -> list[Effect]:
-        """No snapshot can be loaded, so the run ends everywhere. ``failures``: why, beside those given up before."""
+        """End the run everywhere, because no snapshot can be loaded.
+
+        failures: reason per snapshot, besides those given up before.
+        """
         resume, tried = self._registry.resume, failures | self._snapshots.catalog.bad
         each = "; ".join(f"{directory} ({why})" for directory, why in tried.items())
-        remedy = "look at them with `psdist snapshot verify`, or begin anew under another --run-id and --storage-path"
+        remedy = "look at them with `psdist snapshot verify`, or start afresh under another --run-id and --storage-path"
         if self._loss_text:
             text = f"{self._loss_text}, and no snapshot can be loaded: {each}"
             resume.fail(ServerLostError(f"{text}; {remedy}. With --replicas 2 a lost server costs nothing"))
@@ -188,5 +199,5 @@ class Rollback:
 
 
 def is_same_snapshot(one: Restore, other: Restore | None) -> bool:
-    """True if both name the same snapshot, whatever is loaded of it."""
+    """Return True if both name the same snapshot, no matter how much of it is loaded."""
     return other is not None and (one.directory, one.manifest_digest) == (other.directory, other.manifest_digest)

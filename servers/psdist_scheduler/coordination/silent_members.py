@@ -1,12 +1,13 @@
 """Members that are silent towards the scheduler: gathers the evidence on them, and names those that are lost. Pure.
 
-A server that pauses for longer than between heartbeats is asked for at other workers, so that their answers are there
-when its lease is over. Once its lease is over, or its session ended, its port is probed too, again with each tick.
+If a server pauses for longer than between heartbeats, workers are asked whether they reach it, so that their answers
+are available when its lease expires. Once its lease has expired, or its session ended, its port is probed too, again
+with each tick.
 
-Invariants: what was found out about a silence is forgotten when the member is heard again, or is another incarnation.
+Invariant: Findings about a silence are forgotten when the member is heard again, or is another incarnation.
 
-Not here: who is silent (``members.sessions``), the rule (``members.suspicion``), what follows from a loss
-(``membership_changes``), paths between members (``unreachable_servers``).
+``members.sessions`` knows who is silent, ``members.suspicion`` has the rule, ``membership_changes`` handles a loss.
+``unreachable_servers`` handles broken paths between members.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from psdist_scheduler.events.worker_events import CheckServer
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.suspicion import Evidence, excuse, is_lost
 
-#: So many workers are asked for a silent server at a time.
+#: Number of workers that are asked about a silent server at a time.
 _ASKED_AT_A_TIME = 3
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was found out during one silence of one member.
+    """Findings during one silence of one member.
 
-    probe: what the last connection to its port met. probing: the next one is under way.
-    heard: when a worker that was asked has reached it last. asked: when workers were asked last.
-    wanted_since, wanted_until: when another process asked for its id first, and last.
-    is_logged: the log says why it is not expelled.
+    probe: result of the last connection to its port.
+    probing: True while another connection is tried.
+    heard: time at which a worker last reached it on request.
+    asked: time at which workers were last asked.
+    wanted_since, wanted_until: times at which another process first and last requested its id.
+    is_logged: True once the log says why it is not expelled.
     """
 
     probe: ProbeResult = ""
@@ -53,11 +56,11 @@ class SilentMembers:
     _members: Membership
     _deferred: DeferredLosses
     _findings: dict[Identity, Findings] = field(default_factory=dict)
-    #: Why members are not expelled whose lease was over at the last tick, and for how long they were silent then.
+    #: Why members with an expired lease were not expelled at the last tick, and how long they had been silent.
     _excuses: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def on_probed(self, event: Probed, now: float) -> Losses:
-        """A connection to a server's port was tried. Returns the server if it is lost."""
+        """Process the result of a probe. Returns the server if it is lost."""
         findings = self._findings.get((event.member_id, event.incarnation))
         if findings is None or not self._members.is_live(event.member_id, event.incarnation):
             return []
@@ -65,16 +68,16 @@ class SilentMembers:
         is_suspect = event.member_id in self._members.sessions.suspects(now)
         lost = self._if_lost(event.member_id, now) if is_suspect else []
         if not lost and event.result == "refused":
-            findings.probe = ""  # It proves nothing now, and is tried again when it may.
+            findings.probe = ""  # It proves nothing now. Try again when it can.
         return lost
 
     def on_reached(self, server: Replica, now: float) -> None:
-        """A worker that was asked has reached this server."""
+        """Record that a worker that was asked has reached this server."""
         if (findings := self._findings.get((server.server_id, server.incarnation))) is not None:
             findings.heard = now
 
     def on_wanted(self, event: Register, now: float) -> None:
-        """A process registers. If it asks for the place of a member, it counts as evidence that this one is gone."""
+        """Record a registration that requests a member's place, as evidence that this member is gone."""
         member = self._members.get(event.member_id) or next(
             (worker for worker in self._members.workers if event.role == "worker" and worker.rank == event.rank), None
         )
@@ -84,7 +87,7 @@ class SilentMembers:
         findings.wanted_since, findings.wanted_until = min(findings.wanted_since, now), now
 
     def probe(self, member: Member) -> list[Effect]:
-        """Tries a connection to a server's port, unless one is under way."""
+        """Start a probe of a server's port, unless one is in progress."""
         findings = self._findings.setdefault(member.identity, Findings())
         if findings.probing:
             return []
@@ -92,7 +95,7 @@ class SilentMembers:
         return [Probe(member.member_id, member.incarnation, member.address)]
 
     def tick(self, now: float) -> tuple[Losses, list[Effect]]:
-        """Who is lost now, and what is to be found out."""
+        """Judge the suspects. Returns the lost members, and requests for further evidence."""
         sessions = self._members.sessions
         suspects = sessions.suspects(now)
         silent = [s for s in self._members.servers if s.member_id in suspects or sessions.is_silent(s.member_id, now)]
@@ -111,15 +114,17 @@ class SilentMembers:
         return losses, effects
 
     def waits(self) -> Iterator[Wait]:
-        """See ``Cluster.waits``."""
+        """Yield the silent members that are awaited."""
         for member_id, (text, _) in self._excuses.items():
             yield f"silent {member_id}", [], f"for {member_id} to be heard again: {text}"
 
     @property
     def sentence(self) -> str:
-        """Silent members that are waited for, for the run's phase; empty for none."""
+        """The silent members that are awaited, for the run's phase; empty for none."""
         silent = self._excuses.items()
-        return "; ".join(f"{member_id} is silent for {seconds:.1f} s: {text}" for member_id, (text, seconds) in silent)
+        return "; ".join(
+            f"{member_id} has been silent for {seconds:.1f} s: {text}" for member_id, (text, seconds) in silent
+        )
 
     def _ask(self, server: Member, now: float) -> list[Effect]:
         findings = self._findings.setdefault(server.identity, Findings())
@@ -156,7 +161,7 @@ class SilentMembers:
         assert member is not None
         liveness = sessions.liveness[member_id]
         findings = self._findings.get(member.identity) or Findings()
-        # One that never had a session takes part in nothing yet.
+        # A member that never had a session takes part in nothing yet.
         takes_part = sessions.was_open(member_id) or liveness.restored
         silent = frozenset(s.member_id for s in self._members.servers if sessions.is_silent(s.member_id, now))
         return Evidence(

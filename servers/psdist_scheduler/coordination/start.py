@@ -1,12 +1,12 @@
-"""The start of a run: what ends it before training has begun. Pure.
+"""Start of a run: reasons to end it before training has begun. Pure.
 
-A run that never begins would hold its machines for ever: scripts that fail before ``psdist.init()`` never reach the
-scheduler. Two things end it, with RunNotStartedError at every member:
+A run that never starts would occupy its machines forever: scripts that fail before ``psdist.init()`` never reach the
+scheduler. Two conditions end it, with RunNotStartedError at every member:
 
-* The members that the run needs have not all been there at one time within ``start_timeout_seconds``.
-* An agent with a fixed number of nodes gave up, and its workers are still missing. In an elastic run others may do.
+* The required members were not all present at one time within ``start_timeout_seconds``.
+* An agent with a fixed number of nodes gave up, and its workers are still missing. An elastic run may use others.
 
-Once a parameter set is ready the run has begun. What ends it then is decided elsewhere (``rollback``, ``shutdown``).
+Once a parameter set is ready, the run has begun. From then on, ``rollback`` and ``shutdown`` decide about its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist_scheduler.events.records import ClusterSettings
 from psdist_scheduler.members.membership import Demand
 from psdist_scheduler.placement.registry import Registry
 
-#: After its first report a wait is reported this often.
+#: Interval in seconds at which a wait is reported after its first report.
 REPEAT_SECONDS: Final = 60.0
 _RANKS_SHOWN: Final = 8
 
@@ -30,7 +30,8 @@ _RANKS_SHOWN: Final = 8
 class RunStart:
     """Waits for one run to begin.
 
-    _since: when this scheduler started. _is_complete: the members that the run needs were there at one time.
+    _since: start of this scheduler.
+    _is_complete: True if the required members were present at one time.
     """
 
     _settings: ClusterSettings
@@ -45,18 +46,18 @@ class RunStart:
 
     @classmethod
     def begin(cls, settings: ClusterSettings, demand: Demand, registry: Registry, now: float) -> RunStart:
-        """Start to wait."""
+        """Return the state of a run that waits from ``now`` on."""
         return cls(settings, demand, registry, now, now + REPORT_WAIT_SECONDS)
 
     def give_up(self, event: GiveUp) -> list[Effect]:
-        """An agent ends because its script fails. Raises WrongRunError."""
+        """Process the end of an agent whose script fails. Raises WrongRunError."""
         text = f"the launcher on {event.host or 'an unknown host'} gave up: {event.reason}"
         if not event.elastic:
             self._given_up = self._given_up or text
         return [LogEvent(text, "warning"), Answer(event.call, Done())]
 
     def progress(self, now: float) -> list[Effect]:
-        """Report whom the run waits for, and end it if it cannot begin."""
+        """Report the members that the run waits for, and end it if it cannot begin."""
         self._has_begun = self._has_begun or any(entry.ready for entry in self._registry.entries)
         if self._has_begun:
             return []
@@ -65,7 +66,7 @@ class RunStart:
             self._is_complete = True
             return []
         if self._given_up:
-            self._fail(f"{self._given_up}. Mend the script, and start the run again")
+            self._fail(f"{self._given_up}. Fix the script, and start the run again")
         if self._is_complete:
             return []
         waited, limit = now - self._since, self._settings.start_timeout_seconds
@@ -83,7 +84,7 @@ class RunStart:
         self._registry.resume.fail(RunNotStartedError(text))
 
     def _missing_ranks(self) -> str:
-        """The ranks that are not there, if some are; a world of which nobody came needs no list."""
+        """Return the missing ranks if some are present; empty if all of them are missing."""
         there = set(self._demand.ranks_in_service)
         missing = [rank for rank in range(self._demand.workers_min) if rank not in there]
         if not there or not missing:

@@ -1,17 +1,23 @@
-"""The end of all workers together, agreed like a cut: what is saved is a step that all of them have made. Pure.
+"""Coordinated shutdown of workers: agree on a final step that every worker has completed, save it, then let them exit.
+Pure.
 
-Workers that were asked to end (SIGTERM) report it. If all live workers were asked, they begin no more pushes and report
-how far they are. The last snapshot is cut at the step of the worker that is least far: the others have passed that step
-only by pushes that cannot be applied without this worker. When the servers have agreed to the cut, the workers leave.
-Without a storage they leave at once. If only some workers were asked, they leave one by one, each after its push.
+A worker that receives SIGTERM reports it. Once every live worker has, they stop starting pushes and report their next
+step. The final snapshot is cut at the smallest reported step. Faster workers are ahead of it only by pushes that cannot
+be applied without the slowest one. When the servers have agreed to the cut, the workers exit. Without storage, they
+exit immediately. If only some workers were asked to stop, each of them exits after its current push.
 
 If the script trains several BSP parameter sets in turn, the workers are held at the start of an iteration instead
-(``alignment``), and the last snapshot is cut there.
+(``alignment``), and the final snapshot is cut there.
 
-Phases: collecting (some have reported that they are to end), asking (the others are asked whether they are too; one
-that answers late is busy), holding (all are, and they begin no more pushes), saving, leaving.
+Phases:
 
-Not here: the snapshot (``schedule``), the ends of servers and of this scheduler (``shutdown``).
+* *collecting*: some workers have reported SIGTERM.
+* *asking*: polling the rest (a late reply means busy).
+* *holding*: all are stopping; no new pushes.
+* *saving*: final snapshot in progress.
+* *leaving*: workers may exit.
+
+The snapshot is taken by ``schedule``; ``shutdown`` ends servers and this scheduler.
 """
 
 from __future__ import annotations
@@ -30,12 +36,12 @@ from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.snapshots.snapshots import Snapshots
 
-#: Whoever ends a whole run asks its workers one after another: so long the others are waited for.
+#: Grace period for the remaining SIGTERMs: a launcher signals its workers one after another.
 COLLECT_SECONDS: Final = 1.0
-#: Servers that do not answer about the last snapshot keep no worker for longer.
+#: Longest time workers wait for the final snapshot.
 SAVE_SECONDS: Final = 10.0
 
-#: Name by which workers are held.
+#: Name under which workers are held.
 _NAME: Final = "stop"
 
 Phase = Literal["idle", "collecting", "asking", "holding", "saving", "leaving"]
@@ -43,38 +49,41 @@ Phase = Literal["idle", "collecting", "asking", "holding", "saving", "leaving"]
 
 @dataclass(slots=True)
 class _StoppingWorker:
-    """What a worker has said. next: how far it is, once it begins no more pushes."""
+    """A worker's shutdown report.
+
+    next: its next step per parameter set, once it has stopped pushing.
+    """
 
     stopping: bool
-    #: The command that it answered last.
+    #: Number of the last command that it answered.
     answered: int = 0
     next: Mapping[str, int] | None = None
 
 
 @dataclass(slots=True)
 class Stops:
-    """The workers' end."""
+    """State machine for stopping all workers at one step."""
 
     members: Membership
     registry: Registry
     snapshots: Snapshots
     alignment: Alignment
-    #: Commands are numbered from here on: a restarted scheduler's are higher.
+    #: Sequence number of commands. A restarted scheduler continues with higher numbers.
     number: int
     phase: Phase = "idle"
     _since: float = 0.0
     _workers: dict[Identity, _StoppingWorker] = field(default_factory=dict)
-    #: By parameters, where those end that leave.
+    #: Final step per parameter set.
     _steps: tuple[tuple[str, int], ...] = ()
-    #: Workers that were told to leave, and have not.
+    #: Workers that were told to leave, and have not left yet.
     _leaving: set[Identity] = field(default_factory=set)
-    #: Step of each set where workers that train several ordered sets are held.
+    #: Step of each set at which workers that train several ordered sets are held.
     _agreed: dict[str, int] = field(default_factory=dict)
-    #: The command that each worker was sent last.
+    #: Command that was last sent to each worker.
     _sent: dict[Identity, tuple[int, StopKind]] = field(default_factory=dict)
 
     def on_report(self, event: StopReported) -> list[Effect]:
-        """A worker's word on its end."""
+        """Record a worker's shutdown report."""
         member = self.members.by_session(event.call)
         if member is None or member.role != "worker":
             return []
@@ -86,13 +95,13 @@ class Stops:
         return []
 
     def on_session(self, member: Member) -> None:
-        """A worker's session begins. What it was told on the one before may be lost."""
+        """Forget what was sent on the worker's previous session; it may have been lost."""
         self._sent.pop(member.identity, None)
 
     def progress(self, now: float) -> list[Effect]:
-        """Goes on as far as all that was said allows."""
+        """Advance through as many phases as the reports allow."""
         if self.phase == "idle" and not self._workers and not self._leaving:
-            return []  # Nobody was asked to end. This is asked after every event, and there may be 1,000 workers.
+            return []  # Fast path: called after every event, with possibly thousands of workers.
         live = {worker.identity for worker in self.members.workers}
         self._workers = {identity: worker for identity, worker in self._workers.items() if identity in live}
         self._leaving &= live
@@ -106,12 +115,12 @@ class Stops:
     def waits(self) -> Iterator[Wait]:
         match self.phase:
             case "asking" if busy := [worker for worker in self.members.workers if not self._has_answered(worker)]:
-                yield "stop", [], f"for {name_some(busy)} to say whether it is to end, too"
+                yield "stop", [], f"for {name_some(busy)} to confirm shutdown"
             case "holding" if busy := [worker for worker in self._stopping if self._get(worker).next is None]:
-                yield "stop", [], f"for {name_some(busy)} to say how far it is"
+                yield "stop", [], f"for {name_some(busy)} to report their step"
 
     def _step(self, now: float) -> list[Effect]:
-        """One step on the way, if it can be made."""
+        """Advance by one phase, if possible."""
         match self.phase:
             case "idle" if any(worker.identity not in self._leaving for worker in self._stopping):
                 self._go(now, "collecting")
@@ -125,7 +134,7 @@ class Stops:
                 self._go(now, "idle")  # Some stay.
                 self._let_leave({})
             case "holding" | "saving" if len(self._stopping) < len(self.members.workers):
-                # Somebody has come who stays. What it trains is to be saved.
+                # A worker that is not stopping has joined; its work must be saved later.
                 self.snapshots.end_snapshot.forget()
                 self._go(now, "idle")
                 return self._let_leave({})
@@ -160,8 +169,8 @@ class Stops:
 
     @property
     def _is_aligning(self) -> bool:
-        """True if workers are to be held at the start of an iteration. If none is known, sets are saved where they
-        are."""
+        """True if workers are to be held at the start of an iteration. If none is known, sets are saved at their
+        current step."""
         return self.alignment.applies and not self.alignment.is_unknown
 
     @property
@@ -176,8 +185,11 @@ class Stops:
         return said.stopping or said.answered == self.number
 
     def _ends(self) -> dict[str, int]:
-        """By BSP parameters, where they end: what the worker that is least far has not begun, nobody has finished. With
-        backup workers so many of the others are enough."""
+        """Return the final step of each BSP parameter set: the smallest next step of its members.
+
+        Nobody can have finished a step that one of them has not started. Backup workers allow that many members to be
+        behind.
+        """
         ends: dict[str, int] = {}
         for entry in self.registry.entries:
             if entry.ready and entry.members and isinstance(entry.spec.consistency, BSP):
@@ -193,10 +205,10 @@ class Stops:
         self._steps = tuple(sorted(ends.items()))
         self._leaving |= {worker.identity for worker in self._stopping}
         steps = ", ".join(f"{name!r} at step {step}" for name, step in self._steps)
-        return [LogEvent(f"{name_some(self._stopping)} leave, as they were asked to{f': {steps}' if steps else ''}")]
+        return [LogEvent(f"{name_some(self._stopping)} stopping{f': {steps}' if steps else ''}")]
 
     def _notify(self) -> list[Effect]:
-        """Commands that follow from the phase and were not sent."""
+        """Return commands that follow from the phase and were not sent yet."""
         effects: list[Effect] = []
         for worker in self.members.workers:
             session, kind = self.members.sessions.of(worker.member_id), self._command(worker)
@@ -213,7 +225,7 @@ class Stops:
         if self.phase == "holding" and self._is_aligning:
             return None
         if self.phase == "holding" and said.stopping and said.next is None:
-            return "hold"  # Who was told to leave before, and has not yet, too.
+            return "hold"  # Includes workers that were told to leave and have not.
         if worker.identity in self._leaving:
             return "leave"
         if self.phase == "asking":

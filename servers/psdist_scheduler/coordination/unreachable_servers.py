@@ -1,22 +1,22 @@
-"""Servers that a worker cannot reach while both reach the scheduler: who is told, and who is expelled. Pure.
+"""Servers that a worker cannot reach while both reach the scheduler: whom to ask, and whom to expel. Pure.
 
-A worker that cannot reach a server holds all others up, in BSP at the next step and in SSP at the bound, and no lease
-ends: the worker and the server both send heartbeats. So workers report such servers, and the scheduler asks other
-workers to call the same server. Their answers, each of which is a call made for this purpose, tell a broken path from
-a server that nobody reaches.
+A worker that cannot reach a server holds up all others, in BSP at the next step and in SSP at the bound. No lease
+expires, since the worker and the server both send heartbeats. So workers report such servers, and the scheduler asks
+other workers to call the same server. Each answer is the result of a call made for this purpose. Together they tell a
+broken path from a server that nobody reaches.
 
-The rule: after ``worker_lease_seconds`` without an interruption,
+After ``worker_lease_seconds`` without an interruption:
 
-* the worker is expelled if another worker reached the server within the last ``EVIDENCE_SECONDS``, and the others wait
-  for this worker. It keeps its session, and joins the training again when it reaches the servers;
-* the server is lost instead if most workers cannot reach it, none of its shards' last copies goes with it, and another
+* The worker is expelled if another worker reached the server within the last ``EVIDENCE_SECONDS``, and others wait for
+  this worker. It keeps its session, and rejoins the training when it reaches the servers.
+* The server is lost instead if most workers cannot reach it, no last copy of a shard is lost with it, and another
   server is left.
 
-Otherwise nobody is expelled: the last worker never is, nor one that nobody waits for (ASP). One member is expelled at a
-time, because the next is judged by those that are left.
+Otherwise nobody is expelled: not the last worker, nor one that nobody waits for (ASP). Members are expelled one at a
+time, because the next one is judged by those that remain.
 
-Not here: silence of a member towards the scheduler (``members.sessions``), replicas that a primary cannot reach
-(``placement.replica_manager``).
+``members.sessions`` handles members that are silent towards the scheduler, ``placement.replica_manager`` replicas that
+a primary cannot reach.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from psdist_scheduler.events.worker_events import CheckServer, UnreachableServer
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
-#: A report that is older says nothing about now. Workers of a large run send their heartbeats less often.
+#: Number of heartbeats after which a report is outdated. Workers of a large run send their heartbeats less often.
 FRESH_HEARTBEATS = 3
-#: Pause between two questions to other workers, and how many are asked at a time.
+#: Pause in seconds between two requests to other workers, and the number of workers asked at a time.
 ASK_SECONDS = 2.0
 _ASKED_AT_A_TIME = 3
-#: An answer is evidence for this long.
+#: Seconds for which an answer is evidence.
 EVIDENCE_SECONDS = 6.0
 #: Younger doubts are not logged: connections break and are made again.
 _LOG_SECONDS = 3.0
@@ -46,7 +46,7 @@ _LOG_SECONDS = 3.0
 
 @dataclass(slots=True)
 class Doubt:
-    """One worker cannot reach one server. reported: time of its last word."""
+    """A worker's report that it cannot reach a server. reported: time of its last report."""
 
     since: float
     reported: float
@@ -56,22 +56,22 @@ class Doubt:
 
 @dataclass(slots=True)
 class UnreachableServers:
-    """The reports of one run's workers, and what follows from them."""
+    """Reports of one run's workers, and the resulting decisions."""
 
     _settings: ClusterSettings
     _members: Membership
     _registry: Registry
     _deferred: DeferredLosses
-    #: By worker (its id and incarnation) and server.
+    #: Reports by worker identity and server.
     _doubts: dict[tuple[Identity, Replica], Doubt] = field(default_factory=dict)
-    #: By server and worker id, when the worker last reached that server because it was asked to.
+    #: Time at which a worker last reached a server because it was asked to, by server and worker id.
     _reached: dict[Replica, dict[str, float]] = field(default_factory=dict)
     _asked: float = float("-inf")
 
     # --- what workers say ---------------------------------------------------------------------------------------------
 
     def on_report(self, worker: Member, reports: Sequence[UnreachableServer], now: float) -> list[Effect]:
-        """Take a worker's whole list of servers that it cannot reach now."""
+        """Replace a worker's list of servers that it cannot reach."""
         known = {report.server: report for report in reports if self._members.has(report.server)}
         effects: list[Effect] = []
         for key in [key for key in self._doubts if key[0][0] == worker.member_id]:
@@ -85,7 +85,7 @@ class UnreachableServers:
         return effects
 
     def on_checked(self, worker: Member, server: Replica, *, reached: bool, now: float) -> None:
-        """A worker answers whether it reached a server."""
+        """Record a worker's answer whether it reached a server."""
         if any(server == doubted for _, doubted in self._doubts):
             answers = self._reached.setdefault(server, {})
             answers.pop(worker.member_id, None)
@@ -110,7 +110,7 @@ class UnreachableServers:
         return effects
 
     def expelled(self, now: float) -> Losses:
-        """The member that is expelled now, with the reason; empty for nobody."""
+        """Return the member to expel now, with the reason; empty for nobody."""
         limit = self._settings.worker_lease_seconds
         overdue: dict[Replica, list[tuple[Identity, Doubt]]] = {}
         for (worker, server), doubt in self._doubts.items():
@@ -140,7 +140,7 @@ class UnreachableServers:
         return [(worst, "; ".join(blamed[worst]))]
 
     def sentences(self, member_id: str, now: float) -> list[str]:
-        """What a worker waits for, for ``psdist status``; each begins with "for"."""
+        """Return what a worker waits for, for ``psdist status``. Each text begins with "for"."""
         return [
             f"for {server} to be reachable from here ({now - doubt.since:.0f} s): {doubt.reason}"
             for (worker, server), doubt in self._doubts.items()
@@ -148,7 +148,7 @@ class UnreachableServers:
         ]
 
     def waits(self) -> Iterator[tuple[str, list[int], str]]:
-        """See ``Cluster.waits``."""
+        """Yield the servers that workers wait to reach."""
         for worker, server in self._doubts:
             others = ", ".join(sorted(self._reached.get(server, {})))
             who = f"{others} can" if others else "no other worker has reached it yet"
@@ -176,7 +176,7 @@ class UnreachableServers:
         return [LogEvent(f"{worker[0]} reaches {server} again")] if is_back else []
 
     def _ask(self, server: Replica) -> list[Effect]:
-        """Questions to workers that do not doubt the server, those first that reached it last."""
+        """Ask workers that do not doubt the server, starting with those that last reached it."""
         doubting = {worker_id for (worker_id, _), doubted in self._doubts if doubted == server}
         answers = self._reached.get(server, {})
         others = [worker for worker in self._members.workers if worker.member_id not in doubting]
@@ -185,13 +185,13 @@ class UnreachableServers:
         return [Answer(session, CheckServer(server)) for session in sessions[:_ASKED_AT_A_TIME]]
 
     def _witnesses(self, server: Replica, worker_id: str, now: float) -> list[str]:
-        """Other live workers that reached the server lately."""
+        """Return other live workers that recently reached the server."""
         live = {worker.member_id for worker in self._members.workers} - {worker_id}
         answers = self._reached.get(server, {}).items()
         return sorted(other for other, when in answers if other in live and now - when <= EVIDENCE_SECONDS)
 
     def _entries_of(self, server: Replica) -> list[ParametersEntry]:
-        """Parameter sets that the server is a primary of."""
+        """Return the parameter sets that the server is a primary of."""
         entries = [p.entry for p in self._registry.all if p.record is not None]
         return [entry for entry in entries if any(shard.primary == server for shard in entry.shards)]
 
@@ -199,7 +199,7 @@ class UnreachableServers:
         return bool(self._entries_of(server))
 
     def _is_waited_for(self, worker: Identity, server: Replica) -> bool:
-        """True if others wait for the pushes of this worker to this server."""
+        """Return True if others wait for the pushes of this worker to this server."""
         return any(
             not isinstance(entry.spec.consistency, ASP)
             and any((member.worker_id, member.incarnation) == worker for member in entry.members)

@@ -1,11 +1,11 @@
-"""Calls that wait for an answer: whose they are, and what each was told last. Pure.
+"""Calls that wait for an answer: their owners, and the last reason sent to each. Pure.
 
-A call that waits is told its reason when the reason changes, and every ``REPEAT_SECONDS``, so that its peer can tell a
-wait from a dead connection. What has waited for long is logged.
+A waiting call is sent its reason when the reason changes, and every ``REPEAT_SECONDS``, so that its peer can tell a
+wait from a dead connection. Long waits are logged.
 
-Invariant: only a call that waits was told to wait.
+Invariant: Only waiting calls were told to wait.
 
-Not here: why something waits (the machines that it waits in).
+The reasons come from the machines that the calls wait in.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ REPEAT_SECONDS = 2.0
 
 @dataclass(slots=True)
 class _Wait:
-    """Something that somebody waits for."""
+    """A reason to wait."""
 
     since: float
     text: str
@@ -33,11 +33,11 @@ class _Wait:
 
 
 class WaitingCalls:
-    """All calls that wait. waits: by key, what is waited for."""
+    """All waiting calls, and the reasons to wait."""
 
     def __init__(self) -> None:
         self._owners: dict[int, str] = {}
-        #: By call, the reason that it was told last, and when.
+        #: Reason that each call was last sent, and the time.
         self._told: dict[int, tuple[str, float]] = {}
         self._waits: dict[str, _Wait] = {}
 
@@ -48,16 +48,16 @@ class WaitingCalls:
 
     @property
     def all(self) -> tuple[int, ...]:
-        """All calls that wait."""
+        """All waiting calls."""
         return tuple(self._owners)
 
     def check(self, worker: Member) -> None:
-        """Raises LimitExceededError where this worker waits in as many calls as it may."""
+        """Raise LimitExceededError if this worker already waits in as many calls as it may."""
         if list(self._owners.values()).count(worker.member_id) >= WAITS_PER_MEMBER_MAX:
             raise LimitExceededError(f"{worker} waits in {WAITS_PER_MEMBER_MAX} calls already, which is the limit")
 
     def add(self, call: int, member_id: str) -> None:
-        """A call of this member waits; empty where it is nobody's."""
+        """Add a waiting call of this member; empty for a caller that is no member."""
         self._owners[call] = member_id
 
     def end(self, call: int) -> None:
@@ -65,11 +65,11 @@ class WaitingCalls:
         self._told.pop(call, None)
 
     def of(self, members: Collection[str]) -> list[tuple[int, str]]:
-        """Waiting calls of these members, and whose each is."""
+        """Return the waiting calls of these members, with the member of each."""
         return [(call, member_id) for call, member_id in self._owners.items() if member_id in members]
 
     def settle(self, effects: Iterable[ev.Effect]) -> None:
-        """Calls that were answered for good do not wait any more."""
+        """Remove the calls that these effects answer for good."""
         for effect in effects:
             match effect:
                 case ev.Answer(_, ev.Upload() | ev.Draining() | ev.ScaleNews() | Saving()):
@@ -78,7 +78,7 @@ class WaitingCalls:
                     self.end(call)
 
     def report(self, waits: Iterable[ev.Wait], now: float) -> list[ev.Effect]:
-        """Tells the calls that wait why, and notes what has waited for long."""
+        """Send waiting calls their reasons, and log long waits."""
         effects: list[ev.Effect] = []
         before, self._waits = self._waits, {}
         for key, calls, text in waits:
@@ -86,7 +86,7 @@ class WaitingCalls:
             wait.text = text
             if now - wait.since >= REPORT_WAIT_SECONDS and wait.reported != text:
                 wait.reported = text
-                # Those whose calls wait report it themselves.
+                # Waiting callers report this themselves.
                 level: Literal["wait", "call"] = "call" if calls else "wait"
                 effects.append(ev.LogEvent(f"{key}: waiting {text}, {now - wait.since:.0f} s so far", level))
             for call in calls:

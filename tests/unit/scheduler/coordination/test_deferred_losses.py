@@ -74,7 +74,7 @@ def test_a_loss_while_a_snapshot_is_being_committed_waits_and_the_run_goes_back_
     epoch, directory = d.cluster.epoch, in_hand(d).manifest.directory
     lose(d, "server-1")
     assert d.cluster.epoch == epoch and not d.rolled_back and not d.lost and not d.shards_lost
-    reason = f"for the storage to say whether snapshot {directory} was committed, to go back to the newest: server-1 is"
+    reason = f"for the storage to say whether snapshot {directory} was committed, to roll back to the newest: server-1"
     assert reason in d.cluster.phase and any(reason in wait for wait in d.cluster.waits)
     beat(d, 10.0)
     assert not d.rolled_back and d.entry().ready, "a lease that ends meanwhile changes nothing"
@@ -357,7 +357,7 @@ def test_a_scheduler_that_cannot_read_the_storage_loses_nothing_before_it_can() 
     beat(new, 15.0)
     assert not new.shards_lost and not new.rolled_back
     assert new.works == [sn.ReadHistory()], "one at a time"
-    assert any("for the storage to be read, to go back" in wait for wait in new.cluster.waits)
+    assert any("for the storage to be read, to roll back" in wait for wait in new.cluster.waits)
     new.history, new.storing = with_newer(d, in_hand(d)), True
     new.go_on()
     assert len(new.rolled_back) == 1

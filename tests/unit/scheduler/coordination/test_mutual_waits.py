@@ -63,7 +63,7 @@ def test_a_barrier_and_a_push_are_a_circle() -> None:
     assert "count loops by the parameters' step" in run.errors[call].message
     [told] = [value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]
     assert told.sequence == waits.sequence
-    assert f"workers wait for each other: {text}" in run.notes
+    assert f"deadlock: {text}" in run.notes
     assert not any("barrier" in wait for wait in run.cluster.waits), "the call does not wait any more"
     run.beat_with(1, waits)
     assert len([value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]) == 1, "told once"

@@ -113,7 +113,7 @@ def test_a_scheduler_that_was_started_again_and_can_read_no_snapshot_ends_the_ru
         return
     lost = d.cluster.failed
     assert isinstance(lost, ServerLostError) and f"2-damaged ({why})" in lost.message and not d.shards_lost
-    assert "server-1 is gone and held shard" in lost.message
+    assert "server-1 is lost and held shard" in lost.message
 
 
 def test_shards_that_nobody_misses_end_the_run_only_for_who_comes_later() -> None:

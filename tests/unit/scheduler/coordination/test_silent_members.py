@@ -80,7 +80,7 @@ def test_servers_that_together_have_the_last_copy_of_a_shard_are_waited_for(froz
     assert not run.d.lost and run.d.map.epoch == epoch
     waits = " ".join(run.d.cluster.waits)
     assert f"for {frozen[0]} to be heard again" in waits and "its host accepts connections" in waits
-    assert f"{frozen[0]} is silent for 10." in run.d.cluster.phase
+    assert f"{frozen[0]} has been silent for 10." in run.d.cluster.phase
     pass_time(run, 30.0)
     assert not run.d.lost and run.d.map.epoch == epoch
     assert "silent" not in run.d.cluster.phase and "heard again" not in " ".join(run.d.cluster.waits)

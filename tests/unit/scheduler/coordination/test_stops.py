@@ -94,7 +94,7 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     run.tick(3)
     run.go_on()
     assert run.state(stop) == ev.Done() and run.steps == [{"mlp": 7}]
-    assert any("leave, as they were asked to: 'mlp' at step 7" in note for note in run.notes)
+    assert any("stopping: 'mlp' at step 7" in note for note in run.notes)
 
 
 def test_all_that_was_begun_by_all_is_in_it() -> None:
@@ -250,7 +250,7 @@ def test_a_busy_worker_is_waited_for() -> None:
         run.tick(0.5)
         run.beat(*(run.session(worker) for worker in run.workers), *run.server_sessions())
     assert run.told_to(zero) == [] and run.told_to(one) == ["ask"]
-    assert "for worker-1 (rank 1) to say whether it is to end, too" in run.cluster.waits
+    assert "for worker-1 (rank 1) to confirm shutdown" in run.cluster.waits
     run.answers(one, stopping=True)
     assert run.told_to(zero) == ["hold"]
     assert "for worker-0 (rank 0) and 0 more" not in str(run.cluster.waits)

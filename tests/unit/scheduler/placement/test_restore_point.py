@@ -167,7 +167,7 @@ def test_a_lost_shard_takes_the_run_back() -> None:
     assert d.cluster.epoch == epoch + 1 and not d.shards_lost and d.map.parameters == () and d.map.workers == ()
     (news,) = d.rolled_back
     assert news.lost == (("mlp", 7, 9),) and news.directory == d.cluster.snapshots.catalog.commits[0].directory
-    assert "server-1 is gone and held" in news.text and "'mlp' from step 7" in news.text
+    assert "server-1 is lost and held" in news.text and "'mlp' from step 7" in news.text
     assert workers <= set(d.closed)
     d.join("server", member_id="server-1")
     rejoin(d, 2)
@@ -322,7 +322,7 @@ def test_a_corrupt_snapshot_falls_back_to_the_one_before() -> None:
     rejoin(d)
     entry = d.entry()
     assert entry.ready and entry.members[0].first_step == 7 and entry.generation == 1
-    assert any("shard-0 is not what was written; the one before is tried" in note for note in d.notes)
+    assert any("shard-0 is not what was written; trying the previous one" in note for note in d.notes)
     # What was given up is not the newest again because the scheduler is started again.
     again = SnapshotDriver(d.stored, d.now, history=replace(history, base=older.newest))
     catalog = again.cluster.snapshots.catalog
