@@ -1,8 +1,9 @@
 """Events, answers and effects of the scheduler's machine: frozen dataclasses.
 
-``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its ``call``, a
-number that the service chooses and never uses twice. Effects are carried out in the order of the list. A ``Persist``
-comes before everything that depends on it, so no peer sees what a crash could undo. No protobuf message appears here.
+Used as ``Cluster.on(event, now) -> list[Effect]``. An RPC in progress, a session stream included, is known by its
+``call``, a number that the service chooses and never reuses. Effects are carried out in the order of the list. A
+``Persist`` comes before everything that depends on it, so no peer sees what a crash could undo. No protobuf message
+appears here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from psdist_scheduler.events.records import (
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """A server or a worker wants to take part. An empty id and a rank of None leave the choice to the scheduler."""
+    """A server's or worker's request to take part. With an empty id or a rank of None the scheduler chooses."""
 
     call: int
     protocol_version: int
@@ -47,7 +48,10 @@ class Register:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """A member said hello. epoch, scheduler_id: of the newest map that it holds."""
+    """Hello of a member.
+
+    epoch, scheduler_id: of the newest map that it holds.
+    """
 
     call: int
     member_id: str
@@ -64,7 +68,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a connection to the port of a silent server met (see ``Probe``)."""
+    """Result of a connection to the port of a silent server (see ``Probe``)."""
 
     member_id: str
     incarnation: int
@@ -73,17 +77,21 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """A heartbeat on session ``call``. ``versions`` has the highest version by parameters (servers)."""
+    """A heartbeat on session ``call``.
+
+    versions: highest version by parameter set (servers).
+    """
 
     call: int
     epoch: int = 0
     versions: tuple[tuple[str, int], ...] = ()
     waiting_for: tuple[str, ...] = ()
-    #: Servers, while they write or load.
+    #: Only from servers that write or load.
     progress: sn.AttemptProgress | None = None
-    #: Servers: workers, by id and incarnation, that have sent something since the last heartbeat, and seconds since.
+    #: Only from servers: workers that sent something since the last heartbeat, by id and incarnation, and the seconds
+    #: since.
     heard: tuple[tuple[str, int, float], ...] = ()
-    #: Workers.
+    #: Only from workers.
     activity: we.Activity | None = None
     unreachable: tuple[we.UnreachableServer, ...] = ()
 
@@ -98,8 +106,10 @@ class JoinAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ValuesAnswered:
-    """A server answers ``CheckValues`` on its session ``call``: of the slices that it is the primary of, so many have
-    their initial values."""
+    """A server's answer to ``CheckValues``, on its session ``call``.
+
+    installed: number of slices with initial values, among those of which it is the primary.
+    """
 
     call: int
     number: int
@@ -108,7 +118,7 @@ class ValuesAnswered:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFilled:
-    """A primary reports, on its session ``call``, that ``replica`` has the whole shard and every update from now on.
+    """A primary's report, on its session ``call``, that ``replica`` has the whole shard and gets every further update.
 
     fill: number of the filling that the report is about (``Shard.fills``).
     """
@@ -123,7 +133,7 @@ class ReplicaFilled:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUnreachable:
-    """A primary reports, on its session ``call``, that ``replica`` does not answer it, or cannot use what it is sent.
+    """A primary's report, on its session ``call``, that ``replica`` does not answer or cannot use what it is sent.
 
     fill: number of the filling that made the replica's copy (``Shard.fills``).
     """
@@ -146,13 +156,13 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """A worker wants parameters to exist, and to take part in their training."""
+    """A worker's request to create parameters, if necessary, and to take part in their training."""
 
     call: int
     caller: we.Caller
     spec: ParametersSpec
     layout: Layout
-    #: Where the worker took part before it was expelled: the push that it wants to make in this incarnation.
+    #: Push that a worker that was expelled wants to make in this incarnation.
     resume: we.ResumePush | None = None
     activity: we.Activity | None = None
 
@@ -166,7 +176,7 @@ class Describe:
 
 @dataclass(frozen=True, slots=True)
 class CommitParameters:
-    """The uploader reports that all initial values are on the servers, which are those of the map of ``epoch``."""
+    """The uploader's report that all initial values are on the servers of the map of ``epoch``."""
 
     call: int
     caller: we.Caller
@@ -176,9 +186,12 @@ class CommitParameters:
 
 @dataclass(frozen=True, slots=True)
 class EnterBarrier:
-    """A worker waits for the others at a barrier. origin, passed: the number of the round (see ``barriers``).
-    withdraw: it does not wait any more, and wants to know whether it had opened the barrier. attempt: number of the
-    arrival, of any round; 0 where it has none."""
+    """A worker's arrival at a barrier.
+
+    origin, passed: number of the round (see ``barriers``).
+    withdraw: True if the worker no longer waits, and asks whether it had opened the barrier.
+    attempt: number of the request in this round or an earlier one; 0 if it has none.
+    """
 
     call: int
     caller: we.Caller
@@ -192,7 +205,7 @@ class EnterBarrier:
 
 @dataclass(frozen=True, slots=True)
 class EnterRendezvous:
-    """A worker agent asks for the ranks of its processes."""
+    """A worker agent's request for the ranks of its processes."""
 
     call: int
     run_id: str
@@ -207,7 +220,10 @@ class EnterRendezvous:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """A worker agent ends because its script fails. elastic: the run may have fewer nodes than have joined."""
+    """End of a worker agent whose script fails.
+
+    elastic: True if the run may have fewer nodes than have joined.
+    """
 
     call: int
     run_id: str
@@ -225,7 +241,10 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """This scheduler is to end, as soon as what was trained is saved. ``servers``: they are to end before it."""
+    """Request to end this scheduler as soon as the training progress is saved.
+
+    servers: True to end its servers before it.
+    """
 
     call: int
     servers: bool = False
@@ -233,7 +252,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """One of the two numbers is not 0."""
+    """Wanted number of servers or workers; the other number is 0."""
 
     call: int
     run_id: str
@@ -243,8 +262,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class WatchScale:
-    """A launcher wants to know how many servers and workers to run, and which servers to stop. workers_wanted: the
-    last number that this launcher received."""
+    """A launcher's subscription to the wanted numbers of servers and workers, and to the servers to stop.
+
+    workers_wanted: the last number that this launcher received.
+    """
 
     call: int
     run_id: str
@@ -260,7 +281,7 @@ class CallEnded:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed. Expected every ``ClusterSettings.tick_seconds``."""
+    """Passage of time. Expected every ``ClusterSettings.tick_seconds``."""
 
 
 WorkerReport = we.StopReported | we.AlignReported | we.ServerChecked | we.Heard
@@ -277,14 +298,14 @@ Event = MemberEvent | ReplicaEvent | CallEvent | we.DataEvent | sn.SnapshotEvent
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Not the last answer. ``text`` is a sentence that begins with "for"."""
+    """Reason for a wait, as text that begins with "for". Other answers follow."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """The member is known, durably."""
+    """The member is registered, durably."""
 
     member: Member
     world_size: int
@@ -294,14 +315,15 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Not the last answer. This worker's values count."""
+    """This worker's values are to be uploaded. Other answers follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParametersReady:
     """The parameters can be used from ``first_step`` on (BSP).
 
-    resumed: the push that the worker asked for goes on. notice: what people should know about the parameters.
+    resumed: True if the push that the worker asked for continues.
+    notice: information for users about the parameters.
     """
 
     first_step: int
@@ -311,7 +333,7 @@ class ParametersReady:
 
 @dataclass(frozen=True)
 class Described:
-    """Settings, with the real slice_elements, and tensors of existing parameters."""
+    """Settings of existing parameters, with the actual slice_elements, and their tensors."""
 
     spec: ParametersSpec
     layout: Layout
@@ -319,7 +341,7 @@ class Described:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Carried out, and durable."""
+    """The request was carried out, durably."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,13 +356,13 @@ class Formed:
     node: Node
     nodes: int
     world_size: int
-    #: That of the node with the lowest ranks.
+    #: Address of the node with the lowest ranks.
     master_address: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class JoinProposal:
-    """To a server, on its session: may this member join at its first step?"""
+    """To a server, on its session: ask whether this member may join at its first step."""
 
     proposal_id: int
     parameters: str
@@ -349,7 +371,7 @@ class JoinProposal:
 
 @dataclass(frozen=True, slots=True)
 class CheckValues:
-    """To a server, on its session: how many slices of these parameters have their initial values there?"""
+    """To a server, on its session: ask how many slices of these parameters have initial values."""
 
     number: int
     parameters: str
@@ -357,7 +379,7 @@ class CheckValues:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawJoin:
-    """To a server, on its session: forget that proposal."""
+    """To a server, on its session: withdraw that proposal."""
 
     proposal_id: int
     parameters: str
@@ -366,7 +388,8 @@ class WithdrawJoin:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """Not the last answer. So much of a server is not moved yet, and what that waits for."""
+    """Progress of a drain: the number of shards that are still to move, and the reason for the wait. Other answers
+    follow."""
 
     text: str
     shards_left: int
@@ -391,9 +414,14 @@ class Scaled:
 
 @dataclass(frozen=True, slots=True)
 class ScaleNews:
-    """Not the last answer. How many servers a run shall have (0: not set) besides those that are drained, which of
-    these are to be stopped, and what is lost, so that the run cannot go on. How many workers each launcher shall have
-    (0: not set), and the first rank that none has had."""
+    """Numbers for launchers. Other answers follow.
+
+    servers_wanted: wanted number of servers besides those that are drained; 0 if not set.
+    stop: those of the drained servers that are to be stopped.
+    lost: what is lost, so that the run cannot continue; empty for nothing.
+    workers_wanted: wanted number of workers of each launcher; 0 if not set.
+    next_rank: the first rank that no worker has had.
+    """
 
     servers_wanted: int
     draining: tuple[str, ...]
@@ -405,7 +433,7 @@ class ScaleNews:
 
 @dataclass(frozen=True, slots=True)
 class MemberLost:
-    """To everyone: a member is lost, which did not leave."""
+    """To everyone: a member is lost, and did not leave."""
 
     member_id: str
     role: Role
@@ -414,7 +442,10 @@ class MemberLost:
 
 @dataclass(frozen=True, slots=True)
 class ShardsLost:
-    """To everyone: these shards had no backup when their server went. ``text``: what was lost, and how to go on."""
+    """To everyone: these shards had no backup when their server was lost.
+
+    text: what was lost, and the remedy.
+    """
 
     parameters: str
     shards: tuple[int, ...]
@@ -425,11 +456,11 @@ class ShardsLost:
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """To everyone, and to sessions that open later: no worker is left, and what was trained is saved. Servers end."""
+    """To everyone, and to later sessions: no worker is left and the training progress is saved. Servers exit."""
 
 
 News = MemberLost | ShardsLost | sn.RolledBack | RunEnded
-#: Answers that others follow upon, and last answers.
+#: Answers that are followed by others, and last answers.
 Interim = Waiting | Upload | Draining | ScaleNews | sn.Saving
 Last = Registered | ParametersReady | Described | Done | Withdrawn | Formed | Drained | Scaled | sn.Saved
 DataAnswer = we.DatasetStanding | we.RangeGiven | sn.StatePlace | sn.StateSource
@@ -441,37 +472,39 @@ Value = Interim | Last | DataAnswer | Command
 
 @dataclass(frozen=True)
 class Persist:
-    """Make these changes durable, all or none, before the effects that follow. The epoch is an earlier one where only
-    data sets changed, which the map does not show."""
+    """Make these changes durable, all or none, before the effects that follow.
+
+    The epoch is an earlier one if only data sets changed, which the map does not show.
+    """
 
     epoch: int
     members: tuple[Member, ...] = ()
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
-    #: None leaves it as it was.
+    #: None for no change.
     servers_wanted: int | None = None
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Names of parameter sets that are not placed any more. Before ``parameters``: a name may be in both.
+    #: Names of parameter sets that are no longer placed. Applied before ``parameters``: a name may be in both.
     forgotten: tuple[str, ...] = ()
-    #: None leaves it as it was.
+    #: None for no change.
     base: RestorePoint | None = None
     barriers: tuple[BarrierRecord, ...] = ()
-    #: All processes of the scheduler so far; empty leaves them as they were.
+    #: All scheduler processes so far; empty for no change.
     schedulers: tuple[SchedulerProcess, ...] = ()
-    #: Why the run can never continue from this store; empty leaves it as it was.
+    #: Why the run can never continue from this store; empty for no change.
     run_lost: str = ""
 
 
 @dataclass(frozen=True)
 class Publish:
-    """The cluster map is now this one: send it on every attached session."""
+    """Send this new cluster map on every attached session."""
 
     map: ClusterMap
 
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """The session is accepted: send it the map that holds, and whatever is announced from now on."""
+    """Accept the session: send it the current map and all later news."""
 
     call: int
 
@@ -485,7 +518,7 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tell the call. Answers that carry the map carry the one published last."""
+    """Answer the call. Answers with a map carry the one that was published last."""
 
     call: int
     value: Value
@@ -498,7 +531,7 @@ class Refuse:
 
 
 def refuse_older(call: int, who: object) -> Refuse:
-    """Ends the call of one who asks for the same thing again, because that call broke."""
+    """Refuse the call of a peer that repeated its request because that call broke."""
     return Refuse(call, ClosedError(f"{who} asked again on a newer call, which replaces this one"))
 
 
@@ -511,7 +544,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Connect to the port of a silent server, and say as ``Probed`` what that met."""
+    """Connect to the port of a silent server, and report the result as ``Probed``."""
 
     member_id: str
     incarnation: int
@@ -520,7 +553,7 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class LogEvent:
-    """Something that belongs in the log, and (unless it is only about a wait) in the list of recent events.
+    """An entry for the log and, unless it is only about a wait, for the list of recent events.
 
     level: "wait" and "call" are about waits. "wait" is a warning, because nobody else reports it.
     """
@@ -529,6 +562,6 @@ class LogEvent:
     level: Literal["info", "warning", "wait", "call"] = "info"
 
 
-#: What calls wait for: its name, the calls, and the reason, a sentence that begins with "for".
+#: A wait: its name, the waiting calls, and the reason as text that begins with "for".
 Wait = tuple[str, list[int], str]
 Effect = Persist | Publish | Attach | Broadcast | Answer | Refuse | Close | Probe | LogEvent | sn.StorageEffect

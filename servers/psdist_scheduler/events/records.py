@@ -1,7 +1,7 @@
-"""What the scheduler remembers, as frozen dataclasses: members, parameter sets, formed nodes, and their sum.
+"""State of the scheduler, as frozen dataclasses: settings, members, parameter sets, nodes, and their sum.
 
 The pure machines hold these values, the store writes them, and the service reports them. No protobuf message appears
-here, and nothing that may be lost with the scheduler's process without harm (heartbeat times, open streams, waits).
+here, and nothing that may be lost with the scheduler's process (heartbeat times, open streams, waits).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Role = Literal["server", "worker"]
 MemberState = Literal["live", "left", "lost"]
 #: A member's id and incarnation.
 Identity = tuple[str, int]
-#: What a connection to a server's port met. "accepted": its kernel answers, so that the process is there, but may be
-#: stopped or starved. "silent": nothing came back. "": not tried, or not known yet.
+#: Result of a connection to a server's port. "accepted": its kernel answers, so the process exists, but may be stopped
+#: or starved. "silent": no answer. "": not tried, or not known yet.
 ProbeResult = Literal["", "refused", "accepted", "silent"]
 HEARTBEATS_PER_LEASE: Final = 4
 TICKS_PER_LEASE: Final = 8
 LONGEST_TICK_SECONDS: Final = 0.25
-#: Of all workers together.
+#: Limit for all workers together.
 WORKER_HEARTBEATS_PER_SECOND: Final = 250
 
 
@@ -33,18 +33,18 @@ class ClusterSettings:
     """Settings of one run's scheduler.
 
     run_id: name of the run.
-    workers_min, servers_min: so many must be live before parameters are placed or a barrier opens.
+    workers_min, servers_min: numbers that must be live before parameters are placed or a barrier opens.
     replicas: copies of each shard, the primary's included.
     lease_seconds: a server that is silent for longer is lost.
     worker_lease_seconds: the same for a worker, whose script may keep it from answering for a while.
-    join_grace_seconds: time to wait for more of them once enough workers (or nodes) are there.
-    storage: where servers write snapshots to: an absolute path or a URL; empty for nowhere.
-    unwritable: why nothing can be saved there, where the run goes on nevertheless; empty where it can.
+    join_grace_seconds: time to wait for more of them once enough workers (or nodes) are present.
+    storage: where servers write snapshots: an absolute path or a URL; empty for nowhere.
+    unwritable: why nothing can be saved there although the run continues; empty if it can.
     policy: when snapshots are taken, and which are kept.
-    idle_timeout_seconds: the run is over when no worker has been there for so long, after some were; 0 for never.
-    start_timeout_seconds: the run ends if the members that it needs have not come within this time; 0 for never.
-    salt: name of this process of the scheduler alone; in the names of directories, so that none is used twice.
-    store: the file of the store, if nobody chose it; empty otherwise.
+    idle_timeout_seconds: the run is over when no worker has been present for this long, after some were; 0 for never.
+    start_timeout_seconds: the run ends if its required members have not arrived within this time; 0 for never.
+    salt: unique name of this scheduler process, in the names of directories, so that none is used twice.
+    store: the store's file, if nobody chose it; empty otherwise.
     """
 
     run_id: str
@@ -63,9 +63,13 @@ class ClusterSettings:
     store: str = ""
 
     def heartbeat_of(self, role: Role, workers: int) -> float:
-        """The period of a member's heartbeats, in seconds, in a run of so many workers: a part of the shorter lease.
-        Many workers send theirs less often, as far as their own lease allows: each costs this process a fifth of a
-        millisecond."""
+        """Return a member's heartbeat interval in seconds: a fraction of the shorter lease.
+
+        In a large run workers send theirs less often, as far as their own lease allows: each heartbeat costs this
+        process a fifth of a millisecond.
+
+        workers: number of workers in the run.
+        """
         least = min(self.lease_seconds, self.worker_lease_seconds) / HEARTBEATS_PER_LEASE
         if role == "server":
             return least
@@ -73,11 +77,12 @@ class ClusterSettings:
 
     @property
     def tick_seconds(self) -> float:
-        """The period of the machine's ticks: short beside a lease, which is how a standstill of this process shows."""
+        """Interval between the machine's ticks. It is short compared to a lease, so that a suspension of this process
+        shows."""
         return min(self.lease_seconds / TICKS_PER_LEASE, LONGEST_TICK_SECONDS)
 
     def lease_of(self, role: Role) -> float:
-        """For how long, in seconds, a member of this role may be silent."""
+        """Return the time in seconds for which a member of this role may be silent."""
         return self.worker_lease_seconds if role == "worker" else self.lease_seconds
 
 
@@ -94,32 +99,30 @@ class Member:
     host: str = ""
     pid: int = 0
     state: MemberState = "live"
-    #: Why it left or was lost; empty while it lives.
+    #: Why it left or was lost; empty while it is live.
     reason: str = ""
-    #: A server from which everything is moved away, or was before it went.
+    #: True for a server from which everything is moved away, or was before it left.
     draining: bool = False
 
     @property
     def identity(self) -> Identity:
-        """Its id and incarnation."""
+        """The member's id and incarnation."""
         return self.member_id, self.incarnation
 
     @property
     def replica(self) -> Replica:
-        """A server as one that can hold copies of shards."""
+        """The server as a holder of shard copies."""
         return Replica(self.member_id, self.incarnation)
 
     @property
     def live(self) -> bool:
-        """Whether it takes part."""
+        """True while the member takes part."""
         return self.state == "live"
 
     @property
     def state_text(self) -> str:
-        """What became of it: "left (done)"."""
-        return {"live": "lives", "left": f"left ({self.reason})", "lost": f"was taken for lost ({self.reason})"}[
-            self.state
-        ]
+        """The member's state in words, such as "left (done)"."""
+        return {"live": "is live", "left": f"left ({self.reason})", "lost": f"was expelled ({self.reason})"}[self.state]
 
     def __str__(self) -> str:
         return f"{self.member_id} (rank {self.rank})" if self.role == "worker" else self.member_id
@@ -131,15 +134,15 @@ class ParametersRecord:
 
     entry: ParametersEntry
     layout: Layout
-    #: The worker that was last asked for the initial values; empty if all creators went away before.
+    #: Worker that was last asked for the initial values; empty if all creators left before.
     uploader: str
-    #: All initial values are on the primaries.
+    #: True if all initial values are on the primaries.
     committed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A worker agent that was given its ranks: ``first_rank`` to ``first_rank + processes - 1``."""
+    """A worker agent with ranks ``first_rank`` to ``first_rank + processes - 1``."""
 
     agent_id: str
     host: str
@@ -153,7 +156,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class BarrierRecord:
-    """A worker has passed ``passed`` barriers of this name since the incarnation ``origin``."""
+    """Number of barriers of this name that a worker has passed since the incarnation ``origin``."""
 
     worker_id: str
     name: str
@@ -163,7 +166,10 @@ class BarrierRecord:
 
 @dataclass(frozen=True, slots=True)
 class DataLease:
-    """One incarnation of a worker has the range at ``place``; ``attempt`` workers had it before and were lost."""
+    """A lease of the range at ``place`` to one incarnation of a worker.
+
+    attempt: number of workers that had the range before and were lost.
+    """
 
     lease_id: int
     place: int
@@ -174,11 +180,11 @@ class DataLease:
 
 @dataclass(frozen=True)
 class DatasetRecord:
-    """A data set: its ranges are free, leased, or over.
+    """A data set, whose ranges are free, leased, or over.
 
-    free: stretches [start, stop) of places, ascending, apart from each other.
-    attempts: (place, workers that had it and were lost), where that is not 0; of free places.
-    given: the highest lease id that was ever given.
+    free: disjoint intervals [start, stop) of places, ascending and not adjacent.
+    attempts: for free places, the number of workers that had it and were lost, if not 0, as (place, number).
+    given: the highest lease id given so far.
     """
 
     spec: DatasetSpec
@@ -192,14 +198,15 @@ class DatasetRecord:
 
 @dataclass(frozen=True, slots=True)
 class RestorePoint:
-    """What parameters begin from that are not placed yet.
+    """Starting point of parameters that are not placed yet.
 
-    restore: the snapshot that the run went on from; None where it began from nothing.
-    generation: how often this run went back to a snapshot.
-    term: of the shards of what is placed from now on, above all terms that shards of these names had.
-    epoch: when the run went on from it; what is newer and was committed before is of a course that was given up.
-    began: the first epoch of a run that went on from a snapshot; that one and those before it have lower epochs. 0
-        where all snapshots are of this run.
+    restore: the snapshot that the run resumed from; None if it started from nothing.
+    generation: number of rollbacks of this run.
+    term: term of the shards placed from now on, above all terms that shards of these names had.
+    epoch: epoch in which the run resumed from it. Newer snapshots that were committed before belong to a history that
+        was given up.
+    began: first epoch of a run that resumed from a snapshot; that snapshot and earlier ones have lower epochs. 0 if all
+        snapshots are of this run.
     """
 
     restore: Restore | None = None
@@ -219,7 +226,7 @@ class SchedulerProcess:
 
 @dataclass(frozen=True)
 class StoredState:
-    """All that a restarted scheduler begins with."""
+    """Everything that a restarted scheduler begins with."""
 
     run_id: str
     epoch: int
@@ -227,18 +234,18 @@ class StoredState:
     parameters: tuple[ParametersRecord, ...] = ()
     nodes: tuple[Node, ...] = ()
     datasets: tuple[DatasetRecord, ...] = ()
-    #: Servers that the run shall have; 0 if none was set.
+    #: Wanted number of servers; 0 if none was set.
     servers_wanted: int = 0
     base: RestorePoint = RestorePoint()
     barriers: tuple[BarrierRecord, ...] = ()
-    #: Oldest first. The last one is the process before this one.
+    #: Oldest first. The last one is the predecessor of this process.
     schedulers: tuple[SchedulerProcess, ...] = ()
     #: Why the run can never continue from this store; empty if it can.
     run_lost: str = ""
 
 
 def group(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
-    """The numbers that each key has, in the order of their first ones."""
+    """Return the numbers of each key, with keys in order of first appearance."""
     groups: dict[T, list[int]] = {}
     for key, number in pairs:
         groups.setdefault(key, []).append(number)
@@ -246,6 +253,6 @@ def group(pairs: Iterable[tuple[T, int]]) -> dict[T, list[int]]:
 
 
 def name_some(items: Sequence[Member] | Sequence[str]) -> str:
-    """The first three of ``items``, and how many more there are."""
+    """Name the first three of ``items``, and the number of others."""
     more = f" and {len(items) - 3} more" if len(items) > 3 else ""
     return ", ".join(str(item) for item in items[:3]) + more

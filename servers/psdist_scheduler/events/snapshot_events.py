@@ -1,8 +1,8 @@
 """Events, answers, commands and effects for snapshots: frozen dataclasses.
 
-Reports of members and callers come in. Commands go out on sessions, as an ``Answer`` or a ``Broadcast`` of
-``cluster_events``. Work on the storage goes out as an effect, which ``snapshot_io`` carries out one after another, and
-its result comes back as an event. ``cluster_events`` has everything else.
+Reports of members and callers arrive as events. Commands are sent on sessions, as an ``Answer`` or a ``Broadcast`` of
+``cluster_events``. Work on the storage is an effect, which ``snapshot_io`` carries out in order, and its result returns
+as an event. Everything else is in ``cluster_events``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerSta
 from psdist.types import Restore
 from psdist_scheduler.events.records import Identity
 
-#: By parameters: a step, or the number of a worker's next push.
+#: Step, or number of a worker's next push, by parameter set.
 Numbers = tuple[tuple[str, int], ...]
 #: (worker_id, incarnation, next push).
 Producers = tuple[tuple[str, int, int], ...]
 
-#: Reason of the snapshot that the end of a run takes.
+#: Reason of the snapshot that is taken at the end of a run.
 AT_THE_END: Final = "at the end"
 
 
@@ -33,11 +33,13 @@ class CommitFound:
 
 @dataclass(frozen=True)
 class History:
-    """What the storage holds.
+    """Content of the storage.
 
-    commits: records that could be read, the newest first. highest: the highest number of any record, 0 for none.
-    newest: the newest snapshot that can be read. skipped: one sentence for each newer one, and why it cannot.
-    base: the snapshot that was asked for, if it can be read.
+    commits: readable records, newest first.
+    highest: the highest number of any record; 0 for none.
+    newest: the newest snapshot that can be read.
+    skipped: one sentence for each newer snapshot, with the reason why it cannot be read.
+    base: the requested snapshot, if it can be read.
     """
 
     commits: tuple[CommitRecord, ...] = ()
@@ -49,7 +51,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class AttemptProgress:
-    """How far a server is with a snapshot; in its heartbeats."""
+    """A server's progress with a snapshot, in its heartbeats."""
 
     attempt: int
     done: int
@@ -64,7 +66,11 @@ class AttemptProgress:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Somebody wants a snapshot. A ``worker_id`` makes no push until it is answered, and ``next`` has its next ones."""
+    """A request for a snapshot. A worker that sends it makes no push until it is answered.
+
+    worker_id: the worker; empty for other callers.
+    next: its next pushes.
+    """
 
     call: int
     run_id: str
@@ -76,7 +82,10 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A server, on its session ``call``, has armed the cut, or cannot. ``steps_next``: steps that no slice passed."""
+    """A server's answer, on its session ``call``: whether it has armed the cut.
+
+    steps_next: steps that no slice has passed.
+    """
 
     call: int
     attempt: int
@@ -86,8 +95,10 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """A worker, on its session ``call``, marks its pushes from ``next`` on. ``keeps``: parameters whose state it hands
-    in, and the lowest push before which it can."""
+    """A worker's marks, on its session ``call``: its pushes from ``next`` on are not in the snapshot.
+
+    keeps: parameter sets whose state it hands in, with the lowest push before which it can.
+    """
 
     call: int
     attempt: int
@@ -97,7 +108,7 @@ class Marked:
 
 @dataclass(frozen=True, slots=True)
 class Keeps:
-    """A worker, on its session ``call``, keeps a state of these parameter sets."""
+    """A worker's announcement, on its session ``call``, that it saves state for these parameter sets."""
 
     call: int
     parameters: tuple[str, ...]
@@ -105,7 +116,8 @@ class Keeps:
 
 @dataclass(frozen=True, slots=True)
 class HandIn:
-    """A worker has the state of a parameter set before push ``next``, a file of ``length`` bytes; where does it go?"""
+    """A worker's request to hand in its state of a parameter set before push ``next``, as a file of ``length``
+    bytes."""
 
     call: int
     run_id: str
@@ -128,7 +140,7 @@ class HandedIn:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """A worker wants back what its rank handed in for the snapshot that parameters began from."""
+    """A worker's request for the state that its rank handed in for the snapshot that parameters began from."""
 
     call: int
     run_id: str
@@ -139,7 +151,7 @@ class GetState:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A server, on its session ``call``: the file of a shard is durable."""
+    """A server's report, on its session ``call``, that the file of a shard is durable."""
 
     call: int
     attempt: int
@@ -152,7 +164,7 @@ class Written:
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """A server, on its session ``call``, cannot take its part in the snapshot."""
+    """A report on session ``call`` that a member cannot contribute its part of the snapshot."""
 
     call: int
     attempt: int
@@ -161,7 +173,7 @@ class PartFailed:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A server, on its session ``call``, has the values of shards from the snapshot."""
+    """A server's report, on its session ``call``, that it has loaded shards from the snapshot."""
 
     call: int
     parameters: str
@@ -172,8 +184,10 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A server, on its session ``call``, cannot load them. unreachable: the storage did not answer; otherwise something
-    is wrong with this snapshot."""
+    """A server's report, on its session ``call``, that it cannot load them.
+
+    unreachable: True if the storage did not answer; otherwise something is wrong with this snapshot.
+    """
 
     call: int
     parameters: str
@@ -183,7 +197,7 @@ class LoadFailed:
     unreachable: bool = False
 
 
-#: What members report on their sessions.
+#: Reports of members on their sessions.
 SnapshotReport = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
@@ -200,8 +214,11 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """The commit record was not created. ``replaced``: another scheduler has committed under the same number.
-    ``unsure``: the storage did not answer, and it may exist all the same."""
+    """The commit record was not created.
+
+    replaced: True if another scheduler has committed under the same number.
+    unsure: True if the storage did not answer, so that the record may exist nevertheless.
+    """
 
     attempt: int
     text: str
@@ -211,7 +228,7 @@ class CommitFailed:
 
 @dataclass(frozen=True)
 class Pruned:
-    """These are deleted. ``error``: why no more are; empty if all are."""
+    """These snapshots are deleted. error: why no others are; empty if all are."""
 
     sequences: tuple[int, ...]
     error: str = ""
@@ -219,7 +236,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class HistoryRead:
-    """The storage was read, or could not be for the reason in ``error``."""
+    """The storage was read, or could not be read for the reason in ``error``."""
 
     history: History | None
     error: str = ""
@@ -233,7 +250,7 @@ SnapshotEvent = Save | HandIn | HandedIn | GetState | SnapshotReport | StorageEv
 
 @dataclass(frozen=True, slots=True)
 class Saving:
-    """Not the last answer. The snapshot waits for ``text``; so many bytes of ``total`` are written."""
+    """Progress of a snapshot: the reason for the wait, and the bytes written so far. Other answers follow."""
 
     text: str
     done: int
@@ -242,7 +259,7 @@ class Saving:
 
 @dataclass(frozen=True)
 class Saved:
-    """The snapshot is committed; ``unchanged``: it was before, and nothing was trained since."""
+    """The snapshot is committed. unchanged: True if it already was, and nothing was trained since."""
 
     commit: CommitRecord
     unchanged: bool = False
@@ -250,7 +267,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a worker's state of this ``rank`` is to be written; ``file`` is empty where it is written already."""
+    """Place where a worker's state of this ``rank`` is to be written. file: empty if it is written already."""
 
     directory: str
     file: str
@@ -259,7 +276,7 @@ class StatePlace:
 
 @dataclass(frozen=True)
 class StateSource:
-    """Where what a worker handed in lies; None where it did not."""
+    """Place of a state that was handed in; None if there is none."""
 
     manifest: Manifest | None = None
     state: WorkerState | None = None
@@ -267,7 +284,7 @@ class StateSource:
 
 @dataclass(frozen=True, slots=True)
 class Prepare:
-    """To a server, on its session. ``steps``: by parameters, the step of the cut; 0 where pushes are marked."""
+    """To a server, on its session: agree on a cut. steps: step of the cut by parameter set; 0 if pushes are marked."""
 
     attempt: int
     directory: str
@@ -276,7 +293,7 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """To a worker, on its session: mark pushes from now on. ``steps``: of the cut, by BSP parameters."""
+    """To a worker, on its session: mark the next pushes. steps: step of the cut, by BSP parameter set."""
 
     attempt: int
     steps: Numbers = ()
@@ -284,9 +301,11 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class TakeCut:
-    """To a server, on its session: write. ``next``: by parameter set whose pushes are marked, the next push of each
-    producer. ``final``: by BSP parameters that no worker is left of, the step that some slice is at; others wait for
-    none."""
+    """To a server, on its session: write.
+
+    next: next push of each producer, by parameter set whose pushes are marked.
+    final: step that some slice is at, by BSP parameter set without workers; other slices do not wait for it.
+    """
 
     attempt: int
     next: tuple[tuple[str, Producers], ...]
@@ -304,8 +323,10 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """To everyone: the run goes on from this snapshot. ``lost``: (parameters, first step that is lost, and the step
-    after the last)."""
+    """To everyone: the run continues from this snapshot.
+
+    lost: (parameter set, first lost step, step after the last lost one).
+    """
 
     directory: str
     lost: tuple[tuple[str, int, int], ...]
@@ -319,8 +340,10 @@ SnapshotCommand = Prepare | Mark | TakeCut | End
 
 @dataclass(frozen=True)
 class WriteCommit:
-    """Make the manifest durable, then the commit record ``sequence``, which must not exist. The manifest's time and
-    version are the writer's. ``seconds``: what the attempt took until now."""
+    """Make the manifest durable, then the commit record ``sequence``, which must not exist.
+
+    The writer sets the manifest's time and version. seconds: duration of the attempt so far.
+    """
 
     attempt: int
     sequence: int
@@ -330,14 +353,14 @@ class WriteCommit:
 
 @dataclass(frozen=True, slots=True)
 class RemoveDirectory:
-    """Remove what an attempt wrote that was given up before it could be committed."""
+    """Remove the files of an attempt that was given up before it could be committed."""
 
     directory: str
 
 
 @dataclass(frozen=True)
 class Prune:
-    """Delete these snapshots, the commit records first. ``collect``: and then whatever no record names."""
+    """Delete these snapshots, the commit records first. collect: True to delete afterwards whatever no record names."""
 
     commits: tuple[CommitRecord, ...]
     collect: bool = False
@@ -345,7 +368,7 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class ReadHistory:
-    """Read what the storage holds. ``bad``: directories of snapshots that cannot be loaded."""
+    """Read the content of the storage. bad: directories of snapshots that cannot be loaded."""
 
     base: str = ""
     bad: tuple[str, ...] = ()

@@ -1,5 +1,7 @@
-"""Events, answers and commands about single workers: their calls, waits, resumed pushes, ends, and ranges of data sets.
-Frozen dataclasses, as in ``cluster_events``."""
+"""Events, answers and commands about single workers: calls, waits, resumed pushes, shutdown, and ranges of data sets.
+
+Frozen dataclasses, as in ``cluster_events``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from psdist_scheduler.events.snapshot_events import Numbers
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whom a request names as its sender. An empty ``run_id`` means the scheduler's only run."""
+    """The sender that a request names. An empty ``run_id`` means the scheduler's only run."""
 
     run_id: str
     member_id: str
@@ -23,12 +25,13 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """What a worker's script waits for, where other workers can end that wait, as the worker knew it at one moment.
+    """What a worker's script waits for, if other workers can end that wait, as the worker knew it at one moment.
 
-    sequence: higher than that of any wait before. next: by parameters, the number of its next push.
-    partial: parameters of whose next push a part is made.
-    kind: "step" and "clock": for all members of ``parameters`` to push step ``number``, or to reach that clock; "call":
-        in a call to this scheduler; "" where it is not known to wait, or may go on by itself.
+    sequence: higher than that of any earlier wait.
+    next: number of its next push, by parameter set.
+    partial: parameter sets of whose next push a part is made.
+    kind: "step" or "clock" if it waits for all members of ``parameters`` to push step ``number``, or to reach that
+        clock. "call" if it waits in a call to this scheduler. "" if it is not known to wait, or may continue by itself.
     """
 
     sequence: int
@@ -40,7 +43,8 @@ class Activity:
 
     @property
     def age(self) -> tuple[int, int, int, bool]:
-        """Grows from one to the next of an incarnation: within a wait its pushes go on, and then it is for others."""
+        """Sort key that grows within an incarnation: during a wait first the pushes advance, and then it waits for
+        others."""
         return self.sequence, sum(number for _, number in self.next), len(self.partial), self.kind != ""
 
 
@@ -56,14 +60,14 @@ class ResumePush:
 
 @dataclass(frozen=True, slots=True)
 class Heard:
-    """Workers, by id and incarnation, have sent something to this scheduler, besides heartbeats."""
+    """Workers, by id and incarnation, that sent this scheduler something besides heartbeats."""
 
     heard: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UnreachableServer:
-    """A part of a worker's heartbeat: it cannot reach this server, for so long already."""
+    """Part of a worker's heartbeat: a server that it cannot reach, and for how many seconds."""
 
     server: Replica
     seconds: float
@@ -72,14 +76,14 @@ class UnreachableServer:
 
 @dataclass(frozen=True, slots=True)
 class CheckServer:
-    """To a worker, on its session: can it reach this server? The answer is a ServerChecked."""
+    """To a worker, on its session: ask whether it can reach this server. The answer is a ServerChecked."""
 
     server: Replica
 
 
 @dataclass(frozen=True, slots=True)
 class ServerChecked:
-    """A worker reports, on its session ``call``, whether it reached the server that it was asked about."""
+    """A worker's report, on its session ``call``, whether it reached the server that it was asked about."""
 
     call: int
     server: Replica
@@ -88,8 +92,11 @@ class ServerChecked:
 
 @dataclass(frozen=True, slots=True)
 class StopReported:
-    """A worker reports on its end, on its session ``call``. number: of the command that it answers; 0 for none. next:
-    by parameter set its next push, where it begins no more."""
+    """A worker's shutdown report, on its session ``call``.
+
+    number: number of the command that it answers; 0 for none.
+    next: its next push by parameter set, once it has stopped pushing.
+    """
 
     call: int
     number: int
@@ -99,7 +106,7 @@ class StopReported:
 
 @dataclass(frozen=True, slots=True)
 class MutualWait:
-    """To a worker, on its session: what it waits for by its report ``sequence`` will not come."""
+    """To a worker, on its session: the wait of its report ``sequence`` is part of a deadlock."""
 
     sequence: int
     error: PsdistError
@@ -154,8 +161,13 @@ class OpenDataset:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRange:
-    """A worker has used the leases ``done``, holds ``held``, and wants another range. ``done_at``: for each of
-    ``done``, its next pushes then. ``now``: its next pushes."""
+    """A worker's request for another range.
+
+    done: leases that it has used.
+    held: leases that it still holds.
+    done_at: its next pushes when it had used each lease of ``done``.
+    now: its next pushes now.
+    """
 
     call: int
     caller: Caller
@@ -168,7 +180,10 @@ class LeaseRange:
 
 @dataclass(frozen=True, slots=True)
 class EndRanges:
-    """A worker has used the leases ``done``, and gives ``returned`` back unused. The rest as in LeaseRange."""
+    """A worker's report of used leases (``done``) and of leases that it gives back unused (``returned``).
+
+    The other fields are as in LeaseRange.
+    """
 
     call: int
     caller: Caller
@@ -206,7 +221,7 @@ class DatasetStanding:
 
 @dataclass(frozen=True, slots=True)
 class RangeGiven:
-    """The range of this lease, or None: none is left to give."""
+    """The range of this lease. lease: None if no range is left."""
 
     lease: DataLease | None
     data_epoch: int

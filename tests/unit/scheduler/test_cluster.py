@@ -103,7 +103,7 @@ def test_a_broken_session_is_a_loss_at_once() -> None:
     assert d.map.epoch == epoch + 1
     assert [w.worker_id for w in d.map.workers] == ["worker-0"]
     assert d.lost == [ev.MemberLost("worker-1", "worker", "its session broke")]
-    with pytest.raises(errors.FencedError, match="taken for lost"):
+    with pytest.raises(errors.FencedError, match="expelled"):
         d.open(workers[1])
 
 
