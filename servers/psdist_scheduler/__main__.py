@@ -1,4 +1,4 @@
-"""``python -m psdist_scheduler``: the scheduler's process."""
+"""The scheduler's process: ``python -m psdist_scheduler``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from psdist.settings.programs import check_machine, scheduler_settings
 
 
 def main() -> int:
-    """Reads the command line and runs; the exit status."""
-    gc.disable()  # What is imported stays: to look through it would take a tenth of the start, and of the exit.
+    """Run the scheduler with the command line's settings. Returns the exit status."""
+    gc.disable()  # Scanning imported modules, which stay, would take a tenth of the start and exit.
     settings = scheduler_settings(sys.argv[1:])
     check_machine("psdist-scheduler")
-    # structlog imports it for the colors of tracebacks: 5 MB and 65 modules. None is how Python notes a module that
-    # cannot be imported; its stubs do not know that.
+    # structlog imports rich for the colors of tracebacks: 5 MB and 65 modules. None marks a module that cannot be
+    # imported, which typeshed does not know.
     sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     from psdist_scheduler import app
 

@@ -2,7 +2,7 @@
 
 It binds, serves SchedulerService with the standard health service (and reflection on loopback), and writes its address
 into a file for processes that start at the same time. It ends at SIGTERM, at SIGINT, or when the lifeline, a pipe held
-by its launcher, breaks. Its end changes nothing for the members: they go on, and rejoin when a scheduler with the same
+by its launcher, breaks. This changes nothing for the members: they continue, and rejoin when a scheduler with the same
 store is back. With ``--idle-timeout`` it also ends, and its servers before it, when no worker is left.
 """
 
@@ -42,14 +42,15 @@ from psdist_scheduler.store import Store, open_store
 
 log = logging.getLogger("psdist.scheduler")
 
-#: Answers in progress may be finished for so long after the end was asked for.
+#: Grace period in seconds for answers in progress at the end.
 _STOP_SECONDS = 0.25
-#: A run that cannot continue is answered for this long: members whose sessions broke try again at least every second.
+#: Time in seconds for which a run that cannot continue is answered: members whose sessions broke retry at least every
+#: second.
 _FAREWELL_SECONDS = 5.0
 
 
 def main(settings: SchedulerSettings) -> int:
-    """Runs the scheduler to its end. Returns the exit status."""
+    """Run the scheduler to its end. Returns the exit status."""
     channels.raise_open_files_limit()
     logs.configure("scheduler", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
@@ -77,12 +78,12 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
         opened = await _open_storage(settings, run_id, stored)
     except ConfigurationError as error:
         print(f"psdist-scheduler: {error}", file=sys.stderr)
-        return exit_codes.USAGE  # the storage is not for this run, and it will not be at the next start either
+        return exit_codes.USAGE  # The storage belongs to another run, also at the next start.
     now = asyncio.get_running_loop().time()
     cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
     scheduler = Scheduler(cluster, store, opened.storage)
     for text in opened.history.skipped if opened.history is not None else ():
-        log.warning("passed over: %s", text)
+        log.warning("skipped unreadable snapshot: %s", text)
     server = channels.make_server(
         settings.token, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
@@ -102,14 +103,14 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
 
 
 async def _follow_readiness(scheduler: Scheduler, probe: health.aio.HealthServicer) -> None:
-    """Keeps ``psdist.ready`` up to date, for ever."""
+    """Keep ``psdist.ready`` up to date, forever."""
     while True:
         await set_ready(probe, ready=scheduler.cluster.is_ready)
         await asyncio.sleep(scheduler.cluster.settings.tick_seconds)
 
 
 async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, address: str) -> int:
-    """Serves until somebody wants the end, the run is over, or the store fails."""
+    """Serve until the end is requested, the run is over, or the store fails."""
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -142,27 +143,29 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         task.cancel()
     await asyncio.gather(waiting, over, failed, *working, return_exceptions=True)
     for failure in failures:
-        log.error("the scheduler ends, because it cannot go on safely: %s", failure, exc_info=failure)
+        log.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
     if failures:
         return exit_codes.INFRASTRUCTURE
     return exit_codes.OK if lost is None else exit_codes.of_ended_run(lost)
 
 
 async def _end_when_idle(scheduler: Scheduler) -> None:
-    """Returns when the run is over, what was trained is saved, and servers have ended. While a worker is back, or the
-    snapshot fails, the run goes on. A signal ends this."""
+    """Return when the run is over, everything is saved, and servers have exited. A signal ends this.
+
+    The run continues while a worker is back, or if the snapshot fails.
+    """
     while True:
         await scheduler.is_over.wait()
-        log.info("no worker has been there for the time of --idle-timeout: the run ends, and the servers with it")
+        log.info("idle timeout reached (--idle-timeout): the run ends, and the servers with it")
         try:
             return await _save_at_end(scheduler, servers=True)
         except PsdistError as error:
-            log.warning("the run does not end: %s", error)
+            log.warning("the run continues after the idle timeout: %s", error)
             scheduler.is_over.clear()
 
 
 async def _end_when_failed(scheduler: Scheduler) -> None:
-    """Returns when the run cannot continue, and members have had the time to hear of it."""
+    """Return when the run cannot continue, and members have had time to be notified."""
     while True:
         await asyncio.sleep(scheduler.cluster.settings.tick_seconds)
         if scheduler.cluster.failed is not None:
@@ -170,8 +173,10 @@ async def _end_when_failed(scheduler: Scheduler) -> None:
 
 
 async def _save_at_end(scheduler: Scheduler, servers: bool = False) -> None:
-    """Returns when what was trained is saved, and, with ``servers``, these have been told to end and have. Another
-    signal, or the engine's patience, ends this. Raises PsdistError where nothing is saved."""
+    """Return when the training progress is saved and, with ``servers``, these have exited.
+
+    Another signal, or the machine's patience, ends this. Raises PsdistError if nothing is saved.
+    """
     with scheduler.calls.call() as (number, outbox):
         scheduler.post(Stop(number, servers))
         async for value in outbox:
@@ -180,16 +185,22 @@ async def _save_at_end(scheduler: Scheduler, servers: bool = False) -> None:
 
 
 def _new_run_id(storage: str) -> str:
-    """For a run that nobody named: that of the snapshots in the storage, as their run goes on, or a new one.
-    Raises StorageError."""
+    """Return a run id for a run without a name: that of the snapshots in the storage, which it resumes, or a new one.
+
+    Raises StorageError.
+    """
     history = asyncio.run(read_history(open_storage(storage))) if storage else None
     return history.commits[0].run_id if history and history.commits else f"run-{secrets.token_hex(4)}"
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """storage: of the run; None where it has none. history: what is there; None where that is not known yet.
-    unwritable: why nothing is saved there, where the run goes on without snapshots."""
+    """The opened storage.
+
+    storage: the run's storage; None if it has none.
+    history: its content; None if that is not known yet.
+    unwritable: why nothing is saved there, if the run continues without snapshots.
+    """
 
     storage: Storage | None = None
     history: History | None = None
@@ -197,10 +208,10 @@ class _Opened:
 
 
 async def _open_storage(settings: SchedulerSettings, run_id: str, stored: StoredState | None) -> _Opened:
-    """The run's storage, read, and tried whether it can be written, both at a time. A scheduler that was started again
-    goes on where that fails; one that begins does not, unless the storage is one that nobody asked for.
+    """Open and read the run's storage, and test whether it can be written.
 
-    Raises StorageError, ConfigurationError.
+    A restarted scheduler continues if that fails. A new one does not, unless it is a default storage that nobody asked
+    for. Raises StorageError and ConfigurationError.
     """
     if not settings.storage:
         return _Opened()
@@ -213,7 +224,7 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
     )
     unwritable = _judge(settings, refusal, begins=stored is None)
     if isinstance(found, StorageError) and (stored is not None or unwritable):
-        after = "the run begins without what is there" if stored is None else "it is tried again"
+        after = "the run starts without its snapshots" if stored is None else "will be read again later"
         log.warning("the storage cannot be read, and %s: %s", after, found)
         return _Opened(storage, History() if stored is None else None, unwritable)
     if isinstance(found, BaseException):
@@ -226,18 +237,20 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
 
 
 def _judge(settings: SchedulerSettings, refusal: BaseException | None, *, begins: bool) -> str:
-    """Why the run goes on without snapshots, as the storage cannot be written; empty where it takes them, or tries to.
-    Raises ``refusal`` where it must not go on."""
+    """Return why the run continues without snapshots, because the storage cannot be written; empty if it takes them.
+
+    Raises ``refusal`` if the run must not continue.
+    """
     if refusal is None:
         return ""
     if not isinstance(refusal, StorageError):
         raise refusal
     if settings.storage_optional:
-        log.warning("no snapshots are taken, and training goes on without: %s", refusal)
+        log.warning("no snapshots are taken, and training continues without: %s", refusal)
         return f"no snapshot can be taken: {refusal.message}"
     if begins:
         raise StorageError(f"{refusal.message}. With --storage-path none a run takes no snapshots") from None
-    log.warning("the storage cannot be written now, and is tried again with the next snapshot: %s", refusal)
+    log.warning("the storage cannot be written now; the next snapshot tries again: %s", refusal)
     return ""
 
 
@@ -264,12 +277,12 @@ def _cluster_settings(settings: SchedulerSettings, run_id: str, opened: _Opened)
 
 
 def _own_address(host: str, port: int) -> str:
-    """Where others reach a scheduler that listens at ``host``."""
+    """Return the address at which others reach a scheduler that listens at ``host``."""
     return addresses.format_address(addresses.own_address() if addresses.is_wildcard(host) else host, port)
 
 
 def _write_address(path: Path, address: str) -> None:
-    """Writes the file in one step: whoever sees it sees all of it. Raises ConfigurationError."""
+    """Write the file atomically. Raises ConfigurationError."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(f"{address}\n")

@@ -1,14 +1,14 @@
 """The scheduler's machine: all machines of a run as one, and the epoch over them. Pure.
 
-``on(event, now)`` changes the state and returns the effects. A refused request changes nothing. Every change of what
-the map shows, or of what a restart must know, makes a new epoch: one ``Persist``, then the news of losses, then one
+``on(event, now)`` changes the state and returns the effects. A refused request changes nothing. Every change of the
+map's content, or of state that a restart needs, makes a new epoch: one ``Persist``, then the news of losses, then one
 ``Publish``, then the answers. So nobody learns of anything that is not durable, and the map of an answer is not older
 than the answer. Changes of data sets alone are made durable without an epoch, because the map does not show them.
-Events that came together share an epoch (``on_all``).
+Events that arrive together share an epoch (``on_all``).
 
-Invariants: the epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
+Invariants: The epoch grows with every change and never otherwise. Effects do not depend on the order of any set.
 
-Not here: the decisions themselves (``members``, ``placement``, ``datasets``, ``snapshots``, ``coordination``).
+The decisions themselves are in ``members``, ``placement``, ``datasets``, ``snapshots`` and ``coordination``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ from psdist_scheduler.events.records import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
 
 _NO_RECORD: Final = (
-    "No snapshot has what was trained either. Begin anew under another --run-id; a scheduler with --store, and "
+    "No snapshot has the training progress either. Start afresh under another --run-id; a scheduler with --store, and "
     "--storage-path for snapshots, survives this"
 )
 
 
 class Cluster:
-    """One run. ``stored`` is what the store kept of an earlier scheduler, if there was one; ``history`` what the
-    run's storage holds, None where it was not read."""
+    """One run.
+
+    stored: state that an earlier scheduler stored, if there was one.
+    history: content of the run's storage; None if it was not read.
+    """
 
     def __init__(
         self,
@@ -49,14 +52,14 @@ class Cluster:
         self.settings = settings
         self.epoch = stored.epoch if stored is not None else 0
         if history is not None:
-            # A run that goes on from a snapshot has higher epochs than whoever took it.
+            # A run that resumes from a snapshot has higher epochs than the run that took it.
             self.epoch = max(self.epoch, *(commit.epoch for commit in history.commits), 0)
         self.machines = machines = Machines.build(settings, stored, history, self.epoch, now)
         self.members, self.demand = machines.members, machines.demand
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self.lineage = Lineage(settings.salt, stored)
         self._calls = WaitingCalls()
-        #: Members and callers were told that the run cannot continue.
+        #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
 
     @property
@@ -78,8 +81,10 @@ class Cluster:
 
     @property
     def paused(self) -> str:
-        """Why no step begins: an elastic run that has begun has fewer nodes than its minimum. Workers that are done
-        count as there. Empty while steps may begin."""
+        """Why no step begins: an elastic run has fewer nodes than its minimum. Empty while steps may begin.
+
+        Workers that are done count as present.
+        """
         begun = any(entry.ready for entry in self.registry.entries)
         return self.machines.rendezvous.shortage(self.demand.ranks_in_service) if begun else ""
 
@@ -90,12 +95,12 @@ class Cluster:
 
     @property
     def is_ready(self) -> bool:
-        """True while the run has the members that it needs and nothing is lost."""
+        """True while the run has its required members and nothing is lost."""
         return not (self.registry.lost_text or self.paused or self.demand.shortage(begun=bool(self.registry.entries)))
 
     @property
     def phase(self) -> str:
-        """One sentence about where the run stands, with the reason if it does not go on."""
+        """One sentence about the state of the run, with the reason if it is stalled."""
         if lost := self.registry.lost_text:
             return lost
         if wait := self.machines.changes.deferred.wait:
@@ -119,16 +124,18 @@ class Cluster:
         return "idle: no worker takes part in any parameters"
 
     def start(self, now: float) -> list[Effect]:
-        """The first effects: the first epoch of this scheduler, durable and published."""
+        """Return the first effects: the first epoch of this scheduler, durable and published."""
         return self._commit([], now, changed=True)
 
     def on(self, event: Event, now: float) -> list[Effect]:
-        """Takes one event. Raises nothing: a refused request becomes a Refuse."""
+        """Process one event. Raises nothing: a refused request becomes a Refuse."""
         return self.on_all((event,), now)
 
     def on_all(self, events: Iterable[Event], now: float) -> list[Effect]:
-        """Takes events that came together, in their order: what they change is one epoch. Where there are several,
-        none may depend on what follows from another, as registrations of workers do not. Raises nothing."""
+        """Process events that arrived together, in their order, as one epoch. Raises nothing.
+
+        If there are several, none may depend on the consequences of another, as registrations of workers do not.
+        """
         effects: list[Effect] = []
         accepted = False
         for event in events:
@@ -137,15 +144,18 @@ class Cluster:
             except PsdistError as error:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
-            # Heartbeats come by the thousand, and no waiting call depends on them.
+            # There are thousands of heartbeats, and no waiting call depends on them.
             accepted = accepted or not isinstance(event, ev.Heartbeat | Heard | we.ServerChecked)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects
 
     def _end_run(self, error: PsdistError, before: list[Effect], now: float, changed: bool = False) -> list[Effect]:
-        """The run cannot continue: all members and callers are told why, and nothing else follows from anything.
-        before: effects of the events that led to this. changed: there is a new epoch in any case."""
+        """End a run that cannot continue: notify all members and callers, and take no further action.
+
+        before: effects of the events that led to this.
+        changed: True if there is a new epoch in any case.
+        """
         effects = before + self.machines.scaling.progress(now)
         if self._has_ended:
             return effects
@@ -154,7 +164,7 @@ class Cluster:
         sessions, calls = [*self.members.sessions], self._calls.all
         for call in calls:
             self._end(call)
-        # Only an operator knows whether a lost record comes back; snapshots are looked at again by the next scheduler.
+        # Only an operator knows whether a lost record comes back. The next scheduler examines the snapshots again.
         lost = error.message if isinstance(error, RunLostError) else ""
         changed = changed or self.machines.has_changed
         self.epoch += changed
@@ -233,8 +243,11 @@ class Cluster:
                 return self._snapshot(event, now)
 
     def _check_lineage(self, event: ev.SessionOpened) -> None:
-        """Raises RunLostError where a member comes from a part of the run that is not in this scheduler's record. The
-        run ends with it, unless it resumed from a snapshot, or trains: then a member of its past has come too late."""
+        """Raise RunLostError if a member comes from a part of the run that is not on record.
+
+        The run ends with it, unless it resumed from a snapshot, or is training: then a member of its past has come too
+        late.
+        """
         lineage, resume = self.lineage, self.registry.resume
         why = lineage.missing(event, self.epoch)
         if not why:
@@ -244,7 +257,7 @@ class Cluster:
             directory = resume.base.restore.directory
             remedy = f"The run resumes from snapshot {directory}, and what was trained after it is lost: start again"
             raise lost(why, remedy, snapshot=directory)
-        # Members that this scheduler knows are back, or it began with an empty store: it is the stranger that is late.
+        # Members that this scheduler knows are back, or it began with an empty store, so the unknown member is late.
         is_known = lineage.is_first or bool(self.members.sessions)
         if not is_older and is_known and any(entry.ready for entry in self.registry.entries):
             raise lost(why, "The run was started again without it")
@@ -280,7 +293,7 @@ class Cluster:
                 return rollback.on_history_read(event, self.epoch + 1, now)
 
     def _wait(self, event: ev.Create | ev.Describe | ev.EnterBarrier | ev.EnterRendezvous, now: float) -> list[Effect]:
-        """A call that may have to wait."""
+        """Process a call that may have to wait."""
         machines = self.machines
         if isinstance(event, ev.EnterRendezvous):
             self.members.check_run(event.run_id)
@@ -341,7 +354,8 @@ class Cluster:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
-        """Lets everything go on that can, and puts what became of it in the order that the module's text promises."""
+        """Advance everything that can advance, and return the effects in the order that the module docstring
+        promises."""
         machines, epoch = self.machines, self.epoch + 1
         alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
@@ -354,10 +368,10 @@ class Cluster:
             return self._end_run(self.failed, effects, now, changed)
         effects += machines.replica_manager.plan(epoch, now)
         effects += alignment.progress(now) + machines.creation.progress(epoch, now)
-        # What was placed just now gets its backups in the same epoch.
+        # Sets that were just placed get their backups in the same epoch.
         effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)
-        # A scheduler that begins is in its own epoch at once: what it numbers by it must be above all that the one
-        # before used.
+        # A scheduler that starts belongs to its own epoch now: numbers derived from it must exceed all that its
+        # predecessor used.
         effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
         effects += alignment.progress(now)
         effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
@@ -384,7 +398,7 @@ class Cluster:
         gone = {i: m for i in self.members.changed if (m := self.members.get(i)) is not None and not m.live}
         for call, member_id in self._calls.of(gone):
             member = gone[member_id]
-            text = f"{member} does not count any more, it {member.state_text}: register again"
+            text = f"{member} was fenced: it {member.state_text}; register again"
             effects.append(Refuse(call, FencedError(text, member_id=member_id)))
             self._end(call)
         return effects

@@ -1,8 +1,8 @@
-"""Between events and answers of the scheduler's machine and messages of ``SchedulerService``.
+"""Conversion between events and answers of the scheduler's machine and messages of ``SchedulerService``.
 
-Fields that are called the same on both sides are copied by name (``make_event``, ``make_message``). Only what differs
-is written out. Values from peers are checked here where the pure machines do not check them: roles, addresses,
-lengths of texts, and names, lengths and digests of files, which go into manifests.
+Fields with the same name on both sides are copied by name (``make_event``, ``make_message``). Only differences are
+written out. Values from peers are checked here if the pure machines do not check them: roles, addresses, lengths of
+texts, and names, lengths and digests of files, which are copied into manifests.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T", bound="DataclassInstance")
 
-#: Of each worker.
+#: Number of connections kept per worker.
 CONNECTIONS_KEPT = 256
 ROLES: dict[str, pb.Role] = {"server": pb.ROLE_SERVER, "worker": pb.ROLE_WORKER}
 _ROLE_NAMES: dict[int, Role] = {pb.ROLE_SERVER: "server", pb.ROLE_WORKER: "worker"}
@@ -52,8 +52,7 @@ _DIGEST_BYTES = 16
 
 
 def make_message(cls: Any, value: object, **others: Any) -> Any:
-    """A message of type ``cls`` whose fields have the values of ``value``'s, where they are called the same; and
-    ``others``."""
+    """Return a message of type ``cls`` with the fields of ``value`` that have the same name, and ``others``."""
     names = cls.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **others)
 
@@ -63,10 +62,11 @@ def _ranks(node: Node) -> dict[str, int]:
 
 
 def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
-    """The event of type ``cls`` of this call, with the fields of ``message`` that are called the same; and ``others``.
+    """Return the event of type ``cls`` of this call, with the fields of ``message`` that have the same name, and
+    ``others``.
 
-    Fields that are not set keep the event's default. Raises what the conversions of the fields' types raise:
-    InvalidArgumentError, InvalidNameError, LimitExceededError.
+    Unset fields keep the event's default. Raises the errors of the conversions of the fields' types:
+    InvalidArgumentError, InvalidNameError and LimitExceededError.
     """
     values: dict[str, Any] = {"call": call}
     for field in fields(cls):
@@ -81,7 +81,8 @@ def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
 
 
 def _from_field(wired: Any, value: Any) -> Any:
-    """The value of a field: repeated ones as tuples, maps as ``Numbers``, messages as what their type stands for."""
+    """Convert the value of a field: repeated fields to tuples, maps to ``Numbers``, messages to the type they
+    represent."""
     if isinstance(value, Mapping):
         return _numbers(value)
     convert_one = _TYPES[wired.message_type.name] if wired.message_type is not None else None
@@ -103,7 +104,7 @@ def _next_pushes(numbers: Mapping[str, int]) -> sn.Numbers:
 
 
 def _activity(report: pb.Activity) -> we.Activity:
-    """What a worker reports that it waits for. Raises LimitExceededError, InvalidNameError, InvalidArgumentError."""
+    """Convert a worker's report of its wait. Raises LimitExceededError, InvalidNameError and InvalidArgumentError."""
     numbers = _next_pushes(report.next)
     partial = tuple(sorted(report.partial))
     if not set(partial) <= report.next.keys() or len(partial) > len(numbers):
@@ -118,7 +119,7 @@ def _activity(report: pb.Activity) -> we.Activity:
     return we.Activity(report.sequence, numbers, partial=partial)
 
 
-#: By type of a message within a message, what it is made into.
+#: Conversion of nested messages, by their type.
 _TYPES: dict[str, Callable[[Any], Any]] = {
     "Activity": _activity,
     "DataPosition": convert.position_from_proto,
@@ -136,7 +137,7 @@ _TYPES: dict[str, Callable[[Any], Any]] = {
 
 
 def register_event(call: int, request: pb.RegisterRequest) -> ev.Register:
-    """Raises InvalidArgumentError, LimitExceededError."""
+    """Convert a registration. Raises InvalidArgumentError and LimitExceededError."""
     role = _ROLE_NAMES.get(request.role)
     if role is None:
         raise InvalidArgumentError(f"role {request.role} is unknown: use ROLE_SERVER or ROLE_WORKER")
@@ -176,7 +177,7 @@ def _save_event(call: int, request: pb.SaveSnapshotRequest) -> sn.Save:
     return make_event(sn.Save, call, request, reason=request.reason[:TEXT_CHARACTERS_MAX], incarnation=incarnation)
 
 
-#: By method, the event that its request is to the machine. Methods that do more are written out in ``service``.
+#: Conversion of each method's request to an event. Methods that do more are implemented in ``service``.
 REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
     "Leave": _leave_event,
     "CommitParameters": partial(make_event, ev.CommitParameters),
@@ -199,7 +200,7 @@ REQUESTS: dict[str, Callable[[int, Any], ev.Event]] = {
 
 
 def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
-    """What a message on a member's session says, apart from its hello. Raises InvalidArgumentError, InvalidNameError,
+    """Convert a message on a member's session, other than its hello. Raises InvalidArgumentError, InvalidNameError and
     LimitExceededError."""
     match kind := request.WhichOneof("event"):
         case "heartbeat":
@@ -226,7 +227,7 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
 
 
 def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbeat:
-    """A heartbeat, with those statistics by which the machine decides."""
+    """Convert a heartbeat, with those statistics that the machine uses."""
     progress = None
     if heartbeat.HasField("snapshot"):
         report = heartbeat.snapshot
@@ -234,7 +235,7 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
         counts = (report.attempt, report.bytes_done, report.bytes, report.bytes_aside)
         progress = sn.AttemptProgress(*counts, waiting_for, report.loading)
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
-    # max takes the 0 where the other one is NaN.
+    # max returns the 0 if the other argument is NaN.
     heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])
     unreachable = tuple(_unreachable(one) for one in heartbeat.unreachable[:UNREACHABLE_REPORTED_MAX])
     return make_event(
@@ -243,7 +244,7 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
 
 
 def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:
-    # min and max take the number where the other one is NaN.
+    # min and max return the number if the other argument is NaN.
     seconds = min(UNREACHABLE_SECONDS_MAX, max(0.0, report.seconds))
     return we.UnreachableServer(
         convert.replica_from_proto(report.server), seconds, report.reason[:UNREACHABLE_CHARACTERS_MAX]
@@ -253,7 +254,7 @@ def _unreachable(report: pb.UnreachableServer) -> we.UnreachableServer:
 def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
     kind = report.WhichOneof("kind")
     if kind is None:
-        raise InvalidArgumentError("a report about a snapshot says nothing")
+        raise InvalidArgumentError("a report about a snapshot has no content")
     said = getattr(report, kind)
     match kind:
         case "prepared":
@@ -285,7 +286,7 @@ def _file(written: pb.SnapshotReport.Written) -> ShardFile:
 
 
 def connections(message: pb.Connections) -> list[pb.Connection]:
-    """How a worker reports that it reaches servers, limited to what is kept."""
+    """Return a worker's report of its connections to servers, limited to what is kept."""
     names = ("server_id", "parameters", "transport", "reason", "compression")
     return [
         pb.Connection(**{name: getattr(one, name)[:TEXT_CHARACTERS_MAX] for name in names})
@@ -294,10 +295,10 @@ def connections(message: pb.Connections) -> list[pb.Connection]:
 
 
 def rates(message: pb.WorkerRates) -> pb.WorkerRates:
-    """How fast a worker reports that it trains; without numbers where they make no sense."""
+    """Return a worker's report of its speed; without numbers if they are not plausible."""
     if not 0 <= message.waiting_seconds <= message.seconds < math.inf or len(message.pushes) > PARAMETERS_MAX:
         return pb.WorkerRates()
-    # Made anew: a message that is kept must not keep what else a peer put into it.
+    # Copied, because a message that is kept must not keep other content from a peer.
     pushes = {name: count for name, count in message.pushes.items() if len(name) <= TEXT_CHARACTERS_MAX}
     return pb.WorkerRates(seconds=message.seconds, waiting_seconds=message.waiting_seconds, pushes=pushes)
 
@@ -306,7 +307,7 @@ def rates(message: pb.WorkerRates) -> pb.WorkerRates:
 
 
 def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple[Any, bool]:
-    """The answer ``value`` to a method whose responses are of type ``cls``, and whether it is the last."""
+    """Return the answer ``value`` as a response of type ``cls``, and True if it is the last one."""
     match value:
         case ev.Waiting(text) if cls is pb.CreateParametersResponse:
             return cls(state=cls.STATE_WAITING, waiting_for=text), False
@@ -351,7 +352,7 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
 
 
 def dataset(value: we.DatasetStanding, cls: Any = pb.DatasetStatus) -> Any:
-    """Where a data set stands, as a message of type ``cls``."""
+    """Return the state of a data set as a message of type ``cls``."""
     spec, position = convert.dataset_to_proto(value.spec), convert.position_to_proto(value.position)
     return make_message(cls, value, spec=spec, position=position)
 
@@ -362,7 +363,7 @@ def info(commit: CommitRecord) -> pb.SnapshotInfo:
 
 
 def command(value: ev.Value | ev.News) -> pb.SessionResponse:
-    """What a session is sent, apart from maps."""
+    """Return a command or news for a session, other than a map."""
     message = pb.SessionResponse
     match value:
         case ev.JoinProposal():
@@ -381,7 +382,7 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
         case sn.RolledBack(directory, lost, text):
             rolled_back = message.RolledBack(directory=directory, text=text)
             for name, first, until in lost:
-                # "from" is a keyword of Python.
+                # "from" is a Python keyword.
                 rolled_back.lost.add(**{"parameters": name, "from": first, "until": until})
             return message(rolled_back=rolled_back)
         case we.StopCommand(number, "leave", numbers):
@@ -398,7 +399,7 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
             return message(snapshot=_snapshot_command(value))
-    raise AssertionError(f"{value} is no command of a session")
+    raise AssertionError(f"{value} is not a session command")
 
 
 def _snapshot_command(value: sn.SnapshotCommand) -> pb.SnapshotCommand:

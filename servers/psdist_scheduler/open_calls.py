@@ -1,6 +1,6 @@
-"""Calls and sessions in progress: their numbers, the messages that each is still to send, and the map that they get.
+"""Calls and sessions in progress: their numbers, their queued messages, and the map that they get.
 
-Invariant: the event of a call's end is posted once the call is over, whatever ended it.
+Invariant: The event of a call's end is posted once the call is over, whatever ended it.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.published_map import PublishedMap
 
 T = TypeVar("T")
-#: What a session is sent. Of a map, either all of it or what is new to the session.
+#: Message for a session. A map is sent whole or as its changes.
 SessionMessage: TypeAlias = pb.SessionResponse | PublishedMap
 
 
 class Outbox(Generic[T]):
-    """The messages that one call is still to send, in order. Iterate to take them until the outbox is closed.
+    """Queued messages of one call, in order. Iterate to take them until the outbox is closed.
 
-    One task takes messages; others put them without waiting. A put with a ``kind`` replaces the last message if that is
-    of the same kind and not taken yet: of maps, and of reasons to wait, only the newest counts. No message overtakes
-    another. So a peer that reads a command has read the map by which it was made, and no news of a loss comes after the
-    map in which the lost member is back. It is bounded, for one asyncio loop, and not thread-safe.
+    One task takes messages; others put them without waiting. A put with a ``kind`` replaces the last message if that
+    one has the same kind and was not taken yet: only the newest map, or reason to wait, counts. No message overtakes
+    another. So a peer that reads a command has read the map that the command is based on, and no news of a loss comes
+    after the map in which the lost member is back. The queue is bounded, belongs to one asyncio loop, and is not
+    thread-safe.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class Outbox(Generic[T]):
         self._changed = asyncio.Event()
 
     def put(self, message: T, kind: str = "") -> None:
-        """Adds a message. One that nobody reads ends the call with LimitExceededError."""
+        """Add a message. If the peer does not read them, the call ends with LimitExceededError."""
         if self._closed:
             return
         if kind and self._queue and self._queue[-1][0] == kind:
@@ -54,13 +55,13 @@ class Outbox(Generic[T]):
         self._changed.set()
 
     def close(self, error: PsdistError | None = None) -> None:
-        """Ends the call after what was put, with ``error`` if there is one. The first close counts."""
+        """End the call after its queued messages, with ``error`` if there is one. The first close counts."""
         if not self._closed:
             self._closed, self._error = True, error
             self._changed.set()
 
     async def take(self) -> T:
-        """The next message, or the closing error. Raises ClosedError if there was none."""
+        """Return the next message. Raises the closing error, or ClosedError if there is none."""
         async for message in self:
             return message
         raise ClosedError("the call was ended")
@@ -80,8 +81,10 @@ class Outbox(Generic[T]):
 
 
 class OpenCalls:
-    """All calls and sessions of one scheduler, and the map that was published last. ``post`` gives its machine an
-    event."""
+    """All calls and sessions of one scheduler, and the map that was published last.
+
+    post: passes an event to the machine.
+    """
 
     def __init__(self, post: Callable[[ev.Event], None]) -> None:
         self._post = post
@@ -93,11 +96,11 @@ class OpenCalls:
         self._numbers = count(1)
 
     def call(self) -> AbstractContextManager[tuple[int, Outbox[ev.Value]]]:
-        """Number and outbox of a new call; its end is posted when the block is left."""
+        """Return number and outbox of a new call. Its end is posted when the block is left."""
         return self._open(self._calls, ev.CallEnded)
 
     def session(self) -> AbstractContextManager[tuple[int, Outbox[SessionMessage]]]:
-        """Number and outbox of a new session; its end is posted when the block is left."""
+        """Return number and outbox of a new session. Its end is posted when the block is left."""
         return self._open(self._sessions, lambda number: ev.SessionClosed(number, "its session broke"))
 
     @property
@@ -117,7 +120,7 @@ class OpenCalls:
             self._post(ended(number))
 
     def carry_out(self, effect: ev.Effect) -> None:
-        """Sends what an effect has for calls and sessions. One that is over gets nothing."""
+        """Send an effect to its calls and sessions. Those that are over get nothing."""
         match effect:
             case ev.Publish(cluster):
                 self.published = PublishedMap(cluster)

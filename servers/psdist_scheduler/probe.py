@@ -1,6 +1,6 @@
-"""Connects to the port of a server that is silent: its kernel refuses once the process is gone.
+"""Probes of the port of a silent server: its kernel refuses connections once the process is gone.
 
-Not here: when that is done, and what follows (``membership_changes``).
+``membership_changes`` decides when to probe, and handles the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,11 @@ from psdist_scheduler.events.records import ProbeResult
 
 
 class Probes:
-    """The connections of one scheduler that are tried now. timeout: of each, in seconds. post: takes what they met."""
+    """Probes in progress.
+
+    timeout: time limit of each, in seconds.
+    post: receives the results.
+    """
 
     def __init__(self, timeout: float, post: Callable[[Event], None]) -> None:
         self._timeout = timeout
@@ -25,13 +29,13 @@ class Probes:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self, effect: Probe) -> None:
-        """Tries a connection."""
+        """Start a probe."""
         task = asyncio.get_running_loop().create_task(self._carry_out(effect))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def stop(self) -> None:
-        """Gives up what is under way."""
+        """Cancel all probes in progress."""
         for task in self._tasks:
             task.cancel()
 
@@ -41,7 +45,7 @@ class Probes:
 
 
 async def probe(address: str, timeout: float) -> ProbeResult:
-    """What connections to ``address``, to each that its name stands for, meet within ``timeout`` seconds."""
+    """Connect to ``address``, to each address that its name stands for, within ``timeout`` seconds."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(timeout):
@@ -56,7 +60,7 @@ async def probe(address: str, timeout: float) -> ProbeResult:
 
 
 async def _connect(host: str, port: int) -> ProbeResult:
-    """One connection, which is closed at once."""
+    """Make one connection, and close it again."""
     try:
         _, writer = await asyncio.open_connection(host, port)
     except ConnectionRefusedError:

@@ -1,7 +1,7 @@
-"""A cluster map that was published, as bytes for sessions: whole, and as what is new since earlier maps.
+"""A published cluster map in its serialized forms for sessions: whole, and as changes since earlier maps.
 
-Most sessions have the same map before, so that each form is made once and shared by all. It is made when the first
-session is sent it: a map that a newer one replaced in all outboxes costs nothing.
+Most sessions have the same earlier map, so each form is made once and shared. It is made when the first session is sent
+it: a map that a newer one replaced in all outboxes costs nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from psdist.wire import convert
 
 
 class PublishedMap:
-    """One epoch's map."""
+    """The map of one epoch."""
 
     def __init__(self, cluster: ClusterMap) -> None:
         self.cluster = cluster
@@ -29,11 +29,11 @@ class PublishedMap:
 
     @cached_property
     def whole(self) -> bytes:
-        """A ``SessionResponse`` with all of it."""
+        """A serialized ``SessionResponse`` with the whole map."""
         return _pack(pb.SessionResponse(map=self.message))
 
     def since(self, before: ClusterMap) -> bytes:
-        """A ``SessionResponse`` with what is new to a session that has the map ``before``."""
+        """Return a serialized ``SessionResponse`` with the changes for a session that has the map ``before``."""
         if before.epoch not in self._since:
             change = convert.difference_to_proto(difference(before, self.cluster))
             self._since[before.epoch] = _pack(pb.SessionResponse(map_difference=change))

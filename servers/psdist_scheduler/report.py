@@ -1,4 +1,4 @@
-"""The report of GetStatus, assembled from the state of the machine. It only reads."""
+"""The report of GetStatus, assembled from the state of the machine, which it only reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ def status(
     reports: Mapping[str, pb.MemberStatus],
     now: float,
 ) -> pb.GetStatusResponse:
-    """What the machine knows, and what members reported of themselves in their last heartbeats, by id."""
+    """Return the status report.
+
+    reports: what members reported about themselves in their last heartbeats, by id.
+    """
     return pb.GetStatusResponse(
         run_id=cluster.settings.run_id,
         phase=cluster.phase,

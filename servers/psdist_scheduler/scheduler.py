@@ -1,11 +1,11 @@
-"""Drives the machine: gives it events, and carries its effects out.
+"""Driver of the machine: passes events to it, and carries out its effects.
 
-``post`` gives the machine an event at once. A single task, ``run``, carries effects out in order, and makes what
-several events changed durable in one commit. Workers' registrations wait for that task, and those that came meanwhile
-share an epoch: each epoch is told to everybody. A failed write ends the scheduler, so that nothing is told that is not
-durable.
+``post`` passes an event to the machine immediately. A single task, ``run``, carries out effects in order, and makes the
+changes of several events durable in one commit. Workers' registrations wait for that task, and those that arrived
+meanwhile share an epoch, because each epoch is sent to everybody. A failed write ends the scheduler, so that nothing is
+sent that is not durable.
 
-Not here: RPCs (``service``), the calls that effects answer (``open_calls``).
+``service`` handles RPCs, ``open_calls`` the calls that effects answer.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Scheduler:
         if storage is not None:
             self._storage = SnapshotIo(storage, cluster.settings.run_id, cluster.settings.salt, self.post)
         self.calls = OpenCalls(self.post)
-        #: What members reported of themselves in their last heartbeats, by id.
+        #: Reports of members about themselves in their last heartbeats, by id.
         self._reports: dict[str, pb.MemberStatus] = {}
         #: Set when the run is over (``shutdown``), until that is withdrawn.
         self.is_over = asyncio.Event()
-        #: Whether the run has ended in order, so that nothing of it is needed any more.
+        #: True if the run has ended in an orderly way, so that nothing of it is needed any more.
         self.has_ended = False
         self.events: deque[tuple[float, str]] = deque(maxlen=EVENTS_KEPT)
         self._loop = asyncio.get_running_loop()
@@ -68,7 +68,7 @@ class Scheduler:
         self._store = store
         # sqlite3 blocks until the disk has answered.
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
-        #: Effects to carry out, and registrations of workers that the machine has not been given yet.
+        #: Effects to carry out, and registrations of workers to pass to the machine.
         self._queue: deque[Effect | Register] = deque()
         self._pending = asyncio.Event()
         self._stopping = False
@@ -76,7 +76,7 @@ class Scheduler:
         self._enqueue(cluster.start(self.started))
 
     def post(self, event: Event) -> None:
-        """Gives the machine an event. Once the scheduler stops, ends of calls are its own doing and mean nothing."""
+        """Pass an event to the machine. Ignored once the scheduler stops, when it ends calls itself."""
         if self._stopping:
             return
         if isinstance(event, Register) and event.role == "worker":
@@ -85,7 +85,7 @@ class Scheduler:
             self._enqueue(self.cluster.on(event, self._loop.time()))
 
     async def run(self) -> None:
-        """Carries effects out, for ever. Raises what the store raises."""
+        """Carry out effects, forever. Raises the errors of the store."""
         async with background(self._storage.run() if self._storage else asyncio.sleep(0)):
             await self._carry_out_all()
 
@@ -101,14 +101,14 @@ class Scheduler:
                 self._carry_out(effect)
 
     def _take(self) -> list[Effect]:
-        """What is to be carried out, in order. Registrations that waited are given to the machine now."""
+        """Return the effects to carry out, in order. Waiting registrations are passed to the machine first."""
         queued, self._queue = self._queue, deque()
         joining = [event for event in queued if isinstance(event, Register)]
         effects = [effect for effect in queued if not isinstance(effect, Register)]
         return effects + self.cluster.on_all(joining, self._loop.time())
 
     async def tick(self) -> None:
-        """Tells the machine that time passes, for ever."""
+        """Notify the machine of the passage of time, forever."""
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
@@ -116,13 +116,13 @@ class Scheduler:
                 self.is_over.set()
 
     def stop(self) -> None:
-        """From now on nothing changes: the members live on while the scheduler does not."""
+        """Ignore all further events: the members live on without the scheduler."""
         self._stopping = True
         self._probes.stop()
 
     def close(self) -> None:
-        """Frees the store, after a write in progress. Where the run has ended, the store is deleted, because a later
-        run would otherwise restore stale members."""
+        """Close the store, after a write in progress. If the run has ended, delete it, since a later run would
+        otherwise restore stale members."""
         self._writer.shutdown(wait=True)
         if self.has_ended:
             self._store.discard()
@@ -131,12 +131,12 @@ class Scheduler:
 
     @property
     def storage(self) -> Storage | None:
-        """The run's storage; None where it has none."""
+        """The run's storage; None if it has none."""
         return self._storage.storage if self._storage is not None else None
 
     @property
     def all_have_left(self) -> bool:
-        """Whether there were members, and all have left in order."""
+        """True if there were members, and all have left in an orderly way."""
         members = self.cluster.members.all
         return bool(members) and all(member.state == "left" for member in members)
 
@@ -149,7 +149,7 @@ class Scheduler:
         return status
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
-        """Keeps what the status report shows of a member's heartbeat on its session ``call``."""
+        """Keep the parts of a member's heartbeat on its session ``call`` that the status report shows."""
         if self.cluster.members.sessions.get(call) != member_id:
             return
         kept = self._reports.setdefault(member_id, pb.MemberStatus())
@@ -184,7 +184,7 @@ class Scheduler:
 
 
 def merge(changes: list[Persist]) -> Persist:
-    """Several changes as one; of each thing the newest."""
+    """Return several changes as one, with the newest of each item."""
 
     def newest(name: str, key: Callable[[Any], Any]) -> tuple[Any, ...]:
         return tuple({key(item): item for change in changes for item in getattr(change, name)}.values())
@@ -211,7 +211,7 @@ def merge(changes: list[Persist]) -> Persist:
 
 @asynccontextmanager
 async def background(work: Coroutine[Any, Any, None]) -> AsyncIterator[asyncio.Task[None]]:
-    """A task that does not outlive the block."""
+    """Run a task that does not outlive the block."""
     task = asyncio.create_task(work)
     try:
         yield task

@@ -1,8 +1,8 @@
 """SchedulerService over ``grpc.aio``: turns each call into an event, and the event's answers into responses.
 
-Invariant: no handler awaits between reading the machine and answering from it.
+Invariant: No handler awaits between reading the machine and answering from it.
 
-Not here: the machine and what carries its effects out (``scheduler``).
+``scheduler`` drives the machine and carries out its effects.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from psdist_scheduler.scheduler import Scheduler, background
 
 log = logging.getLogger("psdist.scheduler")
 
-#: A session's first message must come within so long.
+#: Time limit in seconds for a session's first message.
 HELLO_SECONDS = 10.0
-#: Layouts of more tensors are converted in a thread, so that heartbeats go on being read.
+#: Layouts with more tensors are converted in a thread, so that heartbeats are still read meanwhile.
 _LARGE_LAYOUT = 4096
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SchedulerService"]
@@ -44,14 +44,16 @@ Context: TypeAlias = grpc.aio.ServicerContext
 
 
 class Service:
-    """One method for each RPC that is more than an event and its answers (``messages.REQUESTS`` has those); see
-    scheduler.proto for what each means."""
+    """Methods for each RPC that is more than an event and its answers; ``messages.REQUESTS`` lists the others.
+
+    See scheduler.proto for their meaning.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a grpc server is given."""
+        """Return the handler for a grpc server."""
         handlers = {
             method.name: getattr(self, method.name, None) or partial(self._by_table, method)
             for method in SERVICE.methods
@@ -59,7 +61,7 @@ class Service:
         return service_handler(SERVICE, handlers, log)
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
-        """A method that is nothing but an event and its answers."""
+        """Handle a method that is only an event and its answers."""
         make, cls = messages.REQUESTS[method.name], _message_class(method.output_type)
         if method.server_streaming:
             return await self._stream(context, lambda call: make(call, request), cls)
@@ -84,7 +86,7 @@ class Service:
         return response
 
     async def Session(self, request: object, context: Context) -> None:
-        """Heartbeats up, maps and commands down, until either side ends."""
+        """Receive heartbeats and send maps and commands, until either side ends."""
         with self._scheduler.calls.session() as (number, outbox):
             hello = await _first_message(context)
             self._scheduler.post(
@@ -99,7 +101,7 @@ class Service:
                     task.result()
 
     async def CreateParameters(self, request: pb.CreateParametersRequest, context: Context) -> None:
-        """Creates, or joins."""
+        """Create parameters, or join them."""
         if len(request.layout.tensors) > _LARGE_LAYOUT:
             layout = await asyncio.to_thread(_read_layout, request.layout)
         else:
@@ -111,12 +113,12 @@ class Service:
         await self._stream(context, event, pb.CreateParametersResponse)
 
     async def GetClusterMap(self, request: pb.GetClusterMapRequest, context: Context) -> pb.GetClusterMapResponse:
-        """The map that was published last."""
+        """Return the map that was published last."""
         self._scheduler.cluster.members.check_run(request.run_id)
         return pb.GetClusterMapResponse(map=self._scheduler.calls.map)
 
     async def HandInState(self, request: object, context: Context) -> pb.HandInStateResponse:
-        """A worker's own state, in parts."""
+        """Receive a worker's own state, in parts."""
         first = frames.parse(pb.HandInStateRequest, await _read(context))
         header, storage = first.header, self._scheduler.storage
         place = await self._ask(lambda call: messages.make_event(HandIn, call, header))
@@ -127,7 +129,7 @@ class Service:
         return pb.HandInStateResponse()
 
     async def _parts(self, first: pb.HandInStateRequest, context: Context) -> AsyncIterator[bytes]:
-        """What the messages of HandInState hold. Who sends them is alive."""
+        """Yield the parts of HandInState messages. Their sender is alive."""
         worker = (first.header.worker_id, first.header.incarnation)
         yield first.part
         while data := await _read(context):
@@ -135,7 +137,7 @@ class Service:
             yield frames.parse(pb.HandInStateRequest, data).part
 
     async def GetState(self, request: pb.GetStateRequest, context: Context) -> None:
-        """What a worker handed in, in parts."""
+        """Send a state that a worker handed in, in parts."""
         source = await self._ask(lambda call: messages.make_event(GetState, call, request))
         assert isinstance(source, StateSource)
         async for message in snapshot_io.read_state(self._scheduler.storage, source):
@@ -145,13 +147,13 @@ class Service:
         return self._scheduler.status()
 
     async def _ask(self, event: Callable[[int], ev.Event]) -> ev.Value:
-        """Posts an event and waits for its one answer."""
+        """Post an event and wait for its only answer."""
         with self._scheduler.calls.call() as (number, outbox):
             self._scheduler.post(event(number))
             return await outbox.take()
 
     async def _stream(self, context: Context, event: Callable[[int], ev.Event], cls: Any) -> None:
-        """Posts an event and passes its answers on, as messages of type ``cls``, until the last."""
+        """Post an event and send its answers, as messages of type ``cls``, until the last one."""
         with self._scheduler.calls.call() as (number, outbox):
             self._scheduler.post(event(number))
             async for value in outbox:
@@ -171,9 +173,10 @@ class Service:
 
 
 def _read_layout(message: common.Layout) -> Layout:
-    """A layout with what the machine will ask of it. Takes 0.1 s for 20,000 tensors, so it runs in a thread."""
+    """Convert a layout, with the cached values that the machine needs. Takes 0.1 s for 20,000 tensors, so it runs in a
+    thread."""
     layout = convert.layout_from_proto(message)
-    assert layout.digest and layout.offsets  # They are kept.
+    assert layout.digest and layout.offsets  # Both are cached.
     return layout
 
 
@@ -199,8 +202,11 @@ async def _read(context: Context) -> bytes:
 
 
 async def _write_all(outbox: Outbox[SessionMessage], context: Context, takes_differences: bool) -> None:
-    """Writes what a session is sent. A member that takes differences gets its first map whole, and then what is new
-    since the one before on this stream: no message of a stream is lost while it lasts."""
+    """Write the messages of a session.
+
+    A member that takes differences gets its first map whole, and then the changes since the previous one on this
+    stream: a stream loses no message while it lasts.
+    """
     before: ClusterMap | None = None
     async for message in outbox:
         if not isinstance(message, PublishedMap):

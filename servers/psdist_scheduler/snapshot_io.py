@@ -1,9 +1,9 @@
-"""The scheduler's access to the snapshot storage: storage effects of the machine, and states of workers on their way.
+"""The scheduler's access to the snapshot storage: storage effects of the machine, and transfers of worker states.
 
-Effects are carried out one after another, in a task of its own, so that a slow storage delays nothing else. The result
-of each goes back to the machine as an event. A commit has this order: every shard's file is durable (the machine has
-waited for that), then the manifest, then the commit record, which is created exclusively. Nothing is overwritten or
-renamed. A snapshot that is deleted loses its record first.
+Effects are carried out one after another, in a separate task, so that a slow storage delays nothing else. The result of
+each returns to the machine as an event. A commit has this order: every shard's file is durable (the machine has waited
+for that), then the manifest, then the commit record, which is created exclusively. Nothing is overwritten or renamed. A
+snapshot that is deleted loses its record first.
 
 The storage's answer may be lost, so an error does not mean that nothing was done. If a record of our number exists, it
 is read. If it is ours, the snapshot exists. If not, another scheduler has taken over (C8), and this one saves no more.
@@ -40,23 +40,26 @@ from psdist_scheduler.events import snapshot_events as sn
 
 log = logging.getLogger("psdist.scheduler")
 
-#: Bytes of a message with a part of a worker's state.
+#: Size in bytes of a message with a part of a worker's state.
 _PART_BYTES: Final = 1 << 20
-#: What no commit names and this scheduler did not make is garbage at this age, in seconds.
+#: Age in seconds from which files are garbage that no commit names and this scheduler did not make.
 GARBAGE_SECONDS: Final = 3600.0
 
 
 async def check_writable(storage: Storage) -> None:
-    """Raises StorageError, with a remedy, where no snapshot could be written. Two schedulers may try at a time. What a
-    crash leaves of it is garbage as any directory that no record names."""
+    """Raise StorageError, with a remedy, if no snapshot could be written. Two schedulers may try at the same time.
+
+    A crash leaves only a directory without a record, which is garbage.
+    """
     await storage.check_writable(layout.directory_path(f"probe-{secrets.token_hex(8)}"))
 
 
 async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: tuple[str, ...] = ()) -> sn.History:
-    """What the storage holds. ``run_id``: whose it must be; empty for anybody's. ``base``: directory of a snapshot that
-    is wanted besides the newest. ``bad``: directories that are passed over.
+    """Read the content of the storage. Raises StorageError, and ConfigurationError if the storage is another run's.
 
-    Raises ConfigurationError where the storage is another run's, and StorageError.
+    run_id: required run; empty for any.
+    base: directory of a snapshot that is needed besides the newest.
+    bad: directories to skip.
     """
     records = await reader.commits(storage)
     commits = tuple(record for record in records if isinstance(record, CommitRecord))
@@ -69,7 +72,7 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
             )
     for record in records:
         if not isinstance(record, CommitRecord) and not isinstance(record.error, SnapshotCorruptError):
-            raise record.error  # Not readable now, or of a newer format: no reason to go on from an older one.
+            raise record.error  # Not readable now, or of a newer format: do not resume from an older snapshot.
     skipped = [f"{record.path}: {record.error}" for record in records if not isinstance(record, CommitRecord)]
     highest = max((layout.commit_sequence(r.path) or 0 for r in records), default=0)
     newest = base_found = None
@@ -82,7 +85,7 @@ async def read_history(storage: Storage, run_id: str = "", base: str = "", bad: 
 
 
 async def _load(storage: Storage, commit: CommitRecord, skipped: list[str]) -> sn.CommitFound | None:
-    """A snapshot, if it can be read; else ``skipped`` says why not. Raises StorageError."""
+    """Return a snapshot if it can be read. Otherwise the reason is added to ``skipped``. Raises StorageError."""
     try:
         manifest = await reader.load_manifest(storage, commit)
         await reader.check_files(storage, manifest)
@@ -93,30 +96,33 @@ async def _load(storage: Storage, commit: CommitRecord, skipped: list[str]) -> s
 
 
 def check_fresh(history: sn.History, url: str) -> None:
-    """Raises ConfigurationError where a run that shall begin anew finds snapshots."""
+    """Raise ConfigurationError if a run that must start afresh finds snapshots."""
     if not history.highest:
         return
     newest = history.commits[0] if history.commits else None
     steps = ", ".join(f"{name} at step {step}" for name, step in sorted(newest.steps.items())) if newest else ""
     what = f"the newest {newest.directory} ({steps})" if newest else "none of which can be read"
     raise ConfigurationError(
-        f"--fresh, but {url} has {max(len(history.commits), 1)} snapshots, {what}: leave --fresh out to go on from "
+        f"--fresh, but {url} has {max(len(history.commits), 1)} snapshots, {what}: omit --fresh to resume from "
         "there, pass another --storage-path, or remove them with `psdist snapshot delete`"
     )
 
 
 def check_readable(history: sn.History, url: str) -> None:
-    """Raises ConfigurationError if a run that begins finds snapshots, and none that it can resume from."""
+    """Raise ConfigurationError if a new run finds snapshots, and none that it can resume from."""
     if history.highest and history.newest is None:
         raise ConfigurationError(
             f"none of the snapshots in {url} can be read: {'; '.join(history.skipped)}: look at them with "
-            "`psdist snapshot verify`, or begin anew under another --run-id or with another --storage-path"
+            "`psdist snapshot verify`, or start afresh under another --run-id or with another --storage-path"
         )
 
 
 class SnapshotIo:
-    """Effects in, events out. ``salt``: the suffix of directory names that this scheduler chose.
-    ``post`` gives the machine an event."""
+    """Carries out storage effects, and posts their results as events.
+
+    salt: suffix of the directory names that this scheduler chose.
+    post: passes an event to the machine.
+    """
 
     def __init__(self, storage: Storage, run_id: str, salt: str, post: Callable[[sn.StorageEvent], None]) -> None:
         self.storage = storage
@@ -126,19 +132,19 @@ class SnapshotIo:
         self._effects: deque[sn.StorageEffect] = deque()
         self._pending = asyncio.Event()
         self._idle = asyncio.Event()
-        #: Records that were tried, and of which nobody knows whether they are there, by their number.
+        #: Records that were sent, and may or may not exist, by their number.
         self._unsure: dict[int, list[bytes]] = {}
         #: Directories that this scheduler gave up.
         self._given_up: dict[str, None] = {}
 
     def put(self, effect: sn.StorageEffect) -> None:
-        """Has it carried out, after those before it."""
+        """Carry out an effect after those before it."""
         self._effects.append(effect)
         self._idle.clear()
         self._pending.set()
 
     async def run(self) -> None:
-        """Carries effects out, for ever."""
+        """Carry out effects, forever."""
         while True:
             await self._pending.wait()
             self._pending.clear()
@@ -146,13 +152,13 @@ class SnapshotIo:
                 effect = self._effects.popleft()
                 try:
                     await self._carry_out(effect)
-                except Exception as error:  # Without this one defect would end all saving, and nobody would say why.
-                    log.exception("the storage cannot be worked with")
+                except Exception as error:  # Otherwise one defect would end all saving without a word.
+                    log.exception("a storage effect failed unexpectedly")
                     self._fail(effect, f"{type(error).__name__}: {error}")
             self._idle.set()
 
     async def idle(self) -> None:
-        """Returns when everything is carried out."""
+        """Return when everything is carried out."""
         await self._idle.wait()
 
     async def _carry_out(self, effect: sn.StorageEffect) -> None:
@@ -167,8 +173,7 @@ class SnapshotIo:
                 self._post(await self._read(base, bad))
 
     def _fail(self, effect: sn.StorageEffect, text: str) -> None:
-        """A defect, of which the machine hears all the same: it would wait for ever, and nothing else be carried
-        out."""
+        """Report a defect to the machine, which would otherwise wait forever."""
         match effect:
             case sn.WriteCommit():
                 self._post(sn.CommitFailed(effect.attempt, text, unsure=True))
@@ -211,9 +216,11 @@ class SnapshotIo:
         return sn.Committed(effect.attempt, commit, manifest)
 
     async def _record(self, commit: CommitRecord) -> CommitRecord:
-        """Creates the record. Where its number is taken by a record of this scheduler, whose answer never came, that
-        one's snapshot exists, and the next number is free. Raises FileExistsError where it is another's, and
-        StorageError."""
+        """Create the commit record. Raises FileExistsError if its number is another scheduler's, and StorageError.
+
+        If the number belongs to a record of this scheduler whose answer never came, that snapshot exists, and the next
+        number is tried.
+        """
         while True:
             record = commit.to_bytes()
             try:
@@ -223,15 +230,17 @@ class SnapshotIo:
                 if await self.storage.read(commit.path) not in self._unsure.get(commit.sequence, ()):
                     raise
             except PsdistError:
-                # It may be there all the same, now or later: what it names is not removed.
+                # It may exist nevertheless, now or later: do not remove what it names.
                 self._unsure.setdefault(commit.sequence, []).append(record)
                 raise
             self._post(await self._read("", ()))
             commit = replace(commit, sequence=commit.sequence + 1)
 
     async def _create(self, path: str, data: bytes) -> None:
-        """Creates a file. That our own answer was lost is no failure: then the very bytes are there. Raises
-        FileExistsError where others are, StorageError where nobody knows."""
+        """Create a file. Succeeds if the file already has these bytes, because only the answer was lost.
+
+        Raises FileExistsError if it has others, and StorageError if that is not known.
+        """
         try:
             await self.storage.create(path, data)
         except (StorageError, FileExistsError):
@@ -249,12 +258,12 @@ class SnapshotIo:
         await self._remove(directory)
 
     async def _remove(self, directory: str) -> None:
-        """Removes the files of a directory that no record names; if the storage does not answer they stay for now."""
+        """Remove the files of a directory that no record names. If the storage does not answer, they stay for now."""
         try:
             files = await self.storage.list(layout.directory_path(directory))
             await self.storage.delete(file.path for file in files)
         except PsdistError as error:
-            log.warning("the files of %s, which was given up, are left: %s", directory, error)
+            log.warning("the files of abandoned snapshot %s remain: %s", directory, error)
 
     async def _prune(self, effect: sn.Prune) -> sn.StorageEvent:
         done: list[int] = []
@@ -270,8 +279,10 @@ class SnapshotIo:
         return sn.Pruned(tuple(done))
 
     async def _collect(self) -> None:
-        """Removes directories that no record names, where every record could be read: those that this scheduler gave
-        up, and what others left long ago."""
+        """Remove directories that no record names: those that this scheduler gave up, and old ones of others.
+
+        Nothing is removed if a record cannot be read.
+        """
         records = await reader.commits(self.storage)
         named = {record.directory for record in records if isinstance(record, CommitRecord)}
         if len(named) != len(records):
@@ -297,10 +308,10 @@ class SnapshotIo:
 async def write_state(
     storage: Storage, place: sn.StatePlace, header: pb.HandInStateRequest.Header, parts: AsyncIterator[bytes]
 ) -> WorkerState:
-    """Writes the file of a worker's state, durably. At most one part of it is held.
+    """Write the file of a worker's state durably. At most one part of it is in memory.
 
-    Raises InvalidArgumentError where length or digest are not those of the header, and StorageError; then nothing of it
-    stays.
+    Raises StorageError, and InvalidArgumentError if length or digest differ from the header's. Then nothing of it
+    remains.
     """
     state = WorkerState(
         header.parameters, place.rank, header.next, place.file, header.length, bytes(header.digest).hex()
@@ -315,13 +326,13 @@ async def write_state(
             await file.write(part)
         if length != header.length or digest.hexdigest() != state.digest:
             raise InvalidArgumentError(
-                f"the state of {header.parameters!r} that came is not the one that was announced"
+                f"the state of {header.parameters!r} that arrived is not the one that was announced"
             )
     return state
 
 
 async def read_state(storage: Storage | None, source: sn.StateSource) -> AsyncIterator[pb.GetStateResponse]:
-    """The file of a worker's state in parts. Raises SnapshotCorruptError, StorageError."""
+    """Yield the file of a worker's state in parts. Raises SnapshotCorruptError and StorageError."""
     state = source.state
     if storage is None or state is None or source.manifest is None:
         yield pb.GetStateResponse()

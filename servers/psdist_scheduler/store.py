@@ -1,11 +1,11 @@
-"""The store: what a restarted scheduler needs to know, durable before anybody acts on it.
+"""The store: state that a restarted scheduler needs, made durable before anybody acts on it.
 
-``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns). A ``Store``
-without more is for runs that need not outlive their scheduler. A file belongs to one scheduler at a time: the process
+``SqliteStore`` uses one SQLite file (WAL, ``synchronous=FULL``: a commit is on the disk when it returns). A plain
+``Store`` is for runs that need not outlive their scheduler. A file belongs to one scheduler at a time: the process
 holds a lock on it while it is open, which a crash releases.
 
-Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. What does not
-parse is refused, not repaired.
+Entries, layouts and settings are stored as protobuf messages of the wire, which have rules for evolution. Content that
+does not parse is refused, not repaired.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ CREATE TABLE datasets (name TEXT PRIMARY KEY, spec BLOB NOT NULL, state TEXT NOT
 _BASE = "base_directory, base_digest, generation, term, base_epoch, began"
 _READ_PARAMETERS = "SELECT entry, uploader, committed, layout FROM parameters ORDER BY number"
 _READ_DATASETS = "SELECT spec, state FROM datasets ORDER BY rowid"
-#: Of a data set's settings nothing ever changes.
+#: The settings of a data set never change.
 _WRITE_DATASET = "INSERT INTO datasets VALUES (?, ?, ?) ON CONFLICT (name) DO UPDATE SET state = excluded.state"
-#: The newest get the highest rowid.
+#: The newest rows get the highest rowid.
 _WRITE_BARRIER = "INSERT OR REPLACE INTO barriers (worker_id, name, origin, passed) VALUES (?, ?, ?, ?)"
-#: As ``Barriers`` does.
+#: Same rule as in ``Barriers``.
 _FORGET_BARRIERS = (
     "DELETE FROM barriers WHERE worker_id = ? AND rowid NOT IN "
     f"(SELECT rowid FROM barriers WHERE worker_id = ? ORDER BY rowid DESC LIMIT {BARRIER_NAMES_MAX})"
@@ -82,29 +82,31 @@ _FORGET_BARRIERS = (
 
 
 class Store:
-    """Where the scheduler's memory lies. This one keeps nothing. Calls block; only one is made at a time."""
+    """Interface of the store, and a store that keeps nothing. Calls block; only one is made at a time."""
 
     def load(self) -> StoredState | None:
-        """What was kept; None where there is nothing yet."""
+        """Return the stored state; None if there is none yet."""
         return None
 
     def write(self, changes: Persist) -> None:
-        """Makes the changes durable, all or none, before it returns."""
+        """Make the changes durable, all or none, before returning."""
 
     def discard(self) -> None:
-        """Deletes what was kept, and closes the store: the run has ended."""
+        """Delete the stored state and close the store, because the run has ended."""
         self.close()
 
     def close(self) -> None:
-        """Frees the store for another scheduler."""
+        """Release the store for another scheduler."""
 
 
 class SqliteStore(Store):
-    """One SQLite file. ``run_id`` is written into a new file; an empty one takes what the file has, and into a new file
-    that of ``new_run_id()``."""
+    """A store in one SQLite file."""
 
     def __init__(self, path: Path, run_id: str, new_run_id: Callable[[], str] = lambda: "") -> None:
-        """Opens and locks the file. Raises ConfigurationError where it is in use, unusable, or another run's."""
+        """Open and lock the file. Raises ConfigurationError if it is in use, unusable, or another run's.
+
+        run_id: run of a new file. If empty, it is read from the file, or for a new file is ``new_run_id()``.
+        """
         self._path = path
         # Written from one worker thread at a time, never two.
         self._db = _connect(path)
@@ -119,7 +121,7 @@ class SqliteStore(Store):
             raise
 
     def load(self) -> StoredState | None:
-        """What was kept; None in a new file. Raises ConfigurationError where it can't be read."""
+        """Return the stored state; None for a new file. Raises ConfigurationError if it cannot be read."""
         try:
             row = self._db.execute(f"SELECT epoch, servers_wanted, run_lost, {_BASE} FROM run").fetchone()
             epoch, servers_wanted, run_lost, *base = row
@@ -167,8 +169,8 @@ class SqliteStore(Store):
         self._known_layouts.update(record.entry.spec.name for record in changes.parameters)
 
     def discard(self) -> None:
-        # Deleted while the lock is held: a scheduler that starts meanwhile must not get its new file deleted. The file
-        # is last, because it has the lock, and what has its name after that may be another's.
+        # Deleted while the lock is held: the file of a scheduler that starts meanwhile must not be deleted. The main
+        # file is last, because it holds the lock; after that its name may belong to another one.
         for suffix in ("-wal", "-shm", ""):
             self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
         self.close()
@@ -177,7 +179,7 @@ class SqliteStore(Store):
         self._db.close()
 
     def _prepare(self, run_id: str, new_run_id: Callable[[], str]) -> str:
-        """Locks the file, makes its tables if it is new, and returns the run's name."""
+        """Lock the file, create its tables if it is new, and return the run's name."""
         self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
@@ -228,10 +230,16 @@ class SqliteStore(Store):
 def open_store(
     path: Path | None, run_id: str, new_run_id: Callable[[], str], *, optional: bool = False
 ) -> tuple[Store, str]:
-    """The store at ``path`` (None: memory) and the run's name that holds for it: ``run_id``, or where that is empty the
-    one that the file has, or ``new_run_id()``. optional: where its directory cannot be made or written, memory."""
+    """Open the store at ``path`` (None: memory). Returns it with the run's name.
+
+    That is ``run_id`` or, if that is empty, the file's or ``new_run_id()``.
+
+    optional: True to use memory if the directory cannot be created or written.
+    """
     if path is not None and optional and (refusal := _make_directory(path.parent)):
-        log.warning("the run cannot survive a restart of this scheduler (name a file by --store): %s", refusal)
+        log.warning(
+            "this scheduler cannot be restarted without losing the run (choose a file with --store): %s", refusal
+        )
         path = None
     if path is None:
         return Store(), run_id or new_run_id()
@@ -240,7 +248,7 @@ def open_store(
 
 
 def _make_directory(path: Path) -> str:
-    """Makes a directory for stores, for this user alone. Returns why it cannot be used; empty if it can."""
+    """Create a directory for stores, for this user only. Returns why it cannot be used; empty if it can."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -261,7 +269,7 @@ def _unusable(path: Path, error: Exception) -> ConfigurationError:
             f"--store {path} is in use by another scheduler: stop that one first, or use another file", path=path
         )
     return ConfigurationError(
-        f"--store {path} cannot be used: {error}. Put back a copy that is as new as the run, or begin anew under "
+        f"--store {path} cannot be used: {error}. Put back a copy that is as new as the run, or start afresh under "
         "another --run-id with another file",
         path=path,
     )

@@ -214,14 +214,14 @@ def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_writt
     status, text = stage.run(*command, cwd=mount.path)
     assert status == 0 and "is at step 3 with -3.0" in text, text
     storage = mount.path / "psdist-runs" / "digits"
-    assert text.count(f"training goes on without: the storage {storage} cannot be written: Read-only") == 1, text
+    assert text.count(f"training continues without: the storage {storage} cannot be written: Read-only") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
     # What is there already counts all the same.
     assert mount.remount("size=1m")
     assert stage.run(*command, cwd=mount.path)[0] == 0
     assert mount.remount("size=1m", readonly=True)
     status, text = stage.run(*command, cwd=mount.path)
-    assert status == 0 and "begins at step 3\n" in text and text.count("training goes on without") == 1, text
+    assert status == 0 and "begins at step 3\n" in text and text.count("training continues without") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
 
 

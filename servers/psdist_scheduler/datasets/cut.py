@@ -1,12 +1,12 @@
-"""Which ranges of data are in a snapshot. Pure.
+"""Used ranges of data that belong to a snapshot. Pure.
 
 A range is in the snapshot if its worker had used it before the cut: if none of the worker's next pushes, as they were
-when the range was done, is after the cut. Ranges that were reported without such numbers count as in it. So a range
-that was reported as done is remembered until no later cut can come before it. Leases that are out when everything is
-written need a decision too: their range may have been done before the cut and not be reported yet. The worker's next
-report after the cut decides, or its waiting in a request for a snapshot, or that the lease was given after the cut.
+when the range was done, is after the cut. Ranges that were reported without such numbers count as included. So a done
+range is remembered until no later cut can come before it. Leases that are still out when everything is written need a
+decision too: their range may have been done before the cut and not be reported yet. Any of these decides it: the
+worker's next report after the cut, a request for a snapshot in which the worker waits, or a lease given after the cut.
 
-Not here: leases (``datasets``), what is waited for and how long (``schedule``).
+``datasets`` handles leases; ``snapshots`` decides how long to wait for reports.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from dataclasses import dataclass, field
 from psdist.wire.limits import REPORTS_MAX
 from psdist_scheduler.events.records import DataLease, Identity
 
-#: By parameters, the number of a worker's next push.
+#: Number of a worker's next push, by parameter set.
 Next = Mapping[str, int]
-#: By incarnation, the bound below which its pushes are in the snapshot. Other parameter sets do not matter.
+#: Returns the bound below which the pushes of an incarnation are in the snapshot. Other parameter sets do not matter.
 Cut = Callable[[Identity], Next]
 
 
 @dataclass(slots=True)
 class DataCut:
-    """What workers reported, while it may matter."""
+    """Reports of workers, for as long as they may matter."""
 
-    #: By data set and place: whose the range was, and its next pushes when it was done.
+    #: Holder of a done range and its next pushes at that time, by data set and place.
     _done: dict[tuple[str, int], tuple[Identity, Next]] = field(default_factory=dict)
-    #: By data set and lease: its worker's next pushes when it was given.
+    #: Next pushes of the worker when it was given a lease, by data set and lease.
     _given: dict[tuple[str, int], Next] = field(default_factory=dict)
-    #: By incarnation, its next pushes in its last report.
+    #: Next pushes of each incarnation in its last report.
     _heard: dict[Identity, Next] = field(default_factory=dict)
 
     def on_given(self, dataset: str, lease: DataLease, now: Next) -> None:
-        """A lease is given to a worker whose next pushes are ``now``."""
+        """Record a lease given to a worker whose next pushes are ``now``."""
         self._given[dataset, lease.lease_id] = now
 
     def on_done(self, dataset: str, lease: DataLease, at: Next) -> None:
-        """A lease's samples were used before the pushes ``at``."""
+        """Record that a lease's samples were used before the pushes ``at``."""
         self._given.pop((dataset, lease.lease_id), None)
         if at:
             self._done[dataset, lease.place] = ((lease.worker_id, lease.incarnation), at)
@@ -47,25 +47,25 @@ class DataCut:
                 del self._done[next(iter(self._done))]
 
     def on_ended(self, dataset: str, lease: DataLease) -> None:
-        """A lease ended unused."""
+        """Record that a lease ended unused."""
         self._given.pop((dataset, lease.lease_id), None)
 
     def on_report(self, worker: Identity, now: Next) -> None:
-        """A worker's next pushes are ``now``, and it has reported all that is done."""
+        """Record a worker's report of all done ranges. Its next pushes are ``now``."""
         self._heard[worker] = now
 
     def forget(self, dataset: str) -> None:
-        """A data set goes on from elsewhere."""
+        """Forget a data set that continues from another position."""
         self._done = {key: value for key, value in self._done.items() if key[0] != dataset}
         self._given = {key: value for key, value in self._given.items() if key[0] != dataset}
 
     def settle(self, floor: Cut, is_live: Callable[[str, int], bool]) -> None:
-        """Forgets what is before every cut to come. ``floor``: what no later cut is below."""
+        """Forget reports that are before every later cut. floor: returns the lowest bound of any later cut."""
         self._done = {key: (worker, at) for key, (worker, at) in self._done.items() if _is_after(at, floor(worker))}
         self._heard = {worker: now for worker, now in self._heard.items() if is_live(*worker)}
 
     def after(self, dataset: str, cut: Cut) -> list[int]:
-        """Places that are done, but not in the snapshot."""
+        """Return places that are done, but not in the snapshot."""
         return [
             place
             for (name, place), (worker, at) in self._done.items()
@@ -73,7 +73,7 @@ class DataCut:
         ]
 
     def undecided(self, dataset: str, leases: Iterable[DataLease], cut: Cut) -> list[str]:
-        """Workers that may have used a range before the cut without having reported that."""
+        """Return workers that may have used a range before the cut without having reported it."""
         found: dict[str, None] = {}
         for lease in leases:
             worker = (lease.worker_id, lease.incarnation)
@@ -86,5 +86,5 @@ class DataCut:
 
 
 def _is_after(numbers: Next, cut: Next) -> bool:
-    """Whether some of the pushes before ``numbers`` are not in the snapshot."""
+    """Return True if some of the pushes before ``numbers`` are not in the snapshot."""
     return any(name in cut and number > cut[name] for name, number in numbers.items())

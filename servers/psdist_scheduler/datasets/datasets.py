@@ -2,20 +2,20 @@
 
 The ranges of all data epochs are places on one line (``DatasetSpec.places``) and are given out from its beginning. A
 place is free, leased to one incarnation of a worker, or over: done, or given up. There is no stop between data epochs.
-Ranges of the next epoch are given out while the last ones of this epoch are still leased, because in BSP a worker that
-waits for data while another waits for its gradient would stop both. For the same reason nobody waits at the end: when
-no range is left, a worker is answered so, whoever still holds ranges.
+Ranges of the next epoch are given out while the last ones of this epoch are still leased. Otherwise, in BSP, a worker
+that waits for data while another one waits for its gradient would stop both. For the same reason nobody waits at the
+end: when no range is left, workers are told so even if others still hold ranges.
 
 A lease ends when its holder reports it as done or returns it, or when the holder's incarnation ends. Then the place is
-free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies, and at least
-once otherwise, as long as a worker comes back for what was held by one that died after the others had left. The
-exception are ranges whose holders died more than ``retries_max`` times: those are given up, and counted.
+free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies. Otherwise it
+is done at least once, as long as a worker returns for ranges held by one that died after the others had left. Ranges
+whose holders died more than ``retries_max`` times are the exception: they are given up, and counted.
 
-Invariants: every place is in one state. Lease ids grow and are never given twice. A report about a lease that has ended
-has no effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused.
+Invariants: Every place is in one state. Lease ids grow and are never reused. A report about an ended lease has no
+effect. ``repeated`` counts the leases of places that a lost worker had before, unless they were returned unused.
 
-Not here: which samples a range has (``psdist.data``), who is live (``membership``), durability (``cluster``,
-``store``).
+``psdist.data`` maps ranges to samples, ``membership`` knows who is live, ``cluster`` and the store make changes
+durable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LeasedDataset:
 
     @property
     def record(self) -> DatasetRecord:
-        """What a restart must know."""
+        """State that a restart needs."""
         return DatasetRecord(
             self.spec,
             tuple(self._free),
@@ -68,16 +68,16 @@ class LeasedDataset:
 
     @property
     def leases(self) -> tuple[DataLease, ...]:
-        """Those that are out."""
+        """Leases that are out."""
         return tuple(self._leases.values())
 
     @property
     def position(self) -> DataPosition:
-        """Where it stands: what is leased is not done."""
+        """Current position. Leased ranges are not done."""
         return self.position_without(())
 
     def position_without(self, places: Iterable[int]) -> DataPosition:
-        """Where it stands if ``places``, which are done, were not."""
+        """Return the position as it would be without ``places``, which are done."""
         taken = [(place, place + 1) for place in (*(lease.place for lease in self.leases), *places)]
         unfinished = sorted([*self._free, *taken])
         if not unfinished:
@@ -90,21 +90,21 @@ class LeasedDataset:
 
     @property
     def standing(self) -> we.DatasetStanding:
-        """Settings, position and leases that are out."""
+        """Settings, position and number of leases that are out."""
         return we.DatasetStanding(self.spec, self.position, len(self._leases))
 
     @property
     def finished(self) -> bool:
-        """Whether every range is over."""
+        """True if every range is over."""
         return not self._free and not self._leases
 
     def held_by(self, worker: Member) -> list[DataLease]:
-        """The leases of this incarnation of the worker, the oldest first."""
+        """Return the leases of this incarnation of the worker, oldest first."""
         return [lease for lease in self._leases.values() if _is_of(lease, worker)]
 
     def check_ends(self, ids: Iterable[int], worker: Member) -> None:
-        """Raises FencedError where another incarnation holds one of the leases, InvalidArgumentError where one never
-        was."""
+        """Raise FencedError if another incarnation holds one of the leases, and InvalidArgumentError if one never
+        existed."""
         for lease_id in ids:
             if not 1 <= lease_id <= self._given:
                 raise InvalidArgumentError(
@@ -129,7 +129,7 @@ class LeasedDataset:
         assert all(1 <= lease_id <= self._given for lease_id in self._leases)
 
     def acquire(self, worker: Member) -> DataLease | None:
-        """Leases the lowest free place; None if there is none."""
+        """Lease the lowest free place. Returns None if there is none."""
         if not self._free:
             return None
         place, stop = self._free[0]
@@ -142,11 +142,11 @@ class LeasedDataset:
         return lease
 
     def finish(self, lease_id: int) -> DataLease | None:
-        """The lease's samples are used. None if it had ended before, which changes nothing."""
+        """End a lease whose samples are used. Returns None, without effect, if it had ended before."""
         return self._leases.pop(lease_id, None)
 
     def release(self, lease_id: int) -> DataLease | None:
-        """The lease's samples were not used. None if it had ended before, which changes nothing."""
+        """End a lease whose samples were not used. Returns None, without effect, if it had ended before."""
         lease = self._leases.pop(lease_id, None)
         if lease is not None:
             self.repeated -= lease.attempt > 0
@@ -154,7 +154,7 @@ class LeasedDataset:
         return lease
 
     def lose(self, is_live: Callable[[str, int], bool]) -> tuple[list[DataLease], list[DataLease]]:
-        """Ends the leases of those that are gone. Returns those that will be given again, and those given up."""
+        """End the leases of workers that are gone. Returns those whose range is given out again, and those given up."""
         lost = [lease for lease in self._leases.values() if not is_live(lease.worker_id, lease.incarnation)]
         for lease in lost:
             del self._leases[lease.lease_id]
@@ -165,7 +165,8 @@ class LeasedDataset:
         return again, [lease for lease in lost if lease.attempt >= self.spec.retries_max]
 
     def go_to(self, position: DataPosition) -> None:
-        """Goes on from there; all leases are void. Raises InvalidArgumentError where there is no such position."""
+        """Continue from ``position``, which voids all leases. Raises InvalidArgumentError if there is no such
+        position."""
         ranges, places = self.spec.ranges, self.spec.places
         base = position.data_epoch * ranges
         if base > places:
@@ -198,7 +199,7 @@ class LeasedDataset:
         return index > 0 and place < self._free[index - 1][1]
 
     def _no_position(self, what: str) -> InvalidArgumentError:
-        return InvalidArgumentError(f"the position is none of data set {self.spec.name!r}: it has {what}")
+        return InvalidArgumentError(f"the position is not valid for data set {self.spec.name!r}: it has {what}")
 
 
 class Datasets:
@@ -208,12 +209,12 @@ class Datasets:
         self._resume = resume
         self.cut = DataCut()
         self._all = {record.spec.name: LeasedDataset(record) for record in records}
-        #: Changed since the cluster last took them.
+        #: Data sets changed since ``take_changes``.
         self.changed: dict[str, None] = {}
 
     @property
     def standings(self) -> list[we.DatasetStanding]:
-        """Each data set, where it stands, and its leases."""
+        """Position and leases of each data set."""
         return [dataset.standing for dataset in self._all.values()]
 
     @property
@@ -222,14 +223,16 @@ class Datasets:
         return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
 
     def states(self, cut: Cut) -> tuple[DatasetState, ...]:
-        """Where each data set stands in a snapshot; those of the snapshot before that nobody opened are where they
-        were."""
+        """Return the state of each data set in a snapshot. Those of the previous snapshot that nobody opened are
+        unchanged."""
         mine = [DatasetState(d.spec, d.position_without(self.cut.after(n, cut))) for n, d in self._all.items()]
         return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
 
     def stand_as_in(self, manifest: Manifest) -> bool:
-        """Whether a snapshot that were cut where this one was has data sets where this one has them. One at its
-        beginning may be in it or not."""
+        """Return True if data sets would have the same state in a snapshot with the same cut as this one.
+
+        A data set at its beginning may be in a snapshot or not.
+        """
 
         def cut(worker: Identity) -> dict[str, int]:
             return {state.spec.name: state.next_of(worker) for state in manifest.parameters}
@@ -239,12 +242,12 @@ class Datasets:
         return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
 
     def undecided(self, cut: Cut) -> list[str]:
-        """Workers that may have used a range before the cut without having reported that."""
+        """Return workers that may have used a range before the cut without having reported it."""
         found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
         return list(dict.fromkeys(found))
 
     def get_position(self, event: we.GetPosition) -> list[Effect]:
-        """Tells where a data set stands. Raises UnknownDatasetError."""
+        """Return the position of a data set. Raises UnknownDatasetError."""
         return [Answer(event.call, self._get(event.dataset).standing)]
 
     def validate(self) -> None:
@@ -252,13 +255,13 @@ class Datasets:
             dataset.validate()
 
     def take_changes(self) -> tuple[DatasetRecord, ...]:
-        """What a restart must know of those that changed since this was called last."""
+        """Return the records that changed since the previous call, for a restart."""
         changed, self.changed = self.changed, {}
         return tuple(self._all[name].record for name in changed)
 
     def open(self, event: we.OpenDataset) -> list[Effect]:
-        """Makes a data set, or checks that it has these settings. Raises SettingsMismatchError, LimitExceededError,
-        StorageError."""
+        """Open a data set: create it, or check that it has these settings. Raises SettingsMismatchError,
+        LimitExceededError and StorageError."""
         spec = event.spec
         dataset = self._all.get(spec.name)
         if dataset is not None:
@@ -273,13 +276,13 @@ class Datasets:
         text = f"data set {spec.name!r}: {spec.size} samples in {spec.ranges} ranges"
         if state is not None:
             dataset.go_to(state.position)
-            text = f"{text}, goes on from data epoch {state.position.data_epoch} as the snapshot has it"
+            text = f"{text}, resuming at data epoch {state.position.data_epoch} of the snapshot"
         return [LogEvent(text), Answer(event.call, dataset.standing)]
 
     def lease(self, event: we.LeaseRange, worker: Member) -> list[Effect]:
-        """Ends what is done, and gives another range, or one that was leased in an answer that was lost.
+        """End the done leases, and give out another range, or one whose first answer was lost.
 
-        Raises UnknownDatasetError, FencedError, InvalidArgumentError, LimitExceededError.
+        Raises UnknownDatasetError, FencedError, InvalidArgumentError and LimitExceededError.
         """
         dataset = self._get(event.dataset)
         dataset.check_ends(event.done, worker)
@@ -300,7 +303,7 @@ class Datasets:
         return [*notes, Answer(event.call, given)]
 
     def end(self, event: we.EndRanges, worker: Member) -> list[Effect]:
-        """Ends leases. Raises UnknownDatasetError, FencedError, InvalidArgumentError."""
+        """End leases. Raises UnknownDatasetError, FencedError and InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
         notes = self._finish(dataset, event)
@@ -312,19 +315,19 @@ class Datasets:
         return [*notes, Answer(event.call, Done())]
 
     def set_position(self, event: we.SetPosition, worker: Member) -> list[Effect]:
-        """A data set goes on from there. Raises UnknownDatasetError, InvalidArgumentError."""
+        """Continue a data set from a given position. Raises UnknownDatasetError and InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.go_to(event.position)
         self.cut.forget(event.dataset)
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
         return [
-            LogEvent(f"data set {event.dataset!r} goes on from {where}, set by {worker}"),
+            LogEvent(f"data set {event.dataset!r} continues from {where}, set by {worker}"),
             Answer(event.call, Done()),
         ]
 
     def go_back(self, states: Iterable[DatasetState]) -> None:
-        """All data sets go on from where a snapshot has them; those that it does not have, from their beginning."""
+        """Return all data sets to their positions in a snapshot, or to their beginning if it does not have them."""
         positions = {state.spec.name: state.position for state in states}
         for name, dataset in self._all.items():
             dataset.go_to(positions.get(name, DataPosition()))
@@ -332,7 +335,7 @@ class Datasets:
             self.changed[name] = None
 
     def lose(self, is_live: Callable[[str, int], bool]) -> list[Effect]:
-        """Takes back what those hold that are gone."""
+        """End the leases of workers that are gone."""
         effects: list[Effect] = []
         for name, dataset in self._all.items():
             again, given_up = dataset.lose(is_live)
@@ -370,7 +373,7 @@ class Datasets:
         if not dataset.finished:
             return []
         counts = f"{dataset.repeated} ranges handed out again, {dataset.failed} given up"
-        return [LogEvent(f"data set {dataset.spec.name!r} is at its end: {counts}")]
+        return [LogEvent(f"data set {dataset.spec.name!r} is finished: {counts}")]
 
 
 def _is_of(lease: DataLease, worker: Member) -> bool:
@@ -378,7 +381,7 @@ def _is_of(lease: DataLease, worker: Member) -> bool:
 
 
 def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
-    """What of [low, high) the ascending stretches leave out."""
+    """Return the parts of [low, high) that the ascending intervals leave out."""
     gaps = []
     for start, stop in stretches:
         if low < start:
@@ -390,6 +393,6 @@ def _gaps(stretches: Iterable[tuple[int, int]], low: int, high: int) -> list[tup
 
 
 def _ranges(leases: list[DataLease]) -> str:
-    """``2 ranges of worker-1``."""
+    """Describe leases, such as ``2 ranges of worker-1``."""
     holders = ", ".join(dict.fromkeys(lease.worker_id for lease in leases))
     return f"{len(leases)} {'range' if len(leases) == 1 else 'ranges'} of {holders}"

@@ -1,9 +1,9 @@
-"""Which registrations are accepted, and under which id, rank and incarnation. Pure.
+"""Admission: decides which registrations are accepted, and under which id, rank and incarnation. Pure.
 
-Invariants: a registration that is refused changes nothing. A live member is replaced only by a later incarnation of
-itself, where it surely is not there any more.
+Invariants: A refused registration changes nothing. A live member is replaced only by a later incarnation of itself, and
+only if it is certain to be gone.
 
-Not here: the members (``membership``), what else follows from a registration (``cluster``).
+``membership`` holds the members; ``cluster`` handles the other consequences of a registration.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from psdist_scheduler.events.cluster_events import Register
 from psdist_scheduler.events.records import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
 
-#: A label of a host name that can be an id.
+#: A label of a host name that can serve as an id.
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
-#: Ids of workers, which hosts can have as names, too.
+#: Ids of workers, which may be host names, too.
 _WORKER: Final = re.compile(r"worker-\d+")
 
 
@@ -38,9 +38,10 @@ class MemberAdmission:
     _members: Membership
 
     def accept(self, event: Register, reserved: frozenset[str]) -> Member:
-        """The new incarnation of a member. ``reserved`` has ids of servers that are named as owners of lost shards.
+        """Return the new incarnation of a member. Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError,
+        DuplicateMemberError and LimitExceededError.
 
-        Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError, DuplicateMemberError, LimitExceededError.
+        reserved: ids of servers that are named as owners of lost shards.
         """
         self._check(event)
         if event.role == "worker":
@@ -97,10 +98,10 @@ class MemberAdmission:
         return next(rank for rank in range(MEMBERS_MAX + 1) if rank not in taken)
 
     def _server_id(self, event: Register, reserved: frozenset[str]) -> str:
-        """The id of a server that asks for none: the name of its host, by which operators know it.
+        """Return the id of a server that asks for none: the name of its host, by which operators know it.
 
-        From the second server of a host on there is a number behind it. A server that is started again gets its id
-        again. On loopback all are of one host, and have numbers alone.
+        Further servers of a host get a number appended. A restarted server gets its previous id. On loopback all
+        servers are on one host, so they get numbers only.
         """
         host = event.host.partition(".")[0]
         if _is_loopback(event.address) or not _HOST.fullmatch(host) or _WORKER.fullmatch(host):
@@ -119,7 +120,8 @@ class MemberAdmission:
         for number in range(KNOWN_IDS_MAX + 1):
             member_id = f"server-{number}"
             member = self._members.get(member_id)
-            # The id of a drained server stays free, unless asked for by name, and so counts as a server less needed.
+            # Keep the id of a drained server free unless it is asked for by name: it means that one server fewer is
+            # needed.
             ended = member is not None and member.role == "server" and not member.live and not member.draining
             if member_id not in reserved and (member is None or ended):
                 return member_id
@@ -136,14 +138,16 @@ class MemberAdmission:
             raise InvalidArgumentError(f"the id {member_id!r} was a {before.role}'s: choose another for a {event.role}")
 
     def _may_replace(self, holder: Member, event: Register) -> bool:
-        """Whether the worker that has a rank is an earlier incarnation of the one that registers."""
+        """Return True if the worker that holds the rank is an earlier incarnation of the one that registers."""
         if holder.member_id == event.member_id:
             return True
         return not event.member_id and holder.member_id == f"worker-{holder.rank}" and self._is_abandoned(holder, event)
 
     def _is_abandoned(self, member: Member, event: Register) -> bool:
-        """Whether a live member surely is not there any more: it has sent nothing since the scheduler was started
-        again, and now a process of its host takes its place."""
+        """Return True if a live member is certain to be gone.
+
+        It has sent nothing since the scheduler was restarted, and now a process of its host takes its place.
+        """
         liveness = self._members.sessions.liveness[member.member_id]
         return liveness.restored and bool(event.host) and member.host == event.host and member.role == event.role
 
@@ -159,6 +163,6 @@ class MemberAdmission:
 
 
 def _is_loopback(address: str) -> bool:
-    """True if only its own host can reach ``address`` (host:port)."""
+    """Return True if only its own host can reach ``address`` (host:port)."""
     host = address.rpartition(":")[0].strip("[]")
     return host in ("", "localhost", "::1") or host.startswith("127.")

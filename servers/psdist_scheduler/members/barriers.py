@@ -1,16 +1,16 @@
-"""Barriers: workers wait for each other under a name. Pure.
+"""Barriers, at which workers wait for each other under a name. Pure.
 
 A barrier opens when all live workers wait at it, and at least the run's minimum of workers has come. It does not wait
-for workers that left or died, but for those that have not started yet. The next use of its name is a new round.
+for workers that left or died, but it does for those that have not started yet. The next use of its name is a new round.
 
 Each arrival has a number: the rounds that its worker had passed before. The highest round that a worker has passed is
-durable before it is answered. So an arrival whose answer was lost is answered again, by the next scheduler too,
-instead of waiting for workers that have gone on. A worker that gives up withdraws its arrival. The answer says whether
-that arrival had opened the barrier before. Requests are numbered too (``attempt``): one that arrives after a later
-one of its worker does not count.
+made durable before the worker is answered. So an arrival whose answer was lost is answered again, by the next scheduler
+too, instead of waiting for workers that have moved on. A worker that gives up withdraws its arrival. The answer tells
+whether that arrival had already opened the barrier. Requests are numbered too (``attempt``): one that arrives after a
+later one of the same worker does not count.
 
-Invariants: a worker waits at a name in at most one call. An arrival that was withdrawn opens nothing. A call that ended
-waits nowhere.
+Invariants: A worker waits at a name in at most one call. A withdrawn arrival opens nothing. A call that ended waits
+nowhere.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from psdist_scheduler.members.membership import Demand, Membership
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A worker that waits."""
+    """A waiting worker."""
 
     call: int
     worker: Member
-    #: Number of the arrival: the incarnation in which its worker began to count, 0 if it does not, and the rounds
+    #: Number of the arrival: the incarnation in which its worker began to count (0 if it does not), and the rounds
     #: passed since.
     origin: int
     passed: int
 
 
 class Barriers:
-    """All barriers of the run that somebody waits at, and what workers have passed."""
+    """All barriers of the run that somebody waits at, and the rounds that workers have passed."""
 
     def __init__(self, members: Membership, demand: Demand, records: Iterable[BarrierRecord]) -> None:
         self._members = members
@@ -49,21 +49,22 @@ class Barriers:
         self._passed: dict[str, dict[str, BarrierRecord]] = {}
         for record in records:
             self._passed.setdefault(record.worker_id, {})[record.name] = record
-        #: By worker and name: origin and attempt of the newest request, and whether that took it back.
+        #: Origin and attempt of the newest request, and whether it was a withdrawal, by worker and name.
         self._heard: dict[str, dict[str, tuple[int, int, bool]]] = {}
-        #: Passed since the cluster last took them.
+        #: Rounds passed since ``take_changes``.
         self.changed: list[BarrierRecord] = []
 
     def enter(self, event: EnterBarrier, worker: Member) -> list[Effect]:
-        """The worker waits at a barrier, or gives up. An earlier call of the same worker there is ended.
+        """Process a worker's arrival at a barrier, or its withdrawal. An earlier call of the same worker there is
+        refused.
 
-        Raises InvalidNameError, InvalidArgumentError.
+        Raises InvalidNameError and InvalidArgumentError.
         """
         name = check_name(event.name, "barrier name")
         if event.origin > worker.incarnation or event.passed >= BARRIERS_PASSED_MAX:
             raise InvalidArgumentError(
-                f"arrival {event.passed} since incarnation {event.origin} at barrier {name!r} is none of {worker}, "
-                f"whose incarnation is {worker.incarnation}"
+                f"arrival {event.passed} since incarnation {event.origin} at barrier {name!r} is not valid for "
+                f"{worker}, whose incarnation is {worker.incarnation}"
             )
         if event.attempt and self._is_late(event, worker):
             return [Answer(event.call, Withdrawn())]
@@ -81,7 +82,7 @@ class Barriers:
         return effects
 
     def _is_late(self, event: EnterBarrier, worker: Member) -> bool:
-        """Whether a newer request of the worker has come before this one."""
+        """Return True if a newer request of the worker has come before this one."""
         heard = self._heard.setdefault(worker.member_id, {})
         this = (event.origin, event.attempt, event.withdraw)
         newest = heard.pop(event.name, this)
@@ -104,7 +105,7 @@ class Barriers:
             del self._rounds[name]
 
     def progress(self) -> list[Effect]:
-        """Opens the barriers that everybody has reached."""
+        """Open the barriers that everybody has reached."""
         effects: list[Effect] = []
         for name in [name for name in self._rounds if not self._missing(name)]:
             for arrival in self._rounds.pop(name).values():
@@ -123,13 +124,13 @@ class Barriers:
         _keep_newest(passed)
 
     def take_changes(self) -> tuple[BarrierRecord, ...]:
-        """Rounds that workers have passed since this was called last."""
+        """Return the rounds that workers have passed since the previous call."""
         changed, self.changed = self.changed, []
         return tuple(changed)
 
     @property
     def arrivals(self) -> Iterator[tuple[str, Arrival]]:
-        """Who waits, and at which barrier."""
+        """Yield the waiting workers, with the barrier of each."""
         for name, waiting in self._rounds.items():
             for arrival in waiting.values():
                 yield name, arrival
@@ -139,7 +140,7 @@ class Barriers:
         return [worker for worker in self._members.workers if worker.member_id not in there]
 
     def _missing(self, name: str) -> str:
-        """Who has not come, as a sentence that begins with "for"; empty if all have."""
+        """Return the missing workers as text that begins with "for"; empty if all have come."""
         if absent := self.absent(name):
             return f"for {name_some(absent)}"
         needed = self._demand.workers_min

@@ -1,12 +1,12 @@
-"""Membership: who is a member of the run, under which id, rank and incarnation, and who is missing. Pure.
+"""Membership: the members of the run with their id, rank and incarnation, and the missing ones. Pure.
 
 A member is live from its registration until it leaves or is lost. Then another incarnation may register under its id.
 
-Invariants: there is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
+Invariants: There is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
 the live members have a ``Liveness``.
 
-Not here: leases and sessions (``sessions``), which registrations are accepted (``admission``), what follows from a loss
-(``membership_changes``).
+``sessions`` handles leases and sessions, ``admission`` registrations, ``membership_changes`` the consequences of
+losses.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from psdist_scheduler.events.records import ClusterSettings, Identity, Member, R
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.sessions import Sessions
 
-#: Why workers' incarnations ended when the run rolled back.
+#: Reason for the end of workers' incarnations when the run rolled back.
 WENT_BACK = "the run went back to a snapshot"
 _TEXT_CHARACTERS = 500
-#: The reason that workers give that leave when their work is done.
+#: Reasons given by workers that leave when their work is done.
 _DONE = ("closed", "done")
 
 
 class Membership:
-    """The members of one run. incarnations_given: ids that are new here have higher incarnations, because an earlier
-    scheduler of this run gave those up to it."""
+    """The members of one run.
+
+    incarnations_given: highest incarnation given by an earlier scheduler of this run. New ids start above it.
+    """
 
     def __init__(
         self, settings: ClusterSettings, members: tuple[Member, ...], now: float, incarnations_given: int = 0
@@ -38,39 +40,39 @@ class Membership:
         self.incarnations_given = incarnations_given
         self._members = {member.member_id: member for member in members}
         self.sessions = Sessions(settings, (member for member in members if member.live), now)
-        #: Live workers by rank, and live servers by id. They are asked for with every event, and change seldom.
+        #: Live workers by rank, and live servers by id. They are read with every event and change rarely.
         self.workers: list[Member] = []
         self.servers: list[Member] = []
         self._sort()
-        #: Changed since the cluster last took them, in the order of the changes.
+        #: Members changed since ``take_changes``, in the order of the changes.
         self.changed: dict[str, None] = {}
-        #: When the last worker registered.
+        #: Time of the last worker's registration.
         self.last_joined = now
-        #: When the last worker left whose work was done.
+        #: Time at which the last worker left whose work was done.
         self.last_done = now
 
     @property
     def all(self) -> tuple[Member, ...]:
-        """All members that ever were, each in its newest incarnation."""
+        """All members that ever registered, each in its newest incarnation."""
         return tuple(self._members.values())
 
     @property
     def ranks(self) -> list[int]:
-        """The rank of each worker that is or was there."""
+        """Ranks of all workers, live or not."""
         return [member.rank for member in self._members.values() if member.role == "worker"]
 
     @property
     def next_rank(self) -> int:
-        """The first rank such that no worker has had it or a higher one."""
+        """The rank after the highest that a worker has had."""
         return max(self.ranks, default=-1) + 1
 
     @property
     def staying(self) -> list[Member]:
-        """Live servers by id that nobody wants to stop."""
+        """Live servers, by id, that nobody wants to stop."""
         return [server for server in self.servers if not server.draining]
 
     def get(self, member_id: str) -> Member | None:
-        """The member of this id, live or not."""
+        """Return the member of this id, live or not."""
         return self._members.get(member_id)
 
     def by_session(self, call: int) -> Member | None:
@@ -81,16 +83,16 @@ class Membership:
         return member is not None and member.live and member.incarnation == incarnation
 
     def has(self, replica: Replica) -> bool:
-        """Whether this incarnation of a server is live."""
+        """Return True if this incarnation of a server is live."""
         return self.is_live(replica.server_id, replica.incarnation)
 
     def was_lost(self, member_id: str, incarnation: int) -> bool:
-        """Whether this incarnation of the member ended without its having left."""
+        """Return True if this incarnation of the member was lost and did not leave."""
         member = self._members.get(member_id)
         return member is not None and member.incarnation == incarnation and member.state == "lost"
 
     def check_caller(self, caller: Caller, role: Role | None = "worker") -> Member:
-        """The live member that the caller is. Raises WrongRunError, FencedError, InvalidArgumentError."""
+        """Return the live member that the caller is. Raises WrongRunError, FencedError and InvalidArgumentError."""
         self.check_run(caller.run_id)
         member = self._members.get(caller.member_id)
         if member is None:
@@ -100,7 +102,7 @@ class Membership:
             )
         if not member.live or member.incarnation != caller.incarnation:
             raise FencedError(
-                f"incarnation {caller.incarnation} of {member.member_id} does not count any more: it "
+                f"incarnation {caller.incarnation} of {member.member_id} was fenced: it "
                 f"{_fate(member)}; register again",
                 member_id=member.member_id,
                 incarnation=caller.incarnation,
@@ -110,7 +112,7 @@ class Membership:
         return member
 
     def check_run(self, run_id: str) -> None:
-        """Raises WrongRunError if ``run_id`` is neither empty nor this run."""
+        """Raise WrongRunError if ``run_id`` is neither empty nor this run."""
         if run_id and run_id != self._settings.run_id:
             raise WrongRunError(
                 f"this scheduler serves run {self._settings.run_id!r}, not {run_id!r:.80}: check PSDIST_SCHEDULER and "
@@ -131,20 +133,20 @@ class Membership:
         assert all(bool(member.reason) <= (not member.live) for member in self._members.values())
 
     def add(self, member: Member, now: float) -> None:
-        """A member has registered, under a new incarnation."""
+        """Add a member that has registered, under a new incarnation."""
         self._put(member)
         self.sessions.begin(member, now)
         if member.role == "worker":
             self.last_joined = now
 
     def on_activity(self, members: Iterable[Identity], when: float) -> None:
-        """These members sent something to somebody at that time, so that they were alive."""
+        """Record that these members sent something to another member at that time, and so were alive."""
         for member_id, incarnation in members:
             if self.is_live(member_id, incarnation) and self.sessions.was_open(member_id):
                 self.sessions.refresh(member_id, when)
 
     def end(self, member_id: str, state: str, reason: str, now: float) -> tuple[Member, int]:
-        """A live member left or is lost. Returns it as it is now, and the session that it had (0: none)."""
+        """End a live member, which left or is lost. Returns its new state and its session (0: none)."""
         member = self._members[member_id]
         if not member.live:
             raise InvalidArgumentError(f"{member_id} is not live, it {_fate(member)}")
@@ -155,8 +157,11 @@ class Membership:
         return gone, self.sessions.end(member_id)
 
     def leave_late(self, caller: Caller, reason: str) -> bool:
-        """A member leaves whose incarnation ended when the run rolled back: whether that is so. It had done
-        its work, does not come again, and is not missed."""
+        """Record the departure of a member whose incarnation ended when the run rolled back. Returns False for any
+        other.
+
+        It had finished its work, so it will not return and is not missed.
+        """
         member = self._members.get(caller.member_id)
         if member is None or member.incarnation != caller.incarnation or member.reason != WENT_BACK:
             return False
@@ -164,11 +169,11 @@ class Membership:
         return True
 
     def drain(self, member_id: str) -> None:
-        """Everything is to be moved away from a live server."""
+        """Mark a live server as draining: everything is to be moved away from it."""
         self._put(replace(self._members[member_id], draining=True))
 
     def take_changes(self) -> tuple[Member, ...]:
-        """Members that changed since this was called last, in the order of the changes."""
+        """Return the members that changed since the previous call, in the order of the changes."""
         changed, self.changed = self.changed, {}
         return tuple(self._members[member_id] for member_id in changed)
 
@@ -185,30 +190,37 @@ class Membership:
 
 @dataclass(slots=True)
 class Demand:
-    """How many members one run needs, and whom it still waits for. servers_wanted, workers_wanted: how many it shall
-    have; 0 if none was set. Who starts and stops them is not decided here (``scaling``)."""
+    """Number of members that one run needs, and those that are missing. ``scaling`` decides who starts and stops them.
+
+    servers_wanted, workers_wanted: wanted numbers; 0 if none was set.
+    """
 
     _settings: ClusterSettings
     _members: Membership
     servers_wanted: int
     changed: bool = False
     workers_wanted: int = 0
-    #: Ranks from the first on are for the workers that launchers start; those from the second on are nobody's.
+    #: Workers that launchers start get ranks from the first on. Ranks from the second on are not assigned.
     first_rank: int = 0
     ranks_used: int = 0
 
     @property
     def workers_min(self) -> int:
-        """Workers that the run needs: those of the settings, or the largest world that a live worker names; fewer if
-        fewer are wanted by now."""
+        """Number of workers that the run needs.
+
+        This is the configured number, or the largest world that a live worker names, or fewer if fewer are wanted now.
+        """
         world = max((worker.world_size for worker in self._members.workers), default=0)
         least = max(self._settings.workers_min, world)
         return min(least, self.workers_wanted or least)
 
     @property
     def servers_min(self) -> int:
-        """Servers that the run needs: those of the settings, without those that were drained, or fewer if fewer are
-        wanted by now, and one for each copy of a shard."""
+        """Number of servers that the run needs.
+
+        This is the configured number without drained servers, or fewer if fewer are wanted now, but one per copy of a
+        shard.
+        """
         least = self._settings.servers_min - sum(member.draining for member in self._members.all)
         return max(min(least, self.servers_wanted or least), self._settings.replicas)
 
@@ -220,13 +232,15 @@ class Demand:
 
     @property
     def ranks_in_service(self) -> list[int]:
-        """Ranks of the workers that live, and of those that left when their work was done."""
+        """Ranks of the live workers, and of those that left when their work was done."""
         return [worker.rank for worker in (*self._members.workers, *self.workers_done)]
 
     def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
-        """What is missing before anything can begin, as a sentence that begins with "for"; empty if nothing is. Once a
-        run has begun, workers that left when they were done are not missed. ``servers``, ``workers``: so few are
-        enough."""
+        """Return the missing members as text that begins with "for"; empty if none are missing.
+
+        begun: True once the run has begun. Workers that left when they were done are then not missed.
+        servers, workers: numbers that are enough, instead of the run's.
+        """
         there = len(self.ranks_in_service) if begun else len(self._members.workers)
         servers = self.servers_min if servers is None else servers
         workers = self.workers_min if workers is None else workers
@@ -237,8 +251,10 @@ class Demand:
         return ""
 
     def want_workers(self, workers: int, first_rank: int) -> None:
-        """Workers are wanted, under ranks that nobody has had: from ``first_rank`` on, or higher. The same number again
-        keeps its ranks: a call may be repeated."""
+        """Set the wanted number of workers, under unused ranks from ``first_rank`` on, or higher.
+
+        The same number again keeps its ranks, since a call may be repeated.
+        """
         if workers != self.workers_wanted:
             self.workers_wanted = workers
             self.first_rank = max(first_rank, self.ranks_used)
@@ -248,7 +264,7 @@ class Demand:
         self.servers_wanted, self.changed = servers, True
 
     def take_change(self) -> int | None:
-        """The wanted number of servers, if it changed since this was called last."""
+        """Return the wanted number of servers if it changed since the previous call."""
         changed, self.changed = self.changed, False
         return self.servers_wanted if changed else None
 

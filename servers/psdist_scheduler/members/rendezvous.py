@@ -1,11 +1,12 @@
-"""The rendezvous that gives worker agents their ranks. Pure.
+"""Rendezvous that gives worker agents their ranks. Pure.
 
-Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents are there, or when
-``nodes_min`` are and none has come for the grace period. Later rounds work likewise, and their ranks follow those that
-were given. An agent that asks again gets the same ranks. If all places are given, an agent takes that of a node of its
-own host whose workers are gone, or of another whose workers have been gone for a while: that machine was lost.
+Agents get ranks by arrival, in rounds. The first round closes when ``nodes_max`` agents have come, or when
+``nodes_min`` have and no more come during the grace period. Later rounds work the same way, and their ranks follow
+those already given. An agent that asks again gets the same ranks. If all places are taken, an agent takes over the
+place of a node of its own host whose workers are gone, or of another one whose workers have been gone for a while: that
+machine was lost.
 
-Invariants: no two nodes have a rank. An agent waits in at most one call. A call that ended waits nowhere.
+Invariants: No two nodes share a rank. An agent waits in at most one call. A call that ended waits nowhere.
 """
 
 from __future__ import annotations
@@ -21,28 +22,28 @@ from psdist_scheduler.events.records import Node
 
 
 class Rendezvous:
-    """The nodes that have their ranks, and the agents that wait for theirs.
+    """Nodes that have their ranks, and agents that wait for theirs.
 
-    nodes: in the order in which they were formed. vacant_seconds: after which the place of a node without workers is
-    given to another.
+    nodes: in the order in which they were formed.
+    vacant_seconds: time after which the place of a node without workers is given to another agent.
     """
 
     def __init__(self, nodes: tuple[Node, ...], grace_seconds: float, vacant_seconds: float, now: float) -> None:
-        # One that took another's place came later, with the same ranks.
+        # A node that took over a place came later, with the same ranks.
         self._nodes = {node.agent_id: node for node in {node.first_rank: node for node in nodes}.values()}
         self._grace = grace_seconds
         self._vacant = vacant_seconds
-        #: By agent, since when its workers are gone, or it has its place.
+        #: Time since which an agent's workers are gone, or since it has its place.
         self._empty_since: dict[str, float] = {}
-        #: Agents that took a node's place and whose workers have not come yet.
+        #: Agents that took over a node's place and whose workers have not come yet.
         self._starting: set[str] = set()
         self._waiting: dict[str, EnterRendezvous] = {}
         self._last_arrival = now
-        #: Formed since the cluster last took them.
+        #: Nodes formed since ``take_changes``.
         self.changed: list[Node] = []
 
     def enter(self, event: EnterRendezvous, now: float) -> list[Effect]:
-        """An agent asks for ranks. Raises InvalidArgumentError, LimitExceededError."""
+        """Process an agent's request for ranks. Raises InvalidArgumentError and LimitExceededError."""
         if event.agent_id in self._nodes:
             return [self._formed(event.call, self._nodes[event.agent_id])]
         self._check(event)
@@ -56,7 +57,7 @@ class Rendezvous:
         return []
 
     def follow(self, came: Iterable[int], there: Iterable[int], now: float) -> None:
-        """Workers of the ranks ``came`` have been registered, and those of ``there`` live, or are done."""
+        """Record the ranks that ever registered (``came``), and those that are live or done (``there``)."""
         owners = {rank: node.agent_id for node in self._nodes.values() for rank in range(node.first_rank, _end(node))}
         empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in there}
         self._empty_since = {agent: self._empty_since.get(agent, now) for agent in empty if agent is not None}
@@ -67,7 +68,7 @@ class Rendezvous:
             del self._waiting[agent_id]
 
     def progress(self, now: float, ranks_used: int = 0) -> list[Effect]:
-        """Forms a round if it is time. Workers that came without an agent have ranks below ``ranks_used``."""
+        """Form a round if it is time. ranks_used: workers without an agent have lower ranks."""
         if not self._waiting or self._missing(now):
             return []
         round_ = list(self._waiting.values())
@@ -79,7 +80,7 @@ class Rendezvous:
         return [*(self._formed(event.call, node) for event, node in zip(round_, nodes, strict=True)), note]
 
     def take_changes(self) -> tuple[Node, ...]:
-        """Nodes that were formed since this was called last."""
+        """Return the nodes formed since the previous call."""
         changed, self.changed = self.changed, []
         return tuple(changed)
 
@@ -93,10 +94,10 @@ class Rendezvous:
         assert not self._waiting.keys() & self._nodes.keys(), "an agent waits that has its ranks"
 
     def shortage(self, ranks: Iterable[int]) -> str:
-        """Why an elastic run with workers of these ranks does not go on, as a sentence that begins with "for". Empty
-        if it does, and where the number of nodes is fixed, or none came.
+        """Return why an elastic run with workers of these ranks is paused, as text that begins with "for".
 
-        A node is there while one of its workers is. A worker that came without an agent counts as a node.
+        Empty if it is not, if the number of nodes is fixed, or if there are no nodes. A node is present while one of
+        its workers is. A worker without an agent counts as a node.
         """
         first = min(self._nodes.values(), key=lambda node: node.node_rank, default=None)
         if first is None or first.nodes_min == first.nodes_max:
@@ -106,11 +107,11 @@ class Rendezvous:
         missing = first.nodes_min - len({owners.get(rank, rank) for rank in ranks})
         if missing <= 0:
             return ""
-        return f"for {missing} of {first.nodes_min} nodes to come back, which the run needs to go on"
+        return f"for {missing} of {first.nodes_min} nodes to come back, which the run needs to continue"
 
     @property
     def world_size(self) -> int:
-        """The rank after the last one that was given."""
+        """The rank after the last one given."""
         return max(map(_end, self._nodes.values()), default=0)
 
     def _missing(self, now: float) -> str:
@@ -129,7 +130,7 @@ class Rendezvous:
         check_name(event.agent_id, "agent id")
         if event.processes < 1 or not 1 <= event.nodes_min <= event.nodes_max:
             raise InvalidArgumentError(
-                f"processes={event.processes}, nodes={event.nodes_min}:{event.nodes_max} make no sense: use 1 or more "
+                f"processes={event.processes}, nodes={event.nodes_min}:{event.nodes_max} are invalid: use 1 or more "
                 "processes, and at least one node with MIN <= MAX"
             )
         others = self._others(event)
@@ -145,14 +146,14 @@ class Rendezvous:
             raise LimitExceededError(f"a world of {world} workers is larger than the limit of {WORLD_MAX}")
 
     def _others(self, event: EnterRendezvous) -> list[EnterRendezvous]:
-        """Agents that wait beside this one."""
+        """Return the other agents that wait."""
         return [other for other in self._waiting.values() if other.agent_id != event.agent_id]
 
     def _is_full(self, event: EnterRendezvous) -> bool:
         return len(self._nodes) + len(self._others(event)) >= event.nodes_max
 
     def _take_over(self, event: EnterRendezvous, now: float) -> list[Effect]:
-        """Gives an agent the place of a node whose workers are gone. Raises LimitExceededError where there is none."""
+        """Give an agent the place of a node whose workers are gone. Raises LimitExceededError if there is none."""
         empty = [(since, self._nodes[agent]) for agent, since in self._empty_since.items()]
         empty.sort(key=lambda pair: (pair[0], pair[1].node_rank))
         fitting = [(since, node) for since, node in empty if node.processes == event.processes]
@@ -166,20 +167,20 @@ class Rendezvous:
         node = replace(left, agent_id=event.agent_id, host=event.host, master_address=event.master_address)
         del self._nodes[left.agent_id], self._empty_since[left.agent_id]
         self._nodes[node.agent_id] = node
-        # Its workers take a while to come.
+        # Its workers take a while to start.
         self._empty_since[node.agent_id] = now
         self._starting.add(node.agent_id)
         self.changed.append(node)
-        where = "started again" if left.host == node.host else f"on {node.host} now"
+        where = "restarted" if left.host == node.host else f"on {node.host} now"
         text = f"node {node.node_rank}, whose workers on {left.host} are gone, is {where}"
         return [self._formed(event.call, node), LogEvent(text)]
 
     def _is_again(self, event: EnterRendezvous, node: Node) -> bool:
-        """True if the agent seems to be that of a node without workers, started again: it is on the same host."""
+        """Return True if the agent seems to be that of a node without workers, restarted on the same host."""
         return node.host == event.host and node.agent_id not in self._starting
 
     def _hint(self, empty: list[tuple[float, Node]], fitting: list[tuple[float, Node]], now: float) -> str:
-        """What an agent for which there is no place can do."""
+        """Return the remedy for an agent that has no place."""
         if fitting:
             since, node = fitting[0]
             return (
@@ -214,5 +215,5 @@ class Rendezvous:
 
 
 def _end(node: Node) -> int:
-    """The rank after the node's last one."""
+    """Return the rank after the node's last one."""
     return node.first_rank + node.processes

@@ -1,16 +1,16 @@
-"""Leases and sessions of live members: when each last sent something, and the stream on which it is reached. Pure.
+"""Leases and sessions of live members: the time each was last heard, and the stream on which it is reached. Pure.
 
-A live member is suspected when it sent nothing for its lease, when its session ended and it has not opened another, or
-when it opened no session soon after it had registered. Workers have a longer lease than servers: a script may hold its
-interpreter for seconds, and then it is busy, not gone.
+A live member is suspected when it was silent for its lease, when its session ended without a new one, or when it opened
+none soon after it had registered. Workers have a longer lease than servers: a script may hold its interpreter for
+seconds, and is then busy, not gone.
 
-A session that ends while messages come regularly was ended by its member's kernel. After a silence it says nothing of
-the member: either side may have given the connection up. The first message after a time in which nobody reached the
-scheduler makes all sessions such ones, and gives everybody time to come back.
+A session that ends while messages arrive regularly was ended by its member's kernel. After a silence the end proves
+nothing about the member: either side may have given up the connection. The first message after a time in which nobody
+reached the scheduler puts all sessions into that state, and gives everybody time to return.
 
-Invariants: a member has at most one session, and a session belongs to one member.
+Invariants: A member has at most one session, and a session belongs to one member.
 
-Not here: who is live (``membership``), which suspects are lost (``suspicion``), the streams themselves (``service``).
+``membership`` knows who is live, ``suspicion`` which suspects are lost, ``service`` the streams themselves.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from psdist_scheduler.events.cluster_events import Heartbeat
 from psdist_scheduler.events.records import ClusterSettings, Member, Role
 from psdist_scheduler.members.suspicion import RETURN_LEASES
 
-#: Each member that has registered, and has no session, lets those after it have so much longer to open theirs.
+#: Extra time in seconds to open a session, for each registered member that has none yet.
 SESSION_SECONDS = 0.05
 _WAITS_KEPT = 16
 _TEXT_CHARACTERS = 500
@@ -30,29 +30,29 @@ _TEXT_CHARACTERS = 500
 
 @dataclass(slots=True)
 class Liveness:
-    """What is known of a live member only while this process runs. Times are of the caller's clock, in seconds."""
+    """State of a live member that is known only while this process runs. Times are in seconds of the caller's clock."""
 
     role: Role
     lease: float
     seen: float
-    #: Suspected if it sends nothing until then.
+    #: The member is suspected if it is silent until then.
     deadline: float
     #: Seconds between two heartbeats.
     heartbeat: float = 0.0
-    #: The call that is its session; 0 while it has none.
+    #: Call that is its session; 0 while it has none.
     session: int = 0
     epoch: int = 0
     waiting_for: tuple[str, ...] = ()
-    #: Known from an earlier scheduler, and silent since.
+    #: True if it is known from an earlier scheduler, and silent since.
     restored: bool = False
-    #: Until then the end of its session says nothing of the member: it, or everybody, was silent before.
+    #: Until then the end of its session proves nothing, because the member, or everybody, was silent before.
     unsteady_until: float = float("-inf")
-    #: When its session ended, and whether its own side ended it; None while it has one, or never had.
+    #: Time at which its session ended, and True if its own side ended it. None while it has one, or never had any.
     ended: float | None = None
     ended_by_member: bool = False
 
     def silence(self, now: float) -> str:
-        """Why the member is taken for lost once its lease is over."""
+        """Return why the member is taken for lost once its lease has expired."""
         if self.ended is not None:
             gone = f" {now - self.ended:.1f} s ago, and it is not back"
             return f"its session broke{'' if self.ended_by_member else gone}"
@@ -73,22 +73,25 @@ class Sessions(dict[int, str]):
             lease = settings.lease_of(member.role)
             deadline = now + max(RETURN_LEASES * settings.lease_seconds, lease)
             self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, restored=True)
-        #: When anybody has reached this process last.
+        #: Time at which anybody last reached this process.
         self.reached = now
 
     def of(self, member_id: str) -> int:
-        """The call that is the member's session; 0 if it has none."""
+        """Return the call that is the member's session; 0 if it has none."""
         liveness = self.liveness.get(member_id)
         return liveness.session if liveness else 0
 
     def was_open(self, member_id: str) -> bool:
-        """Whether the member has a session, or had one."""
+        """Return True if the member has a session, or had one."""
         liveness = self.liveness[member_id]
         return bool(liveness.session) or liveness.ended is not None
 
     def begin(self, member: Member, now: float) -> None:
-        """A member has registered. Without a session it takes no part in anything yet, so that the shorter lease harms
-        nobody. Where many have none yet, as when all workers of a large run begin at a time, they have longer."""
+        """Add a member that has registered.
+
+        Until it has a session it takes part in nothing, so the shorter lease is harmless. If many members have none
+        yet, as at the start of a large run, they get more time.
+        """
         others = len(self.liveness) - len(self)
         deadline = now + self._settings.lease_seconds + others * SESSION_SECONDS
         lease = self._settings.lease_of(member.role)
@@ -98,7 +101,7 @@ class Sessions(dict[int, str]):
         self.liveness[member.member_id] = Liveness(member.role, lease, now, deadline, heartbeat)
 
     def open(self, call: int, member_id: str, now: float) -> int:
-        """Makes ``call`` the member's session. Returns the session that it replaces; 0 for none."""
+        """Make ``call`` the member's session. Returns the session that it replaces; 0 for none."""
         liveness = self.liveness[member_id]
         replaced = liveness.session
         self.pop(replaced, None)
@@ -109,16 +112,19 @@ class Sessions(dict[int, str]):
         return replaced
 
     def refresh(self, member_id: str, when: float) -> None:
-        """The member sent something to somebody at that time, from which its lease counts now, unless it sent something
-        since."""
+        """Record that the member sent something to another member at that time. Its lease counts from then on, unless
+        it was heard later."""
         liveness = self.liveness[member_id]
         if when >= liveness.seen:
             liveness.restored, liveness.seen = False, when
             liveness.deadline = max(liveness.deadline, when + liveness.lease)
 
     def _came(self, liveness: Liveness, now: float) -> None:
-        """A message of a member came on its session. If its lease was over, others that were silent with it may be
-        about to come back as well, and have another lease."""
+        """Record a message on a member's session.
+
+        If its lease had expired, other members that were silent with it may be about to return as well, and get another
+        lease.
+        """
         self._somebody_came(now)
         if now > liveness.deadline or (liveness.ended is not None and not liveness.ended_by_member):
             for other in self.liveness.values():
@@ -128,11 +134,11 @@ class Sessions(dict[int, str]):
         liveness.restored, liveness.seen, liveness.deadline = False, now, now + liveness.lease
 
     def _gap(self, liveness: Liveness) -> float:
-        """A longer time without a message is a silence."""
+        """Return the time in seconds without a message after which a member counts as silent."""
         return max(self._settings.lease_seconds / 2, 2.5 * liveness.heartbeat)
 
     def _somebody_came(self, now: float) -> None:
-        """After a time in which nobody reached this process, all have time to come back."""
+        """Give everybody time to return, after a time in which nobody reached this process."""
         if now - self.reached > self._settings.lease_seconds / 2:
             for liveness in self.liveness.values():
                 own = liveness.lease if liveness.session or liveness.restored else 0.0
@@ -147,45 +153,49 @@ class Sessions(dict[int, str]):
         liveness.waiting_for = tuple(text[:_TEXT_CHARACTERS] for text in event.waiting_for[:_WAITS_KEPT])
 
     def was_steady(self, member_id: str, now: float) -> bool:
-        """Whether messages of the member came regularly until now, so that only its own side can have ended its
-        session: this side gives a connection up after a longer silence."""
+        """Return True if messages of the member came regularly until now.
+
+        Then only its own side can have ended its session: this side gives up a connection only after a longer silence.
+        """
         liveness = self.liveness[member_id]
         recent = now - liveness.seen <= self._gap(liveness) and now - self.reached <= self._settings.lease_seconds / 2
         return recent and now >= liveness.unsteady_until
 
     def detach(self, call: int, now: float, *, by_member: bool = False) -> None:
-        """A session ended, and its member may open another. by_member: its own side ended it."""
+        """End a session, whose member may open another. by_member: True if its own side ended it."""
         liveness = self.liveness[self.pop(call)]
         liveness.session, liveness.ended, liveness.ended_by_member = 0, now, by_member
         liveness.deadline = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
 
     def end(self, member_id: str) -> int:
-        """The member is not live any more. Returns the session that it had; 0 for none."""
+        """Remove a member that is no longer live. Returns the session that it had; 0 for none."""
         session = self.liveness.pop(member_id).session
         self.pop(session, None)
         return session
 
     def expired(self, now: float) -> list[str]:
-        """Ids of members whose lease is over."""
+        """Return ids of members whose lease has expired."""
         return [id_ for id_, known in self.liveness.items() if now > known.deadline]
 
     def suspects(self, now: float) -> list[str]:
-        """Ids of members whose lease is over, or whose session ended."""
+        """Return ids of members whose lease has expired, or whose session ended."""
         return [id_ for id_, known in self.liveness.items() if now > known.deadline or known.ended is not None]
 
     def is_silent(self, member_id: str, now: float) -> bool:
-        """Whether nothing came from the member for longer than it pauses between heartbeats."""
+        """Return True if the member was silent for longer than its pause between heartbeats."""
         liveness = self.liveness[member_id]
         return not liveness.session or now - liveness.seen > self._gap(liveness)
 
     def somebody_beside(self, member_id: str, now: float) -> bool:
-        """Whether somebody else has reached this process lately, and after that member."""
+        """Return True if somebody else has recently reached this process, and later than that member."""
         recent = max(now - self._settings.lease_seconds / 2, self.liveness[member_id].seen)
         return any(known.seen > recent for id_, known in self.liveness.items() if id_ != member_id)
 
     def extend(self, now: float, late: float) -> None:
-        """This process itself stood still for ``late`` seconds: nobody's silence in that time counts, and who hung up
-        meanwhile may be back."""
+        """Extend all leases, because this process itself was suspended for ``late`` seconds.
+
+        Silence in that time does not count, and members that hung up meanwhile may return.
+        """
         self.reached = max(self.reached, min(now, self.reached + late))
         for liveness in self.liveness.values():
             if late > self._settings.lease_seconds / 2:

@@ -1,19 +1,19 @@
-"""Whether a silent member is lost: the evidence, and the one rule that judges it. Pure.
+"""Suspicion: the evidence on a silent member, and the rule that decides whether it is lost. Pure.
 
-Silence alone says little: the member may be slow, or the network between it and the scheduler may be down, or the
+Silence alone proves little: the member may be slow, the network between it and the scheduler may be down, or the
 scheduler itself may be cut off. So the rule asks three questions before it expels anybody:
 
 1. Has somebody else reached the scheduler meanwhile? If not, the scheduler suspects itself and waits. When its network
-   is back, everybody has ``RETURN_LEASES`` to come back.
+  is back, everybody has ``RETURN_LEASES`` to return.
 2. Have others heard from the member? Then it is alive and only cut off from the scheduler.
-3. What does it cost to be wrong? Where every shard of the member has another complete copy, a lease is enough. Where
-   its loss would take the last copy of a shard, the scheduler waits much longer, because a member that comes back
-   brings everything with it.
+3. What is the cost of a mistake? If every shard of the member has another complete copy, one lease is enough. If its
+  loss would take the last copy of a shard, the scheduler waits much longer, because a member that returns brings
+  everything with it.
 
 A process that is gone needs no patience: its kernel ends its session, and refuses connections to its port. Nor does a
-member whose id another process asks for: whoever starts members has replaced it, and the question has reached us.
+member whose id is requested by another process: whoever starts members has replaced it.
 
-Not here: who is silent (``sessions``), where the evidence comes from (``membership_changes``).
+``sessions`` knows who is silent; ``membership_changes`` collects the evidence.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from typing import Final
 
 from psdist_scheduler.events.records import ProbeResult
 
-#: Leases that members have to come back after the scheduler was restarted, or nobody could reach it.
+#: Leases within which members may return after the scheduler was restarted, or nobody could reach it.
 RETURN_LEASES: Final = 3
-#: A member that others hear, and the scheduler does not, is expelled after so many leases, if there are other copies:
-#: it does not learn of new maps, and the others may come to wait for it.
+#: Leases after which a member is expelled that others hear, and the scheduler does not, if there are other copies: it
+#: misses new maps, and others may have to wait for it.
 HEARD_LEASES: Final = 3
-#: A server that has the last copy of a shard is waited for during so many leases.
+#: Leases for which a server with the last copy of a shard is awaited.
 LAST_COPY_LEASES: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What is known of a member whose lease is over or whose session ended.
+    """Evidence on a member whose lease has expired or whose session ended.
 
-    overdue: seconds since its lease was over; negative while it lasts.
+    overdue: seconds since its lease expired; negative before.
     lease: its length in seconds.
-    others: somebody else has reached the scheduler lately.
-    probe: of its port, since it fell silent.
-    ended: its session was ended by its own side while the connection worked, as a dying process does.
-    heard: others have heard from it since.
-    last_copy: a shard has no other complete copy on a server that is not silent itself.
-    asked_for: seconds during which another process has asked for its id.
+    others: True if somebody else has recently reached the scheduler.
+    probe: result of a connection to its port during this silence.
+    ended: True if its own side ended the session while the connection worked, as a dying process does.
+    heard: True if others have heard from it since.
+    last_copy: True if a shard has no other complete copy on a server that is not silent itself.
+    asked_for: seconds during which another process has requested its id.
     """
 
     overdue: float
@@ -57,7 +57,7 @@ class Evidence:
 
 
 def is_lost(e: Evidence) -> bool:
-    """Whether the member is to be expelled now."""
+    """Return True if the member is to be expelled now."""
     if e.probe == "refused" and (e.others or e.ended):
         return True
     if e.asked_for >= e.lease and e.overdue > 0:
@@ -66,11 +66,11 @@ def is_lost(e: Evidence) -> bool:
 
 
 def excuse(e: Evidence) -> str:
-    """Why a member whose lease is over is not expelled yet."""
+    """Return why a member whose lease has expired is not expelled yet."""
     if not e.others:
         return "nobody else reached the scheduler meanwhile, which may be cut off itself"
     leases = _leases(e)
-    until = f"it is expelled after {leases * e.lease:g} s" if leases != float("inf") else "it is waited for"
+    until = f"it is expelled after {leases * e.lease:g} s" if leases != float("inf") else "the run waits for it"
     if e.heard:
         return f"others hear from it; {until}"
     kernel = ", and its host accepts connections" if e.probe == "accepted" else ""
@@ -78,7 +78,7 @@ def excuse(e: Evidence) -> str:
 
 
 def _leases(e: Evidence) -> float:
-    """How many leases of silence the member is allowed."""
+    """Return the number of leases for which the member may be silent."""
     if e.last_copy:
         return float("inf") if e.heard else LAST_COPY_LEASES
     return HEARD_LEASES if e.heard else 1

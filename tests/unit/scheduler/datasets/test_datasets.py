@@ -85,7 +85,7 @@ def test_at_the_end_nobody_waits_for_those_who_still_hold_ranges() -> None:
     assert (again.lease.place, again.lease.attempt, again.repeated) == (slow.lease.place, 1, 1)
     assert desk.lease(desk.second, (again.lease.lease_id,)).lease is None
     assert desk.standing.position == DataPosition(1, (), 1, 0)
-    assert "data set 'train' is at its end: 1 ranges handed out again, 0 given up" in desk.driver.notes
+    assert "data set 'train' is finished: 1 ranges handed out again, 0 given up" in desk.driver.notes
 
 
 def test_a_range_is_given_up_when_its_workers_died_too_often() -> None:

@@ -59,6 +59,6 @@ def test_when_a_silent_member_is_lost(known: dict[str, Any], leases: float | Non
 def test_an_excuse_names_the_reason_and_the_limit() -> None:
     assert "may be cut off itself" in excuse(Evidence(1.0, LEASE, others=False))
     assert excuse(Evidence(1.0, LEASE, heard=True)) == "others hear from it; it is expelled after 6 s"
-    assert excuse(Evidence(1.0, LEASE, heard=True, last_copy=True)) == "others hear from it; it is waited for"
+    assert excuse(Evidence(1.0, LEASE, heard=True, last_copy=True)) == "others hear from it; the run waits for it"
     text = excuse(Evidence(8.0, LEASE, last_copy=True, probe="accepted"))
     assert text == "it may have the last copy of a shard, and its host accepts connections; it is expelled after 60 s"
