@@ -62,8 +62,8 @@ class DeferredLosses:
             yield "lost shards", [], self.wait
 
     def validate(self) -> None:
-        assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a server that is there is put off"
-        assert not self._deferred or self._snapshots.doubt, "a loss is put off for nothing"
+        assert all(self._is_gone(member) for member, _ in self._deferred.values()), "the loss of a present server is deferred"
+        assert not self._deferred or self._snapshots.doubt, "a loss is deferred for nothing"
 
     def check(self, event: Register, now: float) -> None:
         """Raise DuplicateMemberError if a server would replace one whose loss must wait. Registering it would end that

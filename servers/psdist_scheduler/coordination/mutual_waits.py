@@ -181,7 +181,7 @@ def _others(awaited: Sequence[str], worker: Member) -> tuple[str, ...]:
 
 
 def _find_circle(awaited: Mapping[str, Sequence[str]]) -> list[str]:
-    """Return ids of workers each of which waits for the next, and the last for the first; empty if there are none."""
+    """Return the ids of workers in a cycle, each waiting for the next; empty if there is no cycle."""
     done: set[str] = set()
     for start in awaited:
         path: list[str] = []

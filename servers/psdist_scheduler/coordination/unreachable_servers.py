@@ -140,7 +140,7 @@ class UnreachableServers:
         return [(worst, "; ".join(blamed[worst]))]
 
     def sentences(self, member_id: str, now: float) -> list[str]:
-        """Return what a worker waits for, for ``psdist status``. Each text begins with "for"."""
+        """Return a worker's waits for servers, for ``psdist status``. Each text begins with "for"."""
         return [
             f"for {server} to be reachable from here ({now - doubt.since:.0f} s): {doubt.reason}"
             for (worker, server), doubt in self._doubts.items()

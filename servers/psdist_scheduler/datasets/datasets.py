@@ -4,7 +4,7 @@ The ranges of all data epochs are places on one line (``DatasetSpec.places``) an
 place is free, leased to one incarnation of a worker, or over: done, or given up. There is no stop between data epochs.
 Ranges of the next epoch are given out while the last ones of this epoch are still leased. Otherwise, in BSP, a worker
 that waits for data while another one waits for its gradient would stop both. For the same reason nobody waits at the
-end: when no range is left, workers are told so even if others still hold ranges.
+end: when no range is left, workers get that answer even if others still hold ranges.
 
 A lease ends when its holder reports it as done or returns it, or when the holder's incarnation ends. Then the place is
 free again and, being the lowest, next to be given. So each range is done exactly once while nobody dies. Otherwise it

@@ -131,7 +131,7 @@ class HandIn:
 
 @dataclass(frozen=True, slots=True)
 class HandedIn:
-    """That file is durable."""
+    """The file of a worker's state is durable."""
 
     attempt: int
     worker: Identity

@@ -123,7 +123,7 @@ class Rendezvous:
             lacking = first.nodes_min - there
             return f"for {lacking} of {first.nodes_min} nodes to join the rendezvous"
         if now - self._last_arrival < self._grace:
-            return f"for more nodes: {there} of at most {first.nodes_max} are there (join grace {self._grace:g} s)"
+            return f"for more nodes: {there} of at most {first.nodes_max} have come (join grace {self._grace:g} s)"
         return ""
 
     def _check(self, event: EnterRendezvous) -> None:

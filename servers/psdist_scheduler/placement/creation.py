@@ -356,4 +356,4 @@ class Creation:
             raise self._lost_error(p)
 
     def _lost_error(self, p: ParameterSet) -> ServerLostError:
-        return ServerLostError(f"{p.lost} and is gone, and with it what it held: {self._registry.remedy}")
+        return ServerLostError(f"{p.lost} and was lost with these values: {self._registry.remedy}")

@@ -189,7 +189,7 @@ class Joins:
     def check(self) -> list[Effect]:
         """Withdraw joins whose worker is gone or no longer asks, and restart those whose shards have other primaries.
 
-        What the old primary accepted, the new one does not know.
+        The new primary does not know about proposals that the old one accepted.
         """
         effects: list[Effect] = []
         for key, join in list(self._admitted.items()):

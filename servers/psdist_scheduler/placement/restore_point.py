@@ -35,7 +35,7 @@ SERVERS_GRACE_SECONDS: Final = 10.0
 #: Longest wait in seconds, after a rollback, for the workers that the run needs. Nobody knows whether a missing worker
 #: had finished, and the present ones would have continued without it.
 WORKERS_GRACE_SECONDS: Final = 60.0
-_REMEDY: Final = "give what it was saved with, or start afresh under another --run-id or with another --storage-path"
+_REMEDY: Final = "pass the saved settings, or start afresh under another --run-id or with another --storage-path"
 
 
 class Resume:
@@ -144,9 +144,9 @@ class Resume:
             return ""
         others = "; ".join(f"{change}" for change in changes(state.spec, entry.spec))
         settings = f" with other settings: {others}" if others else ""
-        anew = ", and the optimizer's state is reset (reset_optimizer=True)" if restore.weights_only else ""
+        reset = ", and the optimizer's state is reset (reset_optimizer=True)" if restore.weights_only else ""
         return (
-            f"{entry.spec.name!r} resumes from snapshot {restore.directory}{settings}{anew}" if others or anew else ""
+            f"{entry.spec.name!r} resumes from snapshot {restore.directory}{settings}{reset}" if others or reset else ""
         )
 
     @property

@@ -117,7 +117,7 @@ class AttemptRunner:
         if attempt is None and not self._settings.storage:
             return []
         if attempt is None:
-            # Whatever an earlier scheduler had started is over.
+            # Attempts of an earlier scheduler are over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
             over = sn.End(self._number, False, "no snapshot is under way")
             return [Answer(self._members.sessions.of(member.member_id), over)]

@@ -38,7 +38,7 @@ _DISTANCE_MAX: Final = 1024
 
 @dataclass(slots=True)
 class Tries:
-    """What was learned from the attempts at one snapshot until one is committed or fails, and their limits.
+    """Knowledge gained from the attempts at one snapshot until one is committed or fails, and their limits.
 
     A cut that is too early is refused, because slices have passed it. One that is too late makes everybody wait. So the
     first attempts choose a near step, and each later one looks twice as far ahead as the one before.

@@ -77,7 +77,7 @@ class SnapshotWaiters:
         self._all.pop(call, None)
 
     def assign(self, attempt: int) -> None:
-        """Have this attempt answer all callers; 0 for the next one."""
+        """Assign all callers to this attempt; 0 for the next one."""
         for waiter in self:
             waiter.attempt = attempt
 
