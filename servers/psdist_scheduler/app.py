@@ -33,14 +33,14 @@ from psdist.wire import channels, limits
 from psdist.wire.standard_services import add_standard_services, set_ready
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Done, Stop
-from psdist_scheduler.events.records import ClusterSettings, StoredState
+from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import SERVICE, Service
 from psdist_scheduler.snapshot_io import check_fresh, check_readable, check_writable, read_history
-from psdist_scheduler.store import Store, open_store
+from psdist_scheduler.sqlite_store import Store, open_store
 
-log = logging.getLogger("psdist.scheduler")
+logger = logging.getLogger("psdist.scheduler")
 
 #: Grace period in seconds for answers in progress at the end.
 _STOP_SECONDS = 0.25
@@ -83,7 +83,7 @@ async def _serve(settings: SchedulerSettings, store: Store, run_id: str) -> int:
     cluster = Cluster(_cluster_settings(settings, run_id, opened), stored, now, opened.history)
     scheduler = Scheduler(cluster, store, opened.storage)
     for text in opened.history.skipped if opened.history is not None else ():
-        log.warning("skipped unreadable snapshot: %s", text)
+        logger.warning("skipped unreadable snapshot: %s", text)
     server = channels.make_server(
         settings.token, limits.CONTROL_MESSAGE_BYTES, silence_seconds=settings.failure_timeout_seconds
     )
@@ -123,7 +123,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
     working = [asyncio.create_task(scheduler.run()), asyncio.create_task(scheduler.tick())]
     if settings.address_file is not None:
         _write_address(settings.address_file, address)
-    log.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
+    logger.info("run %s: listening at %s", scheduler.cluster.settings.run_id, address)
     await asyncio.wait([waiting, over, failed, *working], return_when=asyncio.FIRST_COMPLETED)
     if waiting.done() and not over.done():
         over.cancel()
@@ -143,7 +143,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         task.cancel()
     await asyncio.gather(waiting, over, failed, *working, return_exceptions=True)
     for failure in failures:
-        log.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
+        logger.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
     if failures:
         return exit_codes.INFRASTRUCTURE
     return exit_codes.OK if lost is None else exit_codes.of_ended_run(lost)
@@ -156,11 +156,11 @@ async def _end_when_idle(scheduler: Scheduler) -> None:
     """
     while True:
         await scheduler.is_over.wait()
-        log.info("idle timeout reached (--idle-timeout): the run ends, and the servers with it")
+        logger.info("idle timeout reached (--idle-timeout): the run ends, and the servers with it")
         try:
             return await _save_at_end(scheduler, servers=True)
         except PsdistError as error:
-            log.warning("the run continues after the idle timeout: %s", error)
+            logger.warning("the run continues after the idle timeout: %s", error)
             scheduler.is_over.clear()
 
 
@@ -225,7 +225,7 @@ async def _open_storage(settings: SchedulerSettings, run_id: str, stored: Stored
     unwritable = _judge(settings, refusal, begins=stored is None)
     if isinstance(found, StorageError) and (stored is not None or unwritable):
         after = "the run starts without its snapshots" if stored is None else "will be read again later"
-        log.warning("the storage cannot be read, and %s: %s", after, found)
+        logger.warning("the storage cannot be read, and %s: %s", after, found)
         return _Opened(storage, History() if stored is None else None, unwritable)
     if isinstance(found, BaseException):
         raise found
@@ -246,11 +246,11 @@ def _judge(settings: SchedulerSettings, refusal: BaseException | None, *, begins
     if not isinstance(refusal, StorageError):
         raise refusal
     if settings.storage_optional:
-        log.warning("no snapshots are taken, and training continues without: %s", refusal)
+        logger.warning("no snapshots are taken, and training continues without: %s", refusal)
         return f"no snapshot can be taken: {refusal.message}"
     if begins:
         raise StorageError(f"{refusal.message}. With --storage-path none a run takes no snapshots") from None
-    log.warning("the storage cannot be written now; the next snapshot tries again: %s", refusal)
+    logger.warning("the storage cannot be written now; the next snapshot tries again: %s", refusal)
     return ""
 
 

@@ -26,7 +26,7 @@ from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, Event, Publish, Refuse
-from psdist_scheduler.events.records import ClusterSettings, StoredState
+from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.worker_events import Heard, StopReported
 
 _NO_RECORD: Final = (
@@ -192,7 +192,7 @@ class Cluster:
                 self.members.on_activity(heard, now)
                 return []
             case ev.Tick():
-                effects, calls = machines.mutual_waits.progress()
+                effects, calls = machines.deadlocks.progress()
                 for call in calls:
                     self._end(call)
                 return effects + machines.changes.tick(now)
@@ -200,7 +200,8 @@ class Cluster:
                 return machines.changes.register(event, now)
             case ev.SessionOpened():
                 self._check_lineage(event)
-                return machines.changes.open_session(event, self.epoch, now) + machines.shutdown.on_session(event.call)
+                effects = machines.changes.open_session(event, self.epoch, now)
+                return effects + machines.exit_requests.on_session(event.call)
             case ev.SessionClosed():
                 return machines.changes.close_session(event, now)
             case ev.Probed():
@@ -219,9 +220,9 @@ class Cluster:
                 self.members.check_run(event.run_id)
                 return machines.changes.start.give_up(event)
             case ev.Drain() | ev.Stop():
-                return machines.shutdown.hold(event, now)
+                return machines.exit_requests.hold(event, now)
             case StopReported():
-                return machines.stops.on_report(event)
+                return machines.coordinated_shutdown.on_report(event)
             case we.ServerChecked():
                 return machines.changes.on_checked(event, now)
             case we.AlignReported():
@@ -312,7 +313,7 @@ class Cluster:
                 effects = machines.barriers.enter(event, worker)
         self._calls.add(event.call, worker.member_id)
         if not isinstance(event, ev.Describe):
-            machines.mutual_waits.on_activity(worker, event.activity, event.call)
+            machines.deadlocks.on_activity(worker, event.activity, event.call)
         return effects
 
     def _data(self, event: we.DataEvent) -> list[Effect]:
@@ -336,7 +337,7 @@ class Cluster:
             return []
         self.members.sessions.on_heartbeat(event, member.member_id, now)
         if member.role == "worker":
-            self.machines.mutual_waits.on_activity(member, event.activity)
+            self.machines.deadlocks.on_activity(member, event.activity)
             return self.machines.changes.unreachable.on_report(member, event.unreachable, now)
         for worker_id, incarnation, age in event.heard:
             self.members.on_activity([(worker_id, incarnation)], now - age)
@@ -369,12 +370,14 @@ class Cluster:
         effects += machines.replica_manager.plan(epoch, now)
         effects += alignment.progress(now) + machines.creation.progress(epoch, now)
         # Sets that were just placed get their backups in the same epoch.
-        effects += machines.replica_manager.plan(epoch, now) + machines.shutdown.ask(now) + machines.stops.progress(now)
+        effects += machines.replica_manager.plan(epoch, now) + machines.exit_requests.ask(now)
+        effects += machines.coordinated_shutdown.progress(now)
         # A scheduler that starts belongs to its own epoch now: numbers derived from it must exceed all that its
         # predecessor used.
-        effects += machines.snapshots.progress(self.epoch + changed, now) + machines.stops.progress(now)
+        effects += machines.snapshots.progress(self.epoch + changed, now)
+        effects += machines.coordinated_shutdown.progress(now)
         effects += alignment.progress(now)
-        effects += machines.shutdown.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
+        effects += machines.exit_requests.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
             machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)
         effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))

@@ -34,7 +34,7 @@ from psdist.wire.limits import (
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Node, Role
+from psdist_scheduler.events.cluster_state import Node, Role
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -395,7 +395,7 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
         case we.AlignCommand(number, until, release):
             hold = None if release else True
             return message(align=pb.AlignCommand(number=number, until=until, hold=hold, release=release or None))
-        case we.MutualWait(sequence, error):
+        case we.DeadlockFound(sequence, error):
             return message(mutual_wait=pb.MutualWait(sequence=sequence, error=status.to_detail(error)))
         case sn.Prepare() | sn.Mark() | sn.TakeCut() | sn.End():
             return message(snapshot=_snapshot_command(value))

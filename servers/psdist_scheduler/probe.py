@@ -13,7 +13,7 @@ from contextlib import suppress
 from psdist.errors import ConfigurationError
 from psdist.settings.config import parse_address
 from psdist_scheduler.events.cluster_events import Event, Probe, Probed
-from psdist_scheduler.events.records import ProbeResult
+from psdist_scheduler.events.cluster_state import ProbeResult
 
 
 class Probes:

@@ -9,7 +9,7 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 
 
 def status(

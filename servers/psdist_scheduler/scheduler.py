@@ -35,14 +35,14 @@ from psdist_scheduler.events.cluster_events import (
     Register,
     Tick,
 )
-from psdist_scheduler.events.records import ParametersRecord
+from psdist_scheduler.events.cluster_state import ParametersRecord
 from psdist_scheduler.events.snapshot_events import Prune, ReadHistory, RemoveDirectory, WriteCommit
 from psdist_scheduler.open_calls import OpenCalls
 from psdist_scheduler.probe import Probes
 from psdist_scheduler.snapshot_io import SnapshotIo
-from psdist_scheduler.store import Store
+from psdist_scheduler.sqlite_store import Store
 
-log = logging.getLogger("psdist.scheduler")
+logger = logging.getLogger("psdist.scheduler")
 
 EVENTS_KEPT = 100
 
@@ -58,7 +58,7 @@ class Scheduler:
         self.calls = OpenCalls(self.post)
         #: Reports of members about themselves in their last heartbeats, by id.
         self._reports: dict[str, pb.MemberStatus] = {}
-        #: Set when the run is over (``shutdown``), until that is withdrawn.
+        #: Set when the run is over (``exit_requests``), until that is withdrawn.
         self.is_over = asyncio.Event()
         #: True if the run has ended in an orderly way, so that nothing of it is needed any more.
         self.has_ended = False
@@ -112,7 +112,7 @@ class Scheduler:
         while True:
             await asyncio.sleep(self.cluster.settings.tick_seconds)
             self.post(Tick())
-            if self.cluster.machines.shutdown.is_over(self._loop.time()):
+            if self.cluster.machines.exit_requests.is_over(self._loop.time()):
                 self.is_over.set()
 
     def stop(self) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
     def _carry_out(self, effect: Effect) -> None:
         match effect:
             case LogEvent():
-                log.log(logging.WARNING if effect.level in ("warning", "wait") else logging.INFO, effect.text)
+                logger.log(logging.WARNING if effect.level in ("warning", "wait") else logging.INFO, effect.text)
                 if effect.level in ("info", "warning"):
                     self.events.append((time.time(), effect.text))
             case WriteCommit() | RemoveDirectory() | Prune() | ReadHistory():

@@ -31,7 +31,7 @@ from psdist_scheduler.open_calls import Outbox, SessionMessage
 from psdist_scheduler.published_map import PublishedMap
 from psdist_scheduler.scheduler import Scheduler, background
 
-log = logging.getLogger("psdist.scheduler")
+logger = logging.getLogger("psdist.scheduler")
 
 #: Time limit in seconds for a session's first message.
 HELLO_SECONDS = 10.0
@@ -58,7 +58,7 @@ class Service:
             method.name: getattr(self, method.name, None) or partial(self._by_table, method)
             for method in SERVICE.methods
         }
-        return service_handler(SERVICE, handlers, log)
+        return service_handler(SERVICE, handlers, logger)
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
         """Handle a method that is only an event and its answers."""

@@ -38,7 +38,7 @@ from psdist.snapshots.storage import Storage
 from psdist.v1 import scheduler_pb2 as pb
 from psdist_scheduler.events import snapshot_events as sn
 
-log = logging.getLogger("psdist.scheduler")
+logger = logging.getLogger("psdist.scheduler")
 
 #: Size in bytes of a message with a part of a worker's state.
 _PART_BYTES: Final = 1 << 20
@@ -153,7 +153,7 @@ class SnapshotIo:
                 try:
                     await self._carry_out(effect)
                 except Exception as error:  # Otherwise one defect would end all saving without a word.
-                    log.exception("a storage effect failed unexpectedly")
+                    logger.exception("a storage effect failed unexpectedly")
                     self._fail(effect, f"{type(error).__name__}: {error}")
             self._idle.set()
 
@@ -263,7 +263,7 @@ class SnapshotIo:
             files = await self.storage.list(layout.directory_path(directory))
             await self.storage.delete(file.path for file in files)
         except PsdistError as error:
-            log.warning("the files of abandoned snapshot %s remain: %s", directory, error)
+            logger.warning("the files of abandoned snapshot %s remain: %s", directory, error)
 
     async def _prune(self, effect: sn.Prune) -> sn.StorageEvent:
         done: list[int] = []

@@ -20,7 +20,7 @@ from psdist.errors import PsdistError
 from psdist.types import DataPosition, DatasetSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 NAME = "train"

@@ -20,7 +20,7 @@ from psdist.client.core.program_order import ProgramOrder
 from psdist.client.core.push_sequence import PushSequence
 from psdist.consistency import BSP
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.placement import alignment
 

@@ -21,7 +21,7 @@ from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import ClusterSettings, Member, StoredState
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member, StoredState
 
 LAYOUTS = (Layout((TensorSpec("w", (50, 999)),)), Layout((TensorSpec("w", (50, 998)),)), Layout(()))
 NAMES = ("bsp", "asp")

@@ -20,7 +20,7 @@ from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, commit_of
 

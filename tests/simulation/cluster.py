@@ -22,7 +22,7 @@ from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import status
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import Broadcast, Effect, MemberLost, Publish
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.service import Service
 from psdist_server.core.records import SliceRecord

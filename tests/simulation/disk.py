@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import StoredState
-from psdist_scheduler.store import SqliteStore
+from psdist_scheduler.events.cluster_state import StoredState
+from psdist_scheduler.sqlite_store import SqliteStore
 from tests.simulation.loop import Node, SimLoop
 
 

@@ -32,7 +32,7 @@ from psdist.wire import channels, convert, malloc_options, status
 from psdist.wire.shm import WeightsArena
 from psdist_scheduler import probe
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.coordination import mutual_waits
+from psdist_scheduler.coordination import deadlocks
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.placement.join_proposals import Joins
@@ -361,7 +361,7 @@ def install() -> None:
     put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "follow", _watch_maps(FollowedMap.follow))
-    put(mutual_waits, "_text", _watch_circles(mutual_waits._text))
+    put(deadlocks, "_text", _watch_circles(deadlocks._text))
     for owner, name, text, happened in _PATHS:
         put(owner, name, _counted(getattr(owner, name), text, happened))
     put(status, "to_detail", _told(status.to_detail))

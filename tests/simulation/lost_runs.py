@@ -32,7 +32,7 @@ from psdist.settings import exit_codes
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler import app, snapshot_io
 from psdist_scheduler.cluster import Cluster
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from tests.simulation import scenario, snapshots

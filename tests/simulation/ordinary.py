@@ -29,8 +29,8 @@ from psdist.consistency import Consistency
 from psdist.errors import MutualWaitError, PsdistError, PushDroppedError, WaitTimeoutError
 from psdist.optim import SGD, Optimizer
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
-from psdist_scheduler.coordination.mutual_waits import WaitFor
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.coordination.deadlocks import WaitFor
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members.barriers import Arrival
 from tests.simulation import rpc, scenario, snapshots
 from tests.simulation.cluster import NAME, RUN, SCHEDULER

@@ -11,8 +11,8 @@ from psdist import ASP, BSP
 from psdist.client import participation
 from psdist.client.session import activity, barriers, stopping
 from psdist.optim import SGD
-from psdist_scheduler.coordination import mutual_waits, stops
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.coordination import coordinated_shutdown, deadlocks
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members import barriers as scheduler_barriers
 from psdist_scheduler.placement import registry
 from psdist_scheduler.snapshots.schedule import EndSnapshot, EndState
@@ -86,15 +86,15 @@ def _nobody_passed(put: Put) -> None:
 
 @_ablation("workers that end together agree on a step", **_STOPS)
 def _each_for_itself(put: Put) -> None:
-    step = stops.Stops._step
+    step = coordinated_shutdown.CoordinatedShutdown._step
 
     def alone(self: Any, now: float) -> list[Any]:
         if self.phase in ("collecting", "asking") and self._stopping:
-            self._go(now, "idle")
+            self._enter(now, "idle")
             return self._let_leave({})
         return step(self, now)
 
-    put(stops.Stops, "_step", alone)
+    put(coordinated_shutdown.CoordinatedShutdown, "_step", alone)
 
 
 @_ablation("no push is begun before the last cut", **{**_STOPS, "think_seconds": 0.005, "delay": (0.001, 0.03)})
@@ -155,7 +155,7 @@ _CIRCLES: dict[str, Any] = {
 
 @_ablation("workers that wait for each other are found", **_CIRCLES)
 def _never_found(put: Put) -> None:
-    put(mutual_waits, "_find_circle", lambda awaited: [])
+    put(deadlocks, "_find_circle", lambda awaited: [])
 
 
 @_ablation("a worker waits for others once its own push is sent", **{**_STOPS, "busy": 0.5})

@@ -9,7 +9,7 @@ from typing import Any
 
 from psdist.client.core.program_order import ProgramOrder
 from psdist.client.session.iterations import Iterations
-from psdist_scheduler.coordination.stops import Stops
+from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
 from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.join_proposals import Joins
 from psdist_scheduler.snapshots.snapshots import Snapshots
@@ -47,7 +47,7 @@ _EXPELLED: dict[str, Any] = {
 
 @_ablation("workers that end are held where an iteration starts", **_STOPS)
 def _each_set_by_itself(put: Put) -> None:
-    put(Stops, "_is_aligning", property(lambda self: False))
+    put(CoordinatedShutdown, "_is_aligning", property(lambda self: False))
 
 
 @_ablation("periodic snapshots are cut where an iteration starts", **_SAVES, save_steps=0, save_seconds=0.3)

@@ -13,7 +13,7 @@ from psdist.optim import SGD
 from psdist.snapshots import reader
 from psdist_scheduler import snapshot_io
 from psdist_scheduler.coordination import deferred_losses
-from psdist_scheduler.datasets import cut
+from psdist_scheduler.datasets import used_ranges
 from psdist_scheduler.members import membership
 from psdist_server.core import cut as cuts
 from psdist_server.core.async_shard import AsyncShard
@@ -123,7 +123,7 @@ def _lives_again(put: Put) -> None:
 
 @_ablation("a range is done where its push is in the cut", **_DATA, faults=(), save_seconds=0.3, save_steps=0)
 def _done_at_once(put: Put) -> None:
-    put(cut.DataCut, "after", lambda *_: [])
+    put(used_ranges.UsedRanges, "after", lambda *_: [])
 
 
 @_ablation(

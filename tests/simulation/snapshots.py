@@ -25,7 +25,7 @@ from psdist.optim import SGD
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_events import MemberLost
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.scheduler import Scheduler
 from psdist_scheduler.snapshot_io import read_history

@@ -10,7 +10,7 @@ from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, digest_of
 from psdist.types import ParametersEntry
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Member, StoredState
+from psdist_scheduler.events.cluster_state import Member, StoredState
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.snapshots.attempt import Attempt
 from tests.support.scheduler_driver import Driver

@@ -1,1 +1,1 @@
-"""Protocols over all members: roll back, shut down, stop at one step, mutual waits."""
+"""Protocols over all members: rollback, shutdown, deadlocks, silent and unreachable members."""

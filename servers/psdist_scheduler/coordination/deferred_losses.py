@@ -22,7 +22,7 @@ from typing import Final, Literal
 from psdist.errors import DuplicateMemberError
 from psdist.types import Replica, Shard
 from psdist_scheduler.events.cluster_events import Close, Effect, LogEvent, Register, Wait
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.replicas import after_loss
@@ -62,7 +62,7 @@ class DeferredLosses:
             yield "lost shards", [], self.wait
 
     def validate(self) -> None:
-        assert all(self._is_gone(member) for member, _ in self._deferred.values()), "the loss of a present server is deferred"
+        assert all(self._is_gone(member) for member, _ in self._deferred.values()), "a present server is deferred"
         assert not self._deferred or self._snapshots.doubt, "a loss is deferred for nothing"
 
     def check(self, event: Register, now: float) -> None:

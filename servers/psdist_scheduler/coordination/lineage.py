@@ -15,7 +15,7 @@ from typing import Final
 
 from psdist.errors import RunLostError
 from psdist_scheduler.events.cluster_events import SessionOpened
-from psdist_scheduler.events.records import SchedulerProcess, StoredState
+from psdist_scheduler.events.cluster_state import SchedulerProcess, StoredState
 
 #: Older processes are forgotten. A member that missed this many restarts is gone.
 PROCESSES_KEPT: Final = 1000

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from psdist.errors import RunLostError
+from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
+from psdist_scheduler.coordination.deadlocks import Deadlocks
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
+from psdist_scheduler.coordination.exit_requests import ExitRequests
 from psdist_scheduler.coordination.membership_changes import MembershipChanges
-from psdist_scheduler.coordination.mutual_waits import MutualWaits
 from psdist_scheduler.coordination.rollback import Rollback
-from psdist_scheduler.coordination.shutdown import GracefulShutdown
 from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.coordination.start import RunStart
-from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Persist, Wait
-from psdist_scheduler.events.records import ClusterSettings, StoredState
+from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
@@ -56,11 +56,11 @@ class Machines:
     datasets: Datasets
     snapshots: Snapshots
     rollback: Rollback
-    shutdown: GracefulShutdown
-    stops: Stops
+    exit_requests: ExitRequests
+    coordinated_shutdown: CoordinatedShutdown
     changes: MembershipChanges
     barriers: Barriers
-    mutual_waits: MutualWaits
+    deadlocks: Deadlocks
     rendezvous: Rendezvous
 
     @classmethod
@@ -99,8 +99,8 @@ class Machines:
         datasets = Datasets(stored.datasets, resume)
         snapshots = Snapshots(settings, registry, members, datasets, alignment, history, now)
         rollback = Rollback(registry, joins, members, datasets, snapshots)
-        shutdown = GracefulShutdown(settings, registry, members, snapshots, scaling)
-        stops = Stops(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
+        exit_requests = ExitRequests(settings, registry, members, snapshots, scaling)
+        stops = CoordinatedShutdown(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
         admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
         unreachable = UnreachableServers(settings, members, registry, deferred)
         silent = SilentMembers(settings, members, deferred)
@@ -108,9 +108,9 @@ class Machines:
         follow = (deferred, unreachable, silent, start, now)
         changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, admission, *follow)
         barriers = Barriers(members, demand, stored.barriers)
-        mutual_waits = MutualWaits(members, registry, barriers)
-        held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback, shutdown)
-        return cls(*held, stops, changes, barriers, mutual_waits, rendezvous)
+        deadlocks = Deadlocks(members, registry, barriers)
+        held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback)
+        return cls(*held, exit_requests, stops, changes, barriers, deadlocks, rendezvous)
 
     def end(self, call: int) -> None:
         """Remove a call that is over from every machine."""
@@ -120,8 +120,8 @@ class Machines:
         self.rendezvous.end(call)
         self.scaling.end(call)
         self.snapshots.waiters.end(call)
-        self.shutdown.end(call)
-        self.mutual_waits.end(call)
+        self.exit_requests.end(call)
+        self.deadlocks.end(call)
 
     def waits(self, now: float) -> Iterator[Wait]:
         yield from self.creation.waits(now)
@@ -131,7 +131,7 @@ class Machines:
         yield from self.scaling.waits()
         yield from self.changes.deferred.waits()
         yield from self.snapshots.waits()
-        yield from self.stops.waits()
+        yield from self.coordinated_shutdown.waits()
         yield from self.changes.unreachable.waits()
         yield from self.creation.joins.alignment.waits()
         yield from self.changes.silent.waits()

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.coordination.start import RunStart
-from psdist_scheduler.coordination.stops import Stops
 from psdist_scheduler.coordination.unreachable_servers import UnreachableServers
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.events.worker_events import Caller, ServerChecked
 from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.membership import Demand, Membership
@@ -38,7 +38,7 @@ class MembershipChanges:
     _registry: Registry
     _joins: Joins
     _snapshots: Snapshots
-    _stops: Stops
+    _coordinated_shutdown: CoordinatedShutdown
     _admission: MemberAdmission
     deferred: DeferredLosses
     unreachable: UnreachableServers
@@ -72,7 +72,7 @@ class MembershipChanges:
         if member.role == "server":
             effects += self._joins.on_session(member.member_id)
         else:
-            self._stops.on_session(member)
+            self._coordinated_shutdown.on_session(member)
             self._joins.alignment.on_session(member)
         return effects + self._snapshots.runner.on_session(member, epoch, now)
 

@@ -26,7 +26,7 @@ from psdist.types import Restore
 from psdist_scheduler.coordination.deferred_losses import PATIENCE_SECONDS
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Broadcast, Close, Effect, LogEvent
-from psdist_scheduler.events.records import group
+from psdist_scheduler.events.cluster_state import group
 from psdist_scheduler.events.snapshot_events import CommitFound, HistoryRead, LoadFailed, RolledBack
 from psdist_scheduler.members.membership import WENT_BACK, Membership
 from psdist_scheduler.placement.join_proposals import Joins

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from psdist.types import Replica
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Probe, Probed, Register, Wait
-from psdist_scheduler.events.records import ClusterSettings, Identity, Member, ProbeResult
+from psdist_scheduler.events.cluster_state import ClusterSettings, Identity, Member, ProbeResult
 from psdist_scheduler.events.worker_events import CheckServer
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.suspicion import Evidence, excuse, is_lost

@@ -6,7 +6,7 @@ scheduler. Two conditions end it, with RunNotStartedError at every member:
 * The required members were not all present at one time within ``start_timeout_seconds``.
 * An agent with a fixed number of nodes gave up, and its workers are still missing. An elastic run may use others.
 
-Once a parameter set is ready, the run has begun. From then on, ``rollback`` and ``shutdown`` decide about its end.
+Once a parameter set is ready, the run has begun. From then on, ``rollback`` and ``exit_requests`` decide about its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Final
 from psdist.errors import RunNotStartedError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, GiveUp, LogEvent
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members.membership import Demand
 from psdist_scheduler.placement.registry import Registry
 

@@ -28,7 +28,7 @@ from psdist.consistency import ASP
 from psdist.types import ParametersEntry, Replica
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses, Losses
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
-from psdist_scheduler.events.records import ClusterSettings, Identity, Member
+from psdist_scheduler.events.cluster_state import ClusterSettings, Identity, Member
 from psdist_scheduler.events.worker_events import CheckServer, UnreachableServer
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry

@@ -17,7 +17,7 @@ from typing import Literal
 from psdist.errors import LimitExceededError
 from psdist.wire.limits import REPORT_WAIT_SECONDS, WAITS_PER_MEMBER_MAX
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.snapshot_events import Saving
 
 REPEAT_SECONDS = 2.0

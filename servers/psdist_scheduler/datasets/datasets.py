@@ -34,10 +34,10 @@ from psdist.errors import (
 from psdist.snapshots.format import DatasetState, Manifest
 from psdist.types import DataPosition
 from psdist.wire.limits import DATASETS_MAX, LEASES_MAX
-from psdist_scheduler.datasets.cut import Cut, DataCut
+from psdist_scheduler.datasets.used_ranges import CutBounds, UsedRanges
 from psdist_scheduler.events import worker_events as we
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, LogEvent
-from psdist_scheduler.events.records import DataLease, DatasetRecord, Identity, Member
+from psdist_scheduler.events.cluster_state import DataLease, DatasetRecord, Identity, Member
 from psdist_scheduler.placement.restore_point import Resume
 
 
@@ -207,7 +207,7 @@ class Datasets:
 
     def __init__(self, records: tuple[DatasetRecord, ...], resume: Resume) -> None:
         self._resume = resume
-        self.cut = DataCut()
+        self.used_ranges = UsedRanges()
         self._all = {record.spec.name: LeasedDataset(record) for record in records}
         #: Data sets changed since ``take_changes``.
         self.changed: dict[str, None] = {}
@@ -222,10 +222,10 @@ class Datasets:
         """Workers, by id and incarnation, that hold ranges."""
         return {(lease.worker_id, lease.incarnation) for d in self._all.values() for lease in d.leases}
 
-    def states(self, cut: Cut) -> tuple[DatasetState, ...]:
+    def states(self, cut: CutBounds) -> tuple[DatasetState, ...]:
         """Return the state of each data set in a snapshot. Those of the previous snapshot that nobody opened are
         unchanged."""
-        mine = [DatasetState(d.spec, d.position_without(self.cut.after(n, cut))) for n, d in self._all.items()]
+        mine = [DatasetState(d.spec, d.position_without(self.used_ranges.after(n, cut))) for n, d in self._all.items()]
         return (*mine, *(state for state in self._resume.datasets if state.spec.name not in self._all))
 
     def stand_as_in(self, manifest: Manifest) -> bool:
@@ -241,9 +241,9 @@ class Datasets:
         beginning = DataPosition()
         return all(mine.get(name, beginning) == theirs.get(name, beginning) for name in mine.keys() | theirs.keys())
 
-    def undecided(self, cut: Cut) -> list[str]:
+    def undecided(self, cut: CutBounds) -> list[str]:
         """Return workers that may have used a range before the cut without having reported it."""
-        found = [worker for n, d in self._all.items() for worker in self.cut.undecided(n, d.leases, cut)]
+        found = [worker for n, d in self._all.items() for worker in self.used_ranges.undecided(n, d.leases, cut)]
         return list(dict.fromkeys(found))
 
     def get_position(self, event: we.GetPosition) -> list[Effect]:
@@ -293,10 +293,10 @@ class Datasets:
                 f"{worker} holds {LEASES_MAX} ranges of data set {event.dataset!r}, which is the limit: use them first"
             )
         notes = self._finish(dataset, event)
-        self.cut.on_report(worker.identity, dict(event.now))
+        self.used_ranges.on_report(worker.identity, dict(event.now))
         lease = pending_answer[0] if pending_answer else dataset.acquire(worker)
         if lease is not None and not pending_answer:
-            self.cut.on_given(event.dataset, lease, dict(event.now))
+            self.used_ranges.on_given(event.dataset, lease, dict(event.now))
             self.changed[event.dataset] = None
         data_epoch, number = divmod(lease.place, dataset.spec.ranges) if lease else (0, 0)
         given = we.RangeGiven(lease, data_epoch, number, dataset.repeated, dataset.failed)
@@ -307,10 +307,10 @@ class Datasets:
         dataset = self._get(event.dataset)
         dataset.check_ends((*event.done, *event.returned), worker)
         notes = self._finish(dataset, event)
-        self.cut.on_report(worker.identity, dict(event.now))
+        self.used_ranges.on_report(worker.identity, dict(event.now))
         for lease_id in event.returned:
             if (lease := dataset.release(lease_id)) is not None:
-                self.cut.on_ended(event.dataset, lease)
+                self.used_ranges.on_ended(event.dataset, lease)
                 self.changed[event.dataset] = None
         return [*notes, Answer(event.call, Done())]
 
@@ -318,7 +318,7 @@ class Datasets:
         """Continue a data set from a given position. Raises UnknownDatasetError and InvalidArgumentError."""
         dataset = self._get(event.dataset)
         dataset.go_to(event.position)
-        self.cut.forget(event.dataset)
+        self.used_ranges.forget(event.dataset)
         self.changed[event.dataset] = None
         where = f"data epoch {event.position.data_epoch}"
         return [
@@ -331,7 +331,7 @@ class Datasets:
         positions = {state.spec.name: state.position for state in states}
         for name, dataset in self._all.items():
             dataset.go_to(positions.get(name, DataPosition()))
-            self.cut.forget(name)
+            self.used_ranges.forget(name)
             self.changed[name] = None
 
     def lose(self, is_live: Callable[[str, int], bool]) -> list[Effect]:
@@ -340,7 +340,7 @@ class Datasets:
         for name, dataset in self._all.items():
             again, given_up = dataset.lose(is_live)
             for lease in (*again, *given_up):
-                self.cut.on_ended(name, lease)
+                self.used_ranges.on_ended(name, lease)
             if again or given_up:
                 self.changed[name] = None
             if again:
@@ -362,7 +362,7 @@ class Datasets:
         for lease_id, at in zip_longest(event.done, event.done_at[: len(event.done)], fillvalue=()):
             assert isinstance(lease_id, int)
             if (lease := dataset.finish(lease_id)) is not None:
-                self.cut.on_done(dataset.spec.name, lease, dict(at))
+                self.used_ranges.on_done(dataset.spec.name, lease, dict(at))
                 finished.append(lease)
         if not finished:
             return []

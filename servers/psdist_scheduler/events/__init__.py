@@ -1,1 +1,1 @@
-"""Events and effects of the scheduler's machines, and the records that they keep."""
+"""Events and effects of the scheduler's machines, and the state that they share."""

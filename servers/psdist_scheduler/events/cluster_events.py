@@ -15,7 +15,7 @@ from psdist.errors import ClosedError, PsdistError
 from psdist.types import ClusterMap, Layout, ParametersMember, ParametersSpec, Replica
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import (
+from psdist_scheduler.events.cluster_state import (
     BarrierRecord,
     DatasetRecord,
     Member,

@@ -12,7 +12,7 @@ from typing import Final
 
 from psdist.snapshots.format import CommitRecord, Manifest, ShardFile, WorkerState
 from psdist.types import Restore
-from psdist_scheduler.events.records import Identity
+from psdist_scheduler.events.cluster_state import Identity
 
 #: Step, or number of a worker's next push, by parameter set.
 Numbers = tuple[tuple[str, int], ...]

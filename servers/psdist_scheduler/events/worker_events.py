@@ -10,7 +10,7 @@ from typing import Literal
 
 from psdist.errors import PsdistError
 from psdist.types import DataPosition, DatasetSpec, Replica
-from psdist_scheduler.events.records import DataLease
+from psdist_scheduler.events.cluster_state import DataLease
 from psdist_scheduler.events.snapshot_events import Numbers
 
 
@@ -105,7 +105,7 @@ class StopReported:
 
 
 @dataclass(frozen=True, slots=True)
-class MutualWait:
+class DeadlockFound:
     """To a worker, on its session: the wait of its report ``sequence`` is part of a deadlock."""
 
     sequence: int
@@ -146,7 +146,7 @@ class AlignCommand:
     release: bool = False
 
 
-WorkerCommand = MutualWait | StopCommand | AlignCommand | CheckServer
+WorkerCommand = DeadlockFound | StopCommand | AlignCommand | CheckServer
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

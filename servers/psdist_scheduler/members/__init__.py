@@ -1,1 +1,1 @@
-"""Who is in the run: membership, ranks, barriers."""
+"""Members of the run: registration, leases, ranks, barriers."""

@@ -21,7 +21,7 @@ from psdist.errors import (
 from psdist.types import check_name
 from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
 from psdist_scheduler.events.cluster_events import Register
-from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
 
 #: A label of a host name that can serve as an id.

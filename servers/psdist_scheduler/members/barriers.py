@@ -23,7 +23,7 @@ from psdist.errors import InvalidArgumentError
 from psdist.types import check_name
 from psdist.wire.limits import BARRIER_NAMES_MAX, BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Wait, Withdrawn, refuse_older
-from psdist_scheduler.events.records import BarrierRecord, Member, name_some
+from psdist_scheduler.events.cluster_state import BarrierRecord, Member, name_some
 from psdist_scheduler.members.membership import Demand, Membership
 
 

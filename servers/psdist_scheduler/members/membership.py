@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
 from psdist.types import Replica
-from psdist_scheduler.events.records import ClusterSettings, Identity, Member, Role
+from psdist_scheduler.events.cluster_state import ClusterSettings, Identity, Member, Role
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.sessions import Sessions
 

@@ -18,7 +18,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.types import check_name
 from psdist.wire.limits import WORLD_MAX
 from psdist_scheduler.events.cluster_events import Answer, Effect, EnterRendezvous, Formed, LogEvent, Wait, refuse_older
-from psdist_scheduler.events.records import Node
+from psdist_scheduler.events.cluster_state import Node
 
 
 class Rendezvous:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from psdist_scheduler.events.cluster_events import Heartbeat
-from psdist_scheduler.events.records import ClusterSettings, Member, Role
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member, Role
 from psdist_scheduler.members.suspicion import RETURN_LEASES
 
 #: Extra time in seconds to open a session, for each registered member that has none yet.

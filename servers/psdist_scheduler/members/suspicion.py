@@ -21,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from psdist_scheduler.events.records import ProbeResult
+from psdist_scheduler.events.cluster_state import ProbeResult
 
 #: Leases within which members may return after the scheduler was restarted, or nobody could reach it.
 RETURN_LEASES: Final = 3

@@ -1,1 +1,1 @@
-"""Parameters and their shards: creation, joins, replicas, scaling, and what they begin from."""
+"""Parameter sets and their shards: creation, joins, replicas, scaling, and the starting point of a run."""

@@ -28,7 +28,7 @@ from typing import Final
 from psdist.types import ParametersMember
 from psdist.wire.limits import PERIOD_MAX
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
-from psdist_scheduler.events.records import Identity, Member, name_some
+from psdist_scheduler.events.cluster_state import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry

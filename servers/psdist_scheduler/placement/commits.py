@@ -27,7 +27,7 @@ from psdist_scheduler.events.cluster_events import (
     ValuesAnswered,
     refuse_older,
 )
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import ParameterSet, Registry
 

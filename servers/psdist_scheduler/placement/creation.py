@@ -35,7 +35,7 @@ from psdist.errors import (
 )
 from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, check_name
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, name_some
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.placement import placement

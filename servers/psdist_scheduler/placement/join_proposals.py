@@ -40,7 +40,7 @@ from psdist_scheduler.events.cluster_events import (
     Wait,
     WithdrawJoin,
 )
-from psdist_scheduler.events.records import Member, name_some
+from psdist_scheduler.events.cluster_state import Member, name_some
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.alignment import Alignment

@@ -17,7 +17,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError
 from psdist.optim import Override, group_of
 from psdist.types import SHARDS_PER_SERVER, GroupRange, Layout, ParametersEntry, Slicing, choose_slice_elements
 from psdist.wire.limits import SLICES_MAX
-from psdist_scheduler.events.records import name_some
+from psdist_scheduler.events.cluster_state import name_some
 
 
 def choose_slicing(total: int, slice_elements: int, *, between_hosts: bool = False) -> Slicing:

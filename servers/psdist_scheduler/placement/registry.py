@@ -19,7 +19,7 @@ from psdist.errors import LayoutMismatchError, LimitExceededError, SettingsMisma
 from psdist.types import Layout, ParametersEntry, ParametersMember, ParametersSpec, Shard
 from psdist.wire.limits import DEPARTED_MAX, PARAMETERS_MAX
 from psdist_scheduler.events.cluster_events import Create, Effect, refuse_older
-from psdist_scheduler.events.records import ClusterSettings, Member, ParametersRecord, group
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member, ParametersRecord, group
 from psdist_scheduler.events.worker_events import ResumePush
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas

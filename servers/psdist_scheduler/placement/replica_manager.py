@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from psdist.types import Replica, Shard
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings, group
+from psdist_scheduler.events.cluster_state import ClusterSettings, group
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import replicas
 from psdist_scheduler.placement.registry import ParameterSet, Registry, name_shards

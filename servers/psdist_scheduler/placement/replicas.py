@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from psdist.types import Replica, Shard
-from psdist_scheduler.events.records import Member, ParametersRecord
+from psdist_scheduler.events.cluster_state import Member, ParametersRecord
 from psdist_scheduler.placement.placement import shard_elements
 
 #: Number of copies that one primary fills at a time.

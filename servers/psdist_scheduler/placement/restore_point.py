@@ -27,7 +27,7 @@ from psdist.consistency import BSP
 from psdist.errors import LayoutMismatchError, PsdistError, SettingsMismatchError, StorageError
 from psdist.snapshots.format import DatasetState, ParametersState
 from psdist.types import DatasetSpec, Layout, ParametersEntry, ParametersSpec, Restore
-from psdist_scheduler.events.records import RestorePoint, group, name_some
+from psdist_scheduler.events.cluster_state import RestorePoint, group, name_some
 from psdist_scheduler.events.snapshot_events import CommitFound, Loaded
 
 #: Longest wait in seconds, after a rollback, for as many servers as there were.

@@ -15,7 +15,7 @@ from psdist.errors import InvalidArgumentError, LimitExceededError, ServerLostEr
 from psdist.types import Replica, Shard
 from psdist.wire.limits import MEMBERS_MAX
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings, Member, name_some
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member, name_some
 from psdist_scheduler.members.membership import Demand, Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry

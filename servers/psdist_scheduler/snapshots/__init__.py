@@ -1,1 +1,1 @@
-"""Snapshots: when one is due, the attempt under way, who waits, which exist."""
+"""Snapshots: schedule, attempt in progress, waiting callers, catalog."""

@@ -17,7 +17,7 @@ from enum import IntEnum, auto
 
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
-from psdist_scheduler.events.records import Identity, name_some
+from psdist_scheduler.events.cluster_state import Identity, name_some
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.snapshots.cut import AgreedCut
 from psdist_scheduler.snapshots.worker_states import WorkerStateUploads

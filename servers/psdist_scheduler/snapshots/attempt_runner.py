@@ -20,7 +20,7 @@ from psdist.snapshots.format import CommitRecord, Manifest, directory_name
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
-from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase

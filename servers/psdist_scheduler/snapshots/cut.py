@@ -15,7 +15,7 @@ from typing import Final
 from psdist.consistency import BSP
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots.format import ParametersState
-from psdist_scheduler.events.records import Identity, name_some
+from psdist_scheduler.events.cluster_state import Identity, name_some
 from psdist_scheduler.events.snapshot_events import Producers, Written
 from psdist_scheduler.placement.registry import ParameterSet
 

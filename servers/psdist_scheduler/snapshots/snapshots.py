@@ -20,7 +20,7 @@ from psdist.errors import NoStorageError, SnapshotFailedError
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Effect, LogEvent, Wait
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.alignment import Alignment
@@ -216,7 +216,7 @@ class Snapshots:
         effects = self.catalog.read_if_due(now)
         ready, attempt = self._ready, self.runner.attempt
         cut = attempt.cut if attempt is not None else None
-        self._datasets.cut.settle(lambda worker: floor(cut, ready, worker), self._members.is_live)
+        self._datasets.used_ranges.forget_before(lambda worker: floor(cut, ready, worker), self._members.is_live)
         effects += self.runner.progress(ready, epoch, now)
         if (under_way := self.runner.attempt) is not None and under_way.phase >= AttemptPhase.CUTTING:
             self._alignment.release(_NAME)

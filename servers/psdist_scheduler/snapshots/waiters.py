@@ -18,7 +18,7 @@ from psdist.errors import PsdistError
 from psdist.snapshots.format import Manifest
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events.cluster_events import Answer, Draining, Effect, Refuse
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.snapshot_events import CommitFound, Saved, Saving
 from psdist_scheduler.placement.registry import ParameterSet
 from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase

@@ -21,7 +21,7 @@ from psdist.snapshots.format import WorkerState, state_file_name
 from psdist.wire import limits
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
-from psdist_scheduler.events.records import Identity, Member, name_some
+from psdist_scheduler.events.cluster_state import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import ParameterSet

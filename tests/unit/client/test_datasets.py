@@ -25,7 +25,7 @@ from psdist_scheduler import messages
 from psdist_scheduler.datasets.datasets import Datasets
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member, RestorePoint
+from psdist_scheduler.events.cluster_state import Member, RestorePoint
 from psdist_scheduler.placement.restore_point import Resume
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")

@@ -13,7 +13,7 @@ from psdist.consistency import ASP
 from psdist.types import Layout, ParametersMember, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.scheduler_driver import LAYOUT, Driver, caller
 
 

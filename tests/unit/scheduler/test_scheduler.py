@@ -11,9 +11,9 @@ from psdist.errors import DuplicateMemberError, PsdistError
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.scheduler import Scheduler
-from psdist_scheduler.store import Store
+from psdist_scheduler.sqlite_store import Store
 
 
 class HeldStore(Store):

@@ -25,10 +25,10 @@ from psdist_scheduler import messages
 from psdist_scheduler.coordination import waiting_calls
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import EnterRendezvous
-from psdist_scheduler.events.records import BarrierRecord
+from psdist_scheduler.events.cluster_state import BarrierRecord
 from psdist_scheduler.members import admission
 from psdist_scheduler.placement import registry
-from psdist_scheduler.store import SqliteStore
+from psdist_scheduler.sqlite_store import SqliteStore
 
 loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"

@@ -8,7 +8,7 @@ from psdist.errors import RunLostError
 from psdist_scheduler.coordination.lineage import Lineage
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_events import SessionOpened
-from psdist_scheduler.events.records import SchedulerProcess, StoredState
+from psdist_scheduler.events.cluster_state import SchedulerProcess, StoredState
 from tests.support.scheduler_driver import Driver, caller
 from tests.unit.scheduler.placement.test_restore_point import resumed, saved_run
 

@@ -8,7 +8,7 @@ import pytest
 
 from psdist import errors
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ProbeResult
+from psdist_scheduler.events.cluster_state import ProbeResult
 from psdist_scheduler.events.worker_events import CheckServer, ServerChecked
 from psdist_scheduler.members.suspicion import HEARD_LEASES, LAST_COPY_LEASES
 from tests.unit.scheduler.placement.test_replicas import Run

@@ -11,7 +11,7 @@ from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.types import Replica
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 
 LEASE = 10.0
 REASON = "no route"

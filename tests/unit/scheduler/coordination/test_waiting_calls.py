@@ -8,7 +8,7 @@ from psdist.errors import ClosedError, LimitExceededError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.coordination.waiting_calls import REPEAT_SECONDS, WAITS_PER_MEMBER_MAX, WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 
 WORKER = Member("worker-0", "worker", 1)
 

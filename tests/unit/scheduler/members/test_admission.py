@@ -10,7 +10,7 @@ from scheduler_driver import Driver
 from psdist import errors
 from psdist.wire.limits import PROTOCOL_VERSION
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.events.worker_events import Caller
 
 

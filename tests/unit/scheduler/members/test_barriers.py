@@ -9,7 +9,7 @@ import pytest
 from psdist import errors
 from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import BarrierRecord, Member
+from psdist_scheduler.events.cluster_state import BarrierRecord, Member
 from tests.support.scheduler_driver import Driver, caller
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psdist_scheduler.events.cluster_events import Heartbeat
-from psdist_scheduler.events.records import ClusterSettings, Member
+from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.members.sessions import SESSION_SECONDS, Sessions
 from psdist_scheduler.members.suspicion import RETURN_LEASES
 

@@ -11,7 +11,7 @@ from scheduler_driver import Driver, caller
 from psdist.consistency import ASP, BSP
 from psdist.optim import SGD
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported
 
 

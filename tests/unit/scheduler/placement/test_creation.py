@@ -11,7 +11,7 @@ from psdist.consistency import BSP
 from psdist.optim import SGD, Adam, override
 from psdist.types import SLICE_ELEMENTS_MAX, SLICE_ELEMENTS_MIN, Layout, Slicing, TensorSpec, choose_slice_elements
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.placement.creation import RETURN_GRACE_SECONDS
 from tests.support.scheduler_driver import Driver, caller
 

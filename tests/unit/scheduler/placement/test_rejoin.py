@@ -11,7 +11,7 @@ from psdist.types import ParametersMember
 from psdist.wire.limits import DEPARTED_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 
 Started = tuple[Driver, list[Member], list[int], list[int]]
 

@@ -7,7 +7,7 @@ import pytest
 from psdist import errors
 from psdist.types import Replica, Shard
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 

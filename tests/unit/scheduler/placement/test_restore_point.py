@@ -15,7 +15,7 @@ from psdist.types import DataPosition, DatasetSpec, Layout, TensorSpec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.records import Member, RestorePoint
+from psdist_scheduler.events.cluster_state import Member, RestorePoint
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import SnapshotDriver, history_of
 

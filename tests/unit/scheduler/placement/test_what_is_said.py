@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.scheduler_driver import Driver, caller
 
 

@@ -6,7 +6,7 @@ from psdist import errors
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.snapshots.catalog import surplus
 from tests.support.scheduler_driver import caller
 from tests.support.snapshot_driver import Ready, SnapshotDriver, commit_of, history_of, ready

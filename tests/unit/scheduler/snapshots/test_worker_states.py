@@ -13,7 +13,7 @@ from psdist.snapshots.format import WorkerState
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
 
 

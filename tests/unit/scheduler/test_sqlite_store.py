@@ -25,7 +25,7 @@ from psdist.types import (
 )
 from psdist.wire.limits import BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import (
+from psdist_scheduler.events.cluster_state import (
     BarrierRecord,
     Member,
     Node,
@@ -35,7 +35,7 @@ from psdist_scheduler.events.records import (
     StoredState,
 )
 from psdist_scheduler.scheduler import merge
-from psdist_scheduler.store import SqliteStore, Store, open_store
+from psdist_scheduler.sqlite_store import SqliteStore, Store, open_store
 
 LAYOUT = Layout((TensorSpec("w", (3, 4), "float16"), TensorSpec("b", ())))
 ENTRY = ParametersEntry(

@@ -15,30 +15,30 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from psdist.wire.limits import REPORTS_MAX
-from psdist_scheduler.events.records import DataLease, Identity
+from psdist_scheduler.events.cluster_state import DataLease, Identity
 
 #: Number of a worker's next push, by parameter set.
-Next = Mapping[str, int]
+NextPushes = Mapping[str, int]
 #: Returns the bound below which the pushes of an incarnation are in the snapshot. Other parameter sets do not matter.
-Cut = Callable[[Identity], Next]
+CutBounds = Callable[[Identity], NextPushes]
 
 
 @dataclass(slots=True)
-class DataCut:
+class UsedRanges:
     """Reports of workers, for as long as they may matter."""
 
     #: Holder of a done range and its next pushes at that time, by data set and place.
-    _done: dict[tuple[str, int], tuple[Identity, Next]] = field(default_factory=dict)
+    _done: dict[tuple[str, int], tuple[Identity, NextPushes]] = field(default_factory=dict)
     #: Next pushes of the worker when it was given a lease, by data set and lease.
-    _given: dict[tuple[str, int], Next] = field(default_factory=dict)
+    _given: dict[tuple[str, int], NextPushes] = field(default_factory=dict)
     #: Next pushes of each incarnation in its last report.
-    _heard: dict[Identity, Next] = field(default_factory=dict)
+    _heard: dict[Identity, NextPushes] = field(default_factory=dict)
 
-    def on_given(self, dataset: str, lease: DataLease, now: Next) -> None:
+    def on_given(self, dataset: str, lease: DataLease, now: NextPushes) -> None:
         """Record a lease given to a worker whose next pushes are ``now``."""
         self._given[dataset, lease.lease_id] = now
 
-    def on_done(self, dataset: str, lease: DataLease, at: Next) -> None:
+    def on_done(self, dataset: str, lease: DataLease, at: NextPushes) -> None:
         """Record that a lease's samples were used before the pushes ``at``."""
         self._given.pop((dataset, lease.lease_id), None)
         if at:
@@ -50,7 +50,7 @@ class DataCut:
         """Record that a lease ended unused."""
         self._given.pop((dataset, lease.lease_id), None)
 
-    def on_report(self, worker: Identity, now: Next) -> None:
+    def on_report(self, worker: Identity, now: NextPushes) -> None:
         """Record a worker's report of all done ranges. Its next pushes are ``now``."""
         self._heard[worker] = now
 
@@ -59,12 +59,12 @@ class DataCut:
         self._done = {key: value for key, value in self._done.items() if key[0] != dataset}
         self._given = {key: value for key, value in self._given.items() if key[0] != dataset}
 
-    def settle(self, floor: Cut, is_live: Callable[[str, int], bool]) -> None:
+    def forget_before(self, floor: CutBounds, is_live: Callable[[str, int], bool]) -> None:
         """Forget reports that are before every later cut. floor: returns the lowest bound of any later cut."""
         self._done = {key: (worker, at) for key, (worker, at) in self._done.items() if _is_after(at, floor(worker))}
         self._heard = {worker: now for worker, now in self._heard.items() if is_live(*worker)}
 
-    def after(self, dataset: str, cut: Cut) -> list[int]:
+    def after(self, dataset: str, cut: CutBounds) -> list[int]:
         """Return places that are done, but not in the snapshot."""
         return [
             place
@@ -72,7 +72,7 @@ class DataCut:
             if name == dataset and _is_after(at, cut(worker))
         ]
 
-    def undecided(self, dataset: str, leases: Iterable[DataLease], cut: Cut) -> list[str]:
+    def undecided(self, dataset: str, leases: Iterable[DataLease], cut: CutBounds) -> list[str]:
         """Return workers that may have used a range before the cut without having reported it."""
         found: dict[str, None] = {}
         for lease in leases:
@@ -85,6 +85,6 @@ class DataCut:
         return list(found)
 
 
-def _is_after(numbers: Next, cut: Next) -> bool:
+def _is_after(numbers: NextPushes, cut: NextPushes) -> bool:
     """Return True if some of the pushes before ``numbers`` are not in the snapshot."""
     return any(name in cut and number > cut[name] for name, number in numbers.items())

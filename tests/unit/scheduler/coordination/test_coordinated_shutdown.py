@@ -11,10 +11,10 @@ from snapshot_driver import SnapshotDriver
 from psdist.consistency import ASP, BSP, Consistency
 from psdist.errors import SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.coordination.stops import COLLECT_SECONDS, SAVE_SECONDS
+from psdist_scheduler.coordination.coordinated_shutdown import COLLECT_SECONDS, SAVE_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
-from psdist_scheduler.events.records import Member
+from psdist_scheduler.events.cluster_state import Member
 from psdist_scheduler.events.worker_events import AlignCommand, AlignReported, StopCommand, StopReported
 
 

@@ -17,7 +17,7 @@ Phases:
 * *saving*: final snapshot in progress.
 * *leaving*: workers may exit.
 
-The snapshot is taken by ``schedule``; ``shutdown`` ends servers and this scheduler.
+The snapshot is taken by ``schedule``; ``exit_requests`` ends servers and this scheduler.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Final, Literal
 from psdist.consistency import BSP
 from psdist.types import ParametersMember
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Wait
-from psdist_scheduler.events.records import Identity, Member, name_some
+from psdist_scheduler.events.cluster_state import Identity, Member, name_some
 from psdist_scheduler.events.worker_events import StopCommand, StopKind, StopReported
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.alignment import Alignment
@@ -61,7 +61,7 @@ class _StoppingWorker:
 
 
 @dataclass(slots=True)
-class Stops:
+class CoordinatedShutdown:
     """State machine for stopping all workers at one step."""
 
     members: Membership
@@ -123,41 +123,41 @@ class Stops:
         """Advance by one phase, if possible."""
         match self.phase:
             case "idle" if any(worker.identity not in self._leaving for worker in self._stopping):
-                self._go(now, "collecting")
+                self._enter(now, "collecting")
             case "collecting" | "asking" if not self._stopping:
-                self._go(now, "idle")
+                self._enter(now, "idle")
             case "collecting" | "asking" if len(self._stopping) == len(self.members.workers):
-                self._go(now, "holding")
+                self._enter(now, "holding")
             case "collecting" if now - self._since >= COLLECT_SECONDS:
-                self._go(now, "asking")
+                self._enter(now, "asking")
             case "asking" if all(self._has_answered(worker) for worker in self.members.workers):
-                self._go(now, "idle")  # Some stay.
+                self._enter(now, "idle")  # Some stay.
                 self._let_leave({})
             case "holding" | "saving" if len(self._stopping) < len(self.members.workers):
                 # A worker that is not stopping has joined; its work must be saved later.
                 self.snapshots.end_snapshot.forget()
-                self._go(now, "idle")
+                self._enter(now, "idle")
                 return self._let_leave({})
             case "holding" if self._is_aligning:
                 self.alignment.want(_NAME)
                 if (vector := self.alignment.vector) is not None:
-                    self._go(now, "saving")
+                    self._enter(now, "saving")
                     self._agreed = vector
                     return self.snapshots.save_for_the_end(self._agreed)
             case "saving" if self._agreed and (self.snapshots.may_leave or now - self._since >= SAVE_SECONDS):
-                self._go(now, "leaving")
+                self._enter(now, "leaving")
                 return self._let_leave(self._agreed)
             case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
-                self._go(now, "saving")
-                return self.snapshots.save_for_the_end(self._ends())
+                self._enter(now, "saving")
+                return self.snapshots.save_for_the_end(self._final_steps())
             case "saving" if self.snapshots.may_leave or now - self._since >= SAVE_SECONDS:
-                self._go(now, "leaving")
-                return self._let_leave(self._ends())
+                self._enter(now, "leaving")
+                return self._let_leave(self._final_steps())
             case "leaving" if not self._leaving:
-                self._go(now, "idle")
+                self._enter(now, "idle")
         return []
 
-    def _go(self, now: float, phase: Phase) -> None:
+    def _enter(self, now: float, phase: Phase) -> None:
         self.phase, self._since = phase, now
         if phase not in ("saving", "leaving"):
             self._agreed = {}
@@ -184,7 +184,7 @@ class Stops:
         said = self._get(worker)
         return said.stopping or said.answered == self.number
 
-    def _ends(self) -> dict[str, int]:
+    def _final_steps(self) -> dict[str, int]:
         """Return the final step of each BSP parameter set: the smallest next step of its members.
 
         Nobody can have finished a step that one of them has not started. Backup workers allow that many members to be

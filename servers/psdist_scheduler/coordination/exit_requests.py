@@ -19,7 +19,7 @@ from typing import Final
 
 from psdist.errors import ClosedError, PsdistError, SnapshotFailedError
 from psdist_scheduler.events.cluster_events import Answer, Broadcast, Done, Drain, Effect, Refuse, RunEnded, Stop
-from psdist_scheduler.events.records import ClusterSettings
+from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 from psdist_scheduler.placement.scaling import Scaling
@@ -43,7 +43,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class GracefulShutdown:
+class ExitRequests:
     """Members that want to exit and may not yet."""
 
     _settings: ClusterSettings

@@ -21,8 +21,8 @@ from psdist.consistency import BSP, SSP
 from psdist.errors import MutualWaitError
 from psdist.types import ParametersEntry, ParametersMember
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Refuse
-from psdist_scheduler.events.records import Member
-from psdist_scheduler.events.worker_events import Activity, MutualWait
+from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.events.worker_events import Activity, DeadlockFound
 from psdist_scheduler.members.barriers import Barriers
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
@@ -49,7 +49,7 @@ class WaitFor:
 
 
 @dataclass(slots=True)
-class MutualWaits:
+class Deadlocks:
     """Activities of workers. A cycle among them is reported once."""
 
     _members: Membership
@@ -93,7 +93,7 @@ class MutualWaits:
                     effects.append(Refuse(wait.call, error))
                 else:
                     session = self._members.sessions.of(wait.worker.member_id)
-                    effects.append(Answer(session, MutualWait(wait.sequence, error)))
+                    effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
         return effects, calls
 
     def _waits(self) -> Iterator[WaitFor]:

@@ -27,7 +27,7 @@ from psdist.v1 import common_pb2, scheduler_pb2
 from psdist.wire import convert
 from psdist.wire.limits import BARRIER_NAMES_MAX
 from psdist_scheduler.events.cluster_events import Persist
-from psdist_scheduler.events.records import (
+from psdist_scheduler.events.cluster_state import (
     BarrierRecord,
     DataLease,
     DatasetRecord,
@@ -39,7 +39,7 @@ from psdist_scheduler.events.records import (
     StoredState,
 )
 
-log = logging.getLogger("psdist.scheduler")
+logger = logging.getLogger("psdist.scheduler")
 
 #: Raised when an older program could misread the file.
 SCHEMA_VERSION = 7
@@ -237,7 +237,7 @@ def open_store(
     optional: True to use memory if the directory cannot be created or written.
     """
     if path is not None and optional and (refusal := _make_directory(path.parent)):
-        log.warning(
+        logger.warning(
             "this scheduler cannot be restarted without losing the run (choose a file with --store): %s", refusal
         )
         path = None

@@ -6,7 +6,7 @@ import pytest
 
 from psdist.errors import ClosedError, SnapshotFailedError
 from psdist.snapshots.policy import SavePolicy
-from psdist_scheduler.coordination.shutdown import SERVERS_END_SECONDS
+from psdist_scheduler.coordination.exit_requests import SERVERS_END_SECONDS
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from tests.support.scheduler_driver import caller
@@ -83,7 +83,7 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
 def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
     """Not before the first worker came, and not while another is there, or is back within that time."""
     d = Ready(idle_timeout_seconds=5.0)
-    shutdown = d.cluster.machines.shutdown
+    shutdown = d.cluster.machines.exit_requests
     d.now += 60.0
     d.tick()
     assert not shutdown.is_over(d.now)
@@ -102,7 +102,7 @@ def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> N
 def test_a_run_without_an_idle_timeout_is_never_over() -> None:
     d = ready()
     d.on(ev.Leave(d.number(), caller(d.members[0]), "done"))
-    assert not d.cluster.machines.shutdown.is_over(d.now + 1e6)
+    assert not d.cluster.machines.exit_requests.is_over(d.now + 1e6)
 
 
 @pytest.mark.parametrize("ends", [True, False])
@@ -137,7 +137,7 @@ def begin_the_end(d: Ready) -> int:
 def test_a_run_whose_last_snapshot_fails_goes_on_and_ends_with_the_next() -> None:
     """Servers have the only values, so that they are not told to end."""
     d = ready(idle_timeout_seconds=5.0)
-    shutdown = d.cluster.machines.shutdown
+    shutdown = d.cluster.machines.exit_requests
     call = begin_the_end(d)
     d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), d.attempt.number, "no space"))
     assert isinstance(d.errors[call], SnapshotFailedError) and d.run_ended == 0
@@ -156,12 +156,12 @@ def test_a_worker_that_registers_during_the_last_snapshot_withdraws_the_end() ->
     d.writing = True
     d.go_on()
     know(d)
-    assert d.run_ended == 0 and not d.cluster.machines.shutdown.is_over(d.now + 60.0)
+    assert d.run_ended == 0 and not d.cluster.machines.exit_requests.is_over(d.now + 60.0)
 
 
 def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None:
     d = ready(workers=2, idle_timeout_seconds=5.0, worker_lease_seconds=30.0)
-    shutdown = d.cluster.machines.shutdown
+    shutdown = d.cluster.machines.exit_requests
     lost, last = d.members
     d.on(ev.SessionClosed(d.cluster.members.sessions.of(lost.member_id), "its process was killed"))
     d.on(ev.Leave(d.number(), caller(last), "done"))
@@ -171,7 +171,7 @@ def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None
 def test_a_longer_idle_timeout_counts_for_lost_workers_too() -> None:
     d = ready(idle_timeout_seconds=60.0, worker_lease_seconds=30.0)
     d.on(ev.SessionClosed(d.cluster.members.sessions.of(d.members[0].member_id), "its process was killed"))
-    shutdown = d.cluster.machines.shutdown
+    shutdown = d.cluster.machines.exit_requests
     assert not shutdown.is_over(d.now + 59.9) and shutdown.is_over(d.now + 60.0)
 
 

@@ -10,7 +10,7 @@ import pytest
 from psdist import errors
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.worker_events import Activity, MutualWait, ResumePush
+from psdist_scheduler.events.worker_events import Activity, DeadlockFound, ResumePush
 from tests.support.scheduler_driver import LAYOUT, Driver, caller, spec
 
 
@@ -48,7 +48,7 @@ class Run(Driver):
         found = {}
         for number, session in enumerate(self.sessions):
             for value in self.told[session]:
-                if isinstance(value, MutualWait):
+                if isinstance(value, DeadlockFound):
                     found[number] = value.error.message
         return found
 
@@ -61,12 +61,12 @@ def test_a_barrier_and_a_push_are_a_circle() -> None:
     assert run.ended() == {1: run.errors[call].message}
     assert isinstance(run.errors[call], errors.MutualWaitError) and run.errors[call].message.startswith(text)
     assert "count loops by the parameters' step" in run.errors[call].message
-    [told] = [value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]
+    [told] = [value for value in run.told[run.sessions[1]] if isinstance(value, DeadlockFound)]
     assert told.sequence == waits.sequence
     assert f"deadlock: {text}" in run.notes
     assert not any("barrier" in wait for wait in run.cluster.waits), "the call does not wait any more"
     run.beat_with(1, waits)
-    assert len([value for value in run.told[run.sessions[1]] if isinstance(value, MutualWait)]) == 1, "told once"
+    assert len([value for value in run.told[run.sessions[1]] if isinstance(value, DeadlockFound)]) == 1, "told once"
 
 
 def test_a_circle_of_three() -> None:
