@@ -1,7 +1,7 @@
 """The shard machine of SSP and ASP. Pure.
 
-Invariants: the pushes of one producer are applied once each, in the order of their sequence numbers. Where a slice was
-never another server's, no gradient on a version that it has not had is taken.
+Invariants: The pushes of one producer are applied once each, in the order of their sequence numbers. Unless the slice
+    came from another server, a gradient is rejected if it is based on a version that the slice has not reached.
 """
 
 from __future__ import annotations
@@ -30,8 +30,12 @@ from psdist_server.core.shard import ShardMachine, SliceBase
 
 @dataclass(slots=True)
 class _DuplicateTable:
-    """The duplicate table of one producer: all pushes below ``sequence`` were taken; of ``sequence`` the slices in
-    ``taken``; ``applied`` of those are in the weights."""
+    """Duplicate table of one producer.
+
+    sequence: all lower pushes have been accepted.
+    taken: slices on which push ``sequence`` has been accepted.
+    applied: how many of those are in the weights.
+    """
 
     sequence: int = 0
     taken: set[int] = field(default_factory=set)
@@ -41,7 +45,7 @@ class _DuplicateTable:
 @dataclass(frozen=True, slots=True)
 class _GatedRead:
     worker_id: str
-    #: Clock of the worker with the push that is answered; 0 where no weights are wanted (no gate).
+    #: Worker's clock including the answered push; 0 if no weights are wanted (no gate).
     clock: int
     staleness: int
     ignored: bool
@@ -49,7 +53,7 @@ class _GatedRead:
 
 @dataclass(frozen=True, slots=True)
 class _Push:
-    """A contribution that was taken, or comes again."""
+    """An accepted contribution, or a repeat of one."""
 
     event: SlicePushed
     producer: Producer
@@ -59,27 +63,27 @@ class _Push:
         return self.event.token
 
     def is_again(self, other: _Push) -> bool:
-        """Whether both are the same push."""
+        """True if both are the same push."""
         return (self.producer, self.event.step) == (other.producer, other.event.step)
 
 
 @dataclass(slots=True)
 class _AsyncSlice(SliceBase):
-    #: Contributions in order of arrival; the first is the one being applied while ``busy``.
+    #: Contributions in order of arrival. While ``busy``, the first is being applied.
     queue: list[_Push] = field(default_factory=list)
-    #: Contributions that wait until the slice is cut for a snapshot, in order of arrival.
+    #: Contributions held until the slice is cut for a snapshot, in order of arrival.
     held: list[_Push] = field(default_factory=list)
-    #: Repeats of contributions that are queued or held, answered with them.
+    #: Repeats of queued or held contributions; answered together with them.
     repeats: dict[int, _Push] = field(default_factory=dict)
-    #: Taken contributions whose caller wants weights that it may not read yet.
+    #: Accepted contributions whose caller wants weights that it may not read yet.
     reads: dict[int, _GatedRead] = field(default_factory=dict)
 
 
 class AsyncShard(ShardMachine[_AsyncSlice]):
     """SSP (``staleness`` is the bound) and ASP (None): each push is applied on arrival.
 
-    While a snapshot is cut, pushes that are marked as not in it are held. They are in the duplicate table, so repeats
-    are recognized, but no update uses them before their slice is cut.
+    While a snapshot is being cut, pushes marked as excluded from it are held. They are in the duplicate table, so
+    repeats are recognized, but they are not applied before their slice is cut.
     """
 
     def __init__(
@@ -94,10 +98,10 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         super().__init__({index: _AsyncSlice(index) for index in indices}, members, departed)
         self._staleness = staleness
         self._inverse_lr = inverse_lr
-        #: The attempt whose marked pushes are held, 0 for none, and the slices that are not cut yet.
+        #: Snapshot attempt whose marked pushes are held (0 for none), and the slices not cut yet.
         self._mark = 0
         self._uncut: set[int] = set()
-        #: The shard was another server's before, from which workers may have read updates that never came here.
+        #: The shard came from another server. Workers may have read updates there that never arrived here.
         self._is_promoted = records is not None
         self.producers: dict[Producer, _DuplicateTable] = {}
         for index, record in (records or {}).items():
@@ -114,22 +118,22 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         producers = {}
         for key, producer in self.producers.items():
             following = producer.sequence + (index in producer.taken and key not in queued)
-            if following:  # A copy that learns of lives by their updates has no entry before the first.
+            if following:  # A backup has no entry for a producer before its first update.
                 producers[key] = following
         return SliceRecord(state.version, (), producers)
 
     @property
     def step_next(self) -> int:
-        """The slowest clock: a worker that joins at less would hold the others back."""
+        """The slowest clock. A worker that joined below it would hold the others back."""
         return min(self.clocks.values(), default=0)
 
     @property
     def clocks(self) -> dict[str, int]:
-        """Completed pushes by member, counted from the clock that it joined at."""
+        """Completed pushes by member, counted from the clock at which it joined."""
         return {worker_id: self._clock(worker_id) for worker_id in self.members}
 
     def _clock(self, worker_id: str) -> int:
-        """The clock of a member."""
+        """Return a member's clock."""
         member = self.members[worker_id]
         return member.first_step + self.producers[member.producer].sequence - member.first_push
 
@@ -142,7 +146,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
                 f"push {event.step} of {event.worker_id} skips push {expected}, which has not arrived: send that first",
                 step=event.step,
             )
-        # A worker that shares memory may read an update before its end is known here.
+        # A worker that shares memory may read an update before this machine learns that it finished.
         newest = self.slices[event.index].version + self.slices[event.index].busy
         if event.base_version > newest and not self._is_promoted:
             return InvalidArgumentError(
@@ -170,7 +174,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
 
     def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
         if isinstance(event, StepsEnded):
-            return []  # Slices wait for no step of another.
+            return []  # Slices do not wait for each other's steps.
         if isinstance(event, SliceCut):
             self._uncut.discard(event.index)
             return self._let_go(self.slices[event.index])
@@ -210,26 +214,27 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
                 read = _GatedRead(push.event.worker_id, gate_clock, staleness, ignored=push is not first)
                 state.reads[push.token] = read
             self._cancelled.discard(push.token)
-        # Other slices wait for a clock, not for this slice: looking at all of them each time would be quadratic.
+        # Other slices wait for a clock, not for this slice. Checking all of them each time would be quadratic.
         served = self._serve_all() if self.clocks != clocks else [*self._serve_reads(state), *self._serve(state)]
         return [*served, *self._try_apply(state)]
 
     def _advance(self, push: _Push) -> int:
-        """Counts the slice as applied; the clock that the worker has, or will have, with this push wholly in."""
+        """Count a slice of ``push`` as applied. Returns the clock that its worker has once the whole push is
+        applied."""
         table = self.producers.get(push.producer)
         if table is None:
-            return 0  # It left meanwhile; its push counts.
+            return 0  # It left meanwhile; its push still counts.
         table.applied += 1
         is_whole = table.applied == len(self.slices)
         if is_whole:
             table.sequence, table.taken, table.applied = table.sequence + 1, set(), 0
         member = self.members.get(push.producer[0])
         if member is None or member.producer != push.producer:
-            return 0  # It departed: its clock does not count.
+            return 0  # Departed: its clock does not count.
         return self._clock(member.worker_id) + (not is_whole)
 
     def _serve_all(self) -> list[Effect]:
-        """Answers all reads that the clocks allow now."""
+        """Answer all reads that the clocks now allow."""
         effects: list[Effect] = []
         for state in self.slices.values():
             if state.reads:
@@ -256,8 +261,8 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
         return self._clock_gate(pull.worker_id, self._clock(pull.worker_id)) if pull.worker_id in self.members else ""
 
     def _members_changed(self) -> list[Effect]:
-        # A newcomer's clock comes with the map, not from the clocks here: shards that began to count it from different
-        # clocks could each let another worker wait, in a circle.
+        # A new member's clock comes from the map, not from the local clocks. Shards that chose different starting
+        # clocks could make workers wait for each other in a circle.
         known = (*self.members.values(), *self.departed)
         self.producers = {
             member.producer: self.producers.get(member.producer) or _DuplicateTable(member.first_push)
@@ -294,7 +299,7 @@ class AsyncShard(ShardMachine[_AsyncSlice]):
 
 
 def _restored(producer: Producer, records: Records) -> _DuplicateTable:
-    """A producer's duplicate table, from what each slice has of its pushes."""
+    """Rebuild a producer's duplicate table from the record of each slice."""
     following = {index: record.producers.get(producer, 0) for index, record in records.items()}
     sequence = min(following.values())
     taken = {index for index, number in following.items() if number > sequence}

@@ -1,8 +1,8 @@
-"""The shard machine of BSP: a slice at version v takes contributions for step v, one per member. Pure.
+"""The shard machine of BSP: a slice at version v accepts contributions for step v, one per member. Pure.
 
-A step does not wait for a member that has left. What that member contributed before counts.
+A step does not wait for a member that has left. Contributions that the member had made still count.
 
-Invariants: a step of a slice takes at most one contribution per producer, and is applied in rank order.
+Invariants: A step of a slice accepts at most one contribution per producer, and is applied in rank order.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ class _Contribution:
 class _BspSlice(SliceBase):
     #: Contributions to the open step.
     open: dict[Producer, _Contribution] = field(default_factory=dict)
-    #: While busy: who contributed to the step that is being applied, in rank order.
+    #: While busy: contributors to the step being applied, in rank order.
     applying: tuple[Producer, ...] = ()
-    #: Who contributed to the step before ``version``.
+    #: Contributors to the step before ``version``.
     closed: tuple[Producer, ...] = ()
-    #: Tokens to answer when the step that was open at their time is applied, and whether they were ignored and late.
+    #: Tokens to answer once the step that was open when they arrived is applied, with their flags (ignored, late).
     waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
     next_waiters: dict[int, tuple[bool, bool]] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
-        """The step that contributions are taken for."""
+        """The step for which contributions are accepted."""
         return self.version + self.busy
 
     def has_last(self, step: int, producer: Producer) -> bool:
-        """Whether ``step`` is the last that was closed here, and ``producer`` contributed to it."""
+        """True if ``step`` is the last one closed here, and ``producer`` contributed to it."""
         return step == self.step - 1 and producer in (self.applying if self.busy else self.closed)
 
 
 class BspShard(ShardMachine[_BspSlice]):
-    """Step by step: a slice at version v takes contributions for step v, one per member."""
+    """Step by step: a slice at version v accepts contributions for step v, one per member."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class BspShard(ShardMachine[_BspSlice]):
         self._clipping = clipping
         self._reference_workers = reference_workers
         self._everyone = tuple(self.members.values())
-        #: See StepsEnded; 0 where there is no such snapshot.
+        #: See StepsEnded; 0 if there is no such snapshot.
         self._final_step = 0
         for index, record in (records or {}).items():
             self.slices[index].version, self.slices[index].closed = record.version, record.contributors
@@ -105,8 +105,8 @@ class BspShard(ShardMachine[_BspSlice]):
         return None
 
     def admits(self, member: ParametersMember) -> bool:
-        """See ShardMachine. A member that continues earlier pushes may also join at a step that is the last one on
-        some slices, where these have its contribution to it."""
+        """See ShardMachine. A member that continues earlier pushes may also join at the last closed step of some
+        slices, if those have its contribution to that step."""
         return all(
             state.step <= member.first_step or state.has_last(member.first_step, member.producer)
             for state in self.slices.values()
@@ -117,7 +117,7 @@ class BspShard(ShardMachine[_BspSlice]):
             late = not (event.step == state.version - 1 and producer in state.closed)
             reply = Reply(event.token, state.index, state.version, ignored=True, late=late)
             return [Forget(event.token), reply]
-        if event.step < state.step:  # The step is being applied right now.
+        if event.step < state.step:  # Being applied right now.
             state.waiters[event.token] = (True, producer not in state.applying)
             return [Forget(event.token)]
         waiters = state.next_waiters if state.busy else state.waiters
@@ -176,7 +176,7 @@ class BspShard(ShardMachine[_BspSlice]):
         return [effect for state in self.slices.values() for effect in self._try_apply(state)]
 
     def _on_cut(self, event: CutArmed | SliceCut | StepsEnded | CutEnded) -> list[Effect]:
-        # A slice is cut between two steps, which never mix: nothing is held back.
+        # A slice is cut between two steps, which never mix, so nothing needs to be held.
         if isinstance(event, SliceCut):
             return []
         self._final_step = event.step if isinstance(event, StepsEnded) else 0

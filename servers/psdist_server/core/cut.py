@@ -1,12 +1,12 @@
 """The cut of one snapshot attempt through the slices of a parameter set that this server serves. Pure.
 
-A slice is at the cut when it is what the snapshot must contain: in BSP at the step of the cut; in SSP and ASP when it
-has each producer's pushes before the cut, and no others. From then on it must be copied before its next update. The
-writer takes slices in the order of the files. It takes the copy of a slice that was copied, and has the others copied.
+A slice is at the cut when its content is what the snapshot must contain. In BSP: it is at the step of the cut. In SSP
+    and ASP: it has each producer's pushes before the cut, and no others. From then on it must be copied before its next
+    update. The writer takes slices in file order: it uses an existing copy, or requests one.
 
-Invariants, checked by ``validate``: a slice is copied once, when it is at the cut, and before an update changes it.
-Copies for updates stay within ``CopyBudget``. An update that exceeds it waits until its slice has been copied for the
-writer, or another copy has been written.
+Invariants, checked by ``validate``: A slice is copied once, when it is at the cut and before an update changes it.
+Copies for updates stay within ``CopyBudget``. An update that would exceed the budget waits until its slice has been
+copied for the writer, or another copy has been written.
 """
 
 from __future__ import annotations
@@ -19,63 +19,66 @@ from psdist_server.core.records import Producer, SliceRecord
 
 @dataclass(slots=True)
 class CopyBudget:
-    """Bytes for copies that updates ask for, shared by all cuts of a server."""
+    """Byte budget for copies that updates ask for, shared by all cuts of a server."""
 
     limit: int
     used: int = 0
-    #: Bytes whose memory was touched before copies use it.
+    #: Bytes of copy memory touched in advance.
     prefaulted: int = 0
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether another copy must wait. The first one never does, whatever its size."""
+        """True if another copy must wait. The first copy never waits, whatever its size."""
         return self.used >= self.limit
 
     def prefault(self, size: int) -> int:
-        """How many of ``size`` bytes may be touched ahead of time."""
+        """Reserve up to ``size`` bytes for prefaulting. Returns the number of bytes granted."""
         size = min(size, self.limit - self.prefaulted)
         self.prefaulted += size
         return size
 
     def acquire(self, size: int) -> None:
-        """A copy of ``size`` bytes begins."""
+        """Charge a copy of ``size`` bytes that is starting."""
         self.used += size
 
     def release(self, size: int) -> None:
-        """A copy is needed no more."""
+        """Release a copy of ``size`` bytes."""
         self.used -= size
 
 
 @dataclass(slots=True)
 class CutState:
-    """Which slices have reached the cut, which of them are being copied, are copied, or are written.
+    """State of each slice in the cut: reached, being copied, copied, or written.
 
-    step: that of the cut in BSP, else None.
-    sizes: bytes of each slice's arrays by slice, of all that are to be written.
+    step: step of the cut in BSP, else None.
+    sizes: bytes of all arrays of each slice, for every slice to be written.
     """
 
     step: int | None
     sizes: Mapping[int, int]
     budget: CopyBudget
-    #: SSP and ASP, once it is agreed: the first push of each producer that is not in the snapshot.
+    #: SSP and ASP, once agreed: the first push of each producer that is not in the snapshot.
     following: Mapping[Producer, int] | None = None
     #: Versions at the cut of the slices that have reached it.
     versions: dict[int, int] = field(default_factory=dict)
-    #: Slices of which a copy is being made, and those of which there is one.
+    #: Slices being copied, and slices with a complete copy.
     copying: set[int] = field(default_factory=set)
     copied: set[int] = field(default_factory=set)
-    #: Slices that were written, or that are needed no more.
+    #: Slices that were written, or are no longer needed.
     done: set[int] = field(default_factory=set)
     #: Slices whose copy counts against the budget.
     _budgeted: set[int] = field(default_factory=set)
 
     def agree(self, following: Mapping[Producer, int]) -> None:
-        """SSP and ASP: the first push of each producer that is not in the snapshot."""
+        """SSP and ASP: set the first push of each producer that is not in the snapshot."""
         self.following = following
 
     def check(self, index: int, record: SliceRecord) -> bool:
-        """Whether slice ``index``, of which no update is under way, has reached the cut just now, as ``record`` has it.
-        Raises ValueError where it has gone past the cut, so that this cut cannot be taken."""
+        """Return True if slice ``index``, which has no update in progress and whose state is ``record``, has just
+        reached the cut.
+
+        Raises ValueError if the slice has passed the cut, so that this cut cannot be taken.
+        """
         if index not in self.sizes or index in self.versions or index in self.done:
             return False
         if not self._at_cut(index, record):
@@ -99,40 +102,40 @@ class CutState:
         return not behind
 
     def is_safe(self, index: int) -> bool:
-        """Whether an update of slice ``index`` overwrites nothing that the snapshot needs."""
+        """True if an update of slice ``index`` overwrites nothing that the snapshot needs."""
         return index not in self.versions or index in self.copied or index in self.done
 
     def needs_copy(self, index: int) -> bool:
-        """Whether slice ``index`` is at the cut and no copy of it was begun."""
+        """True if slice ``index`` is at the cut and no copy of it has been started."""
         return not self.is_safe(index) and index not in self.copying
 
     def blocks_update(self, index: int) -> bool:
-        """Whether an update of slice ``index`` must wait: its copy is being made, or has to be and exceeds the
+        """True if an update of slice ``index`` must wait: its copy is in progress, or is needed and exceeds the
         budget."""
         return not self.is_safe(index) and (index in self.copying or self.budget.is_exhausted)
 
     def copy_for_update(self, index: int) -> None:
-        """Slice ``index`` is being copied for an update that changes it next."""
+        """Start copying slice ``index`` for an update that changes it next. Charged to the budget."""
         self.copying.add(index)
         self._budgeted.add(index)
         self.budget.acquire(self.sizes[index])
 
     def copy_for_writer(self, index: int) -> None:
-        """Slice ``index`` is being copied for the writer, which writes it next."""
+        """Start copying slice ``index`` for the writer, which writes it next."""
         self.copying.add(index)
 
     def copy_finished(self, index: int) -> None:
-        """The copy of slice ``index`` is made."""
+        """Record that the copy of slice ``index`` is complete."""
         self.copying.discard(index)
         if index in self.sizes and index not in self.done:
             self.copied.add(index)
 
     def written(self, index: int) -> None:
-        """Slice ``index`` is in its file."""
+        """Record that slice ``index`` is in its file."""
         self._end(index)
 
     def drop(self, indices: Iterable[int]) -> None:
-        """Nothing of these slices is needed any more."""
+        """Release these slices; the snapshot no longer needs them."""
         for index in indices:
             self._end(index)
 
@@ -149,7 +152,7 @@ class CutState:
         return sum(self.sizes[index] for index in self._budgeted)
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert self.copying | self.copied <= self.versions.keys(), (self.copying, self.copied, self.versions)
         assert not self.copying & self.copied, (self.copying, self.copied)
         assert not self.copied & self.done, (self.copied, self.done)

@@ -1,7 +1,7 @@
 """Events into, and effects out of, the shard machines: frozen dataclasses.
 
-A ``token`` stands for one slice of one call. The service that made the event keeps the payload and the caller under
-that token, and every effect names the tokens that it is about. Each token is answered exactly once, by ``Reply`` or
+A ``token`` stands for one slice of one call. The service that created the event stores the payload and the caller under
+that token, and every effect names the tokens that it concerns. Each token is answered exactly once, by ``Reply`` or
 ``RefuseSlice``, unless its call was ``Cancelled`` before.
 """
 
@@ -18,13 +18,13 @@ from psdist_server.core.records import Producer
 
 @dataclass(frozen=True, slots=True)
 class SlicePushed:
-    """A contribution to slice ``index`` arrived. Its payload was checked and is kept under ``token``.
+    """A contribution to slice ``index`` arrived. Its payload has been checked and is stored under ``token``.
 
-    step: BSP: the step it belongs to; SSP and ASP: the push's sequence number.
+    step: BSP: the step that it belongs to; SSP and ASP: the push's sequence number.
     base_version: version of the weights that the gradient was computed on.
-    abstain: it counts as made but contributes nothing.
-    wants_weights: the answer is the new weights (PushPull), so a read gate holds for it.
-    mark: SSP and ASP: the snapshot attempt that this push is the first one not to be in, or comes after; 0 for none.
+    abstain: the push counts as made but contributes nothing.
+    wants_weights: the answer carries the new weights (PushPull), so a read gate applies to it.
+    mark: SSP and ASP: the snapshot attempt that excludes this push and all later ones; 0 for none.
     """
 
     token: int
@@ -40,7 +40,7 @@ class SlicePushed:
 
 @dataclass(frozen=True, slots=True)
 class PullRequested:
-    """Somebody wants slice ``index`` at ``min_version`` or later. Readers that are no members have no clock."""
+    """A caller wants slice ``index`` at ``min_version`` or later. Readers that are not members have no clock."""
 
     token: int
     index: int
@@ -50,7 +50,7 @@ class PullRequested:
 
 @dataclass(frozen=True, slots=True)
 class SliceLoaded:
-    """Slice ``index`` was filled from a snapshot, in which it has ``version``; it was never updated here."""
+    """Slice ``index`` was loaded from a snapshot at ``version``. It has never been updated here."""
 
     index: int
     version: int
@@ -58,7 +58,7 @@ class SliceLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SliceAggregated:
-    """The effect ``Aggregate`` is done; the parts are no longer needed."""
+    """The effect ``Aggregate`` is finished; its parts are no longer needed."""
 
     index: int
 
@@ -72,15 +72,14 @@ class NormKnown:
 
 @dataclass(frozen=True, slots=True)
 class SliceApplied:
-    """The effect ``Apply`` is done; the parts are no longer needed."""
+    """The effect ``Apply`` is finished; its parts are no longer needed."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """The call behind ``token``, about slice ``index``, ended. A contribution that was taken stays; nothing is
-    answered."""
+    """The call behind ``token``, for slice ``index``, ended. An accepted contribution stays; nothing is answered."""
 
     token: int
     index: int
@@ -88,8 +87,8 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class MembersChanged:
-    """A new cluster map: these are the members from now on, and those that were lost and may continue their pushes. A
-    proposal that became a member is no proposal any more."""
+    """A new cluster map with the current members, and the departed ones that may still continue their pushes. A
+    proposal that became a member is dropped."""
 
     members: tuple[ParametersMember, ...]
     departed: tuple[ParametersMember, ...] = ()
@@ -104,37 +103,37 @@ class JoinProposed:
 
 @dataclass(frozen=True, slots=True)
 class JoinWithdrawn:
-    """The proposal of this worker will not happen."""
+    """The proposal of this worker is withdrawn."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class CutArmed:
-    """SSP and ASP: a snapshot is to be cut: pushes with the mark ``attempt`` are held back. What was held for an
-    earlier one is released."""
+    """SSP and ASP: a snapshot cut is starting: hold pushes with the mark ``attempt``. Pushes held for an earlier
+    attempt are released."""
 
     attempt: int
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCut:
-    """Slice ``index`` has all that the snapshot is to have of it: what is held back is released."""
+    """Slice ``index`` has everything that belongs in the snapshot: release its held pushes."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepsEnded:
-    """BSP: the snapshot is cut at ``step``, where some slice is, and no worker is left: lower steps that nobody pushed
-    to a slice are empty there."""
+    """BSP: the snapshot is cut at ``step``, which some slice has reached, and no worker is left. On the other slices,
+    lower steps without a push are empty."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True)
 class CutEnded:
-    """There is no snapshot to be cut any more: what is held back is released."""
+    """The cut is over: release all held pushes."""
 
 
 Event = (
@@ -159,13 +158,14 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Update slice ``index`` by the mean of the contributions under ``parts``, which are in rank order; then say
-    ``SliceApplied``. Without parts nothing is updated. After ``Aggregate`` the parts are empty and the aggregated
-    gradient is used if it had any.
+    """Update slice ``index`` by the mean of the contributions under ``parts``, which are in rank order; then report
+    ``SliceApplied``. Without parts only the version advances. After ``Aggregate`` the parts are empty, and the
+    aggregated gradient is used if there is one.
 
     step: number of the update, from 0 (the slice's version before it).
-    lr_scale: factor on the learning rate (staleness; workers that came or went).
-    contributors, sequence: what the duplicate table learns by it: who contributed; in SSP and ASP the push's number.
+    lr_scale: factor on the learning rate (staleness; workers that joined or left).
+    contributors, sequence: entries for the duplicate table: the contributing producers; in SSP and ASP the push's
+        number.
     """
 
     index: int
@@ -178,7 +178,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Aggregate:
-    """Keep the mean of ``parts`` and its squared norm; then say ``SliceAggregated``. ``Apply`` follows later."""
+    """Store the mean of ``parts`` and its squared norm; then report ``SliceAggregated``. ``Apply`` follows later."""
 
     index: int
     step: int
@@ -189,7 +189,7 @@ class Aggregate:
 class Reply:
     """Answer ``token``: slice ``index`` is at ``version`` and may be read.
 
-    ignored: the contribution had been taken before (``late`` False) or came after its step was closed (``late`` True).
+    ignored: the contribution was a duplicate (``late`` False) or arrived after its step was closed (``late`` True).
     """
 
     token: int
@@ -202,7 +202,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class RefuseSlice:
-    """Answer ``token`` with an error; its slice was not changed by it."""
+    """Answer ``token`` with an error; it did not change the slice."""
 
     token: int
     error: PsdistError
@@ -210,7 +210,7 @@ class RefuseSlice:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The contribution under ``token`` will never be used: its payload can go."""
+    """The contribution under ``token`` will never be used: release its payload."""
 
     token: int
 

@@ -1,7 +1,7 @@
-"""Gates: may a slice be updated now, and may it be read now? Pure functions that return a reason.
+"""Gates: conditions for updating and for reading a slice. Pure functions that return a reason.
 
-The empty reason means yes. Any other reason completes a sentence that begins with "waiting", such as "for worker-1
-(rank 1) to push step 12".
+An empty reason means the gate is open. Any other reason completes a sentence that begins with "waiting", such as "for
+worker-1 (rank 1) to push step 12".
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _NAMED_MAX = 4
 
 
 def name_members(members: Collection[ParametersMember]) -> str:
-    """``worker-1 (rank 1), worker-3 (rank 3)``, in rank order, at most four of them by name."""
+    """Format members as ``worker-1 (rank 1), worker-3 (rank 3)``, in rank order. At most four are named."""
     ordered = sorted(members, key=lambda member: member.rank)
     named = ", ".join(f"{member.worker_id} (rank {member.rank})" for member in ordered[:_NAMED_MAX])
     return named + (f" and {len(ordered) - _NAMED_MAX} more" if len(ordered) > _NAMED_MAX else "")
@@ -27,11 +27,12 @@ def bsp_apply(
     backup_workers: int,
     final_step: int = 0,
 ) -> str:
-    """May ``step`` be applied? ``members`` are all there are; those whose first step is later are not asked for.
+    """Return why ``step`` cannot be applied yet, or "".
 
-    contributed: producers of the contributions that are there, of members or not: what a worker had contributed before
-        it left counts.
-    final_step: the step that a snapshot wants where nobody is left who could push a lower one; else 0.
+    members: all members; those whose first step is later are not waited for.
+    contributed: producers of the contributions received so far, members or not: a contribution counts even if its
+        worker has left.
+    final_step: the step of a snapshot's cut if no worker is left to push the steps below it; else 0.
     """
     if bsp_complete(step, members, contributed, backup_workers, final_step):
         return ""
@@ -46,8 +47,8 @@ def bsp_complete(
     backup_workers: int,
     final_step: int = 0,
 ) -> bool:
-    """Whether ``bsp_apply`` has no reason, without the time to write one: this is asked for every contribution."""
-    if not contributed:  # No worker can contribute to this step any more, and a later one is awaited.
+    """True if ``bsp_apply`` would return "". Skips formatting a reason, since it runs for every contribution."""
+    if not contributed:  # No worker can contribute any more; a later step is awaited.
         return (bool(members) or step < final_step) and all(member.first_step > step for member in members)
     asked = [member for member in members if member.first_step <= step]
     if len(asked) - len(contributed) > backup_workers:
@@ -66,8 +67,11 @@ def ssp_read(
     clocks: Mapping[str, int],
     staleness: int | None,
 ) -> str:
-    """May ``worker_id``, which has completed ``clock`` pushes, read? Yes if no other member is more than ``staleness``
-    clocks behind. ``staleness`` None is no bound (ASP)."""
+    """Return why ``worker_id``, which has completed ``clock`` pushes, may not read yet, or "".
+
+    Reading is allowed if no other member is more than ``staleness`` clocks behind. ``staleness`` None means no bound
+    (ASP).
+    """
     if staleness is None:
         return ""
     behind = [

@@ -1,7 +1,7 @@
-"""What is known of a slice besides its arrays, and what one update of it consists of. Both travel with the shard.
+"""Per-slice records (version and duplicate table) and updates, as both travel with a shard.
 
-A record is all that a shard machine needs to continue with a slice: its version and its duplicate table. The primary's
-machine keeps it while it serves. Backups keep it from the updates that they receive.
+A record is all that a shard machine needs to continue with a slice. The primary's machine maintains it while it serves
+the shard. Backups maintain it from the updates that they receive.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 G = TypeVar("G")
-#: A producer: a worker's sequence of pushes, by its id and the incarnation in which it began. A worker that died and
-#: came back may have two of them in one step.
+#: A worker's sequence of pushes: the worker's id and the incarnation in which the sequence began. A worker that died
+#: and rejoined may have two of them in one step.
 Producer = tuple[str, int]
 
 
@@ -20,9 +20,9 @@ Producer = tuple[str, int]
 class SliceRecord:
     """Version and duplicate table of a slice.
 
-    contributors: BSP: who contributed to the step before ``version``.
-    producers: SSP and ASP: pushes below this number of each producer are in the slice. One of which none is has no
-        entry, so that equal tables are equal values.
+    contributors: BSP: producers that contributed to the step before ``version``.
+    producers: SSP and ASP: the next push number of each producer; all its earlier pushes are in the slice. A producer
+        without pushes in the slice has no entry, so that equal tables compare equal.
     """
 
     version: int = 0
@@ -30,7 +30,7 @@ class SliceRecord:
     producers: dict[Producer, int] = field(default_factory=dict)
 
     def advance(self, contributors: tuple[Producer, ...], sequence: int | None) -> None:
-        """One more update is in: of ``contributors`` (BSP), or push ``sequence`` of its only contributor."""
+        """Count one more update: by ``contributors`` (BSP), or push ``sequence`` of its only contributor."""
         self.version += 1
         if sequence is None:
             self.contributors = contributors
@@ -39,7 +39,7 @@ class SliceRecord:
                 self.producers[producer] = sequence + 1
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Only these may still push."""
+        """Drop all producers but these."""
         self.producers = {known: following for known, following in self.producers.items() if known in producers}
 
 
@@ -48,12 +48,12 @@ Records = Mapping[int, SliceRecord]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaUpdate(Generic[G]):
-    """An update of one slice as it goes to replicas.
+    """An update of one slice, as sent to replicas.
 
     lsn: number of the shard's update under one term, from 1.
     version: of the slice before the update.
-    contributors, sequence: what the duplicate table learns by it; ``sequence`` is None in BSP.
-    gradient: what is applied; None where nobody contributed.
+    contributors, sequence: entries for the duplicate table; ``sequence`` is None in BSP.
+    gradient: the gradient to apply; None if nobody contributed.
     square: the slice's sum of squares (clipping).
     size: bytes of the gradient.
     """

@@ -1,19 +1,19 @@
-"""The replication machines: what a primary and a backup of one shard know of each other. Pure.
+"""The replication machines: the primary's and a backup's view of one shard's copies. Pure.
 
-The primary numbers its updates (lsn) and sends them to each replica over one stream. A replica takes them in that order
-and acknowledges them. A replica that misses an update which can no longer be sent again is copied: ``begin``, then
-every slice once it is quiescent, then ``end``. Updates come in between. An update of a slice that was not sent yet only
-counts. What a replica has of a slice from an earlier term stays until that slice arrives, so that the replica can be
-promoted meanwhile.
+The primary numbers its updates (lsn) and sends them to each replica over one stream. A replica accepts them in that
+order and acknowledges them. A replica that misses an update which the primary no longer has must be copied: ``begin``,
+then every slice as soon as it is quiescent, then ``end``. Updates arrive in between; an update of a slice that has not
+been sent yet is only counted. A slice that the replica holds from an earlier term stays until its new copy arrives, so
+that the replica can still be promoted.
 
-Two numbers make it provable that a replica can resume without a copy. (term, lsn) names one state of the shard: lsn
-advances with every update, also while there is no replica to send it to. And each filling has a number, which the map
-gives it (``Shard.fills``): what a replica, a primary or a late report says about an earlier filling does not count.
+Two numbers prove that a replica can resume without a copy. (term, lsn) identifies one state of the shard: lsn advances
+with every update, even without a replica to send it to. Each filling has a number, assigned by the map
+(``Shard.fills``): statements of a replica, a primary or a late report about an earlier filling are ignored.
 
-Invariants: an update counts as replicated when each required replica has acknowledged it (``backups`` of the map, and
-those that were filled). A replica that is being copied acknowledges nothing before it is filled. A replica takes only
-lsn + 1, acknowledges repeats again, and refuses whatever is not from the primary and the term of its map. The primary
-keeps updates until no replica needs them.
+Invariants: An update counts as replicated once each required replica (``backups`` of the map, and those already filled)
+    has acknowledged it. A replica that is being copied acknowledges nothing before it is filled. A replica accepts only
+    lsn + 1, acknowledges repeats again, and refuses everything that is not from its map's primary and term. The primary
+    stores updates until no replica needs them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ class ReplicaState:
 
 @dataclass(frozen=True, slots=True)
 class SendBegin:
-    """Begin a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``).
+    """Start a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``).
 
-    fill: number of the filling in the map. copy: number of this copy, which the replica repeats when it is complete.
+    fill: number of the filling in the map.
+    copy: number of this copy, which the replica repeats when it is complete.
     """
 
     replica: Replica
@@ -67,7 +68,7 @@ class SendUpdate(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """All required replicas have update ``lsn``, of slice ``index``."""
+    """All required replicas have update ``lsn`` of slice ``index``."""
 
     index: int
     lsn: int
@@ -77,11 +78,11 @@ ReplicationEffect = SendBegin | SendUpdate[G] | Replicated
 
 
 class PeerState(Enum):
-    """What a primary knows of a replica's copy."""
+    """A primary's knowledge of a replica's copy."""
 
     UNKNOWN = "no stream has been opened yet"
     COPYING = "the shard is being copied"
-    CAUGHT_UP = "it has what this primary began with, and is sent every update"
+    CAUGHT_UP = "it has the state that this primary started with, and receives every update"
 
 
 @dataclass(slots=True)
@@ -89,52 +90,52 @@ class Peer:
     """One replica, as its primary sees it. Its state changes in ``resume``, ``begin_copy`` and ``complete_copy``."""
 
     replica: Replica
-    #: The map has it among the backups.
+    #: The map lists it as a backup.
     in_sync: bool
     #: Number of its filling in the map.
     fill: int = 0
-    #: Number of the newest copy that was begun to it.
+    #: Number of the newest copy started to it.
     copy: int = 0
     state: PeerState = PeerState.UNKNOWN
     #: It answered, under this primary, that its copy is complete.
     filled: bool = False
-    #: A stream is open, and it is known what the replica has.
+    #: A stream is open, and the state of the replica's copy is known.
     is_open: bool = False
-    #: Slices that the copy under way has not sent.
+    #: Slices that the current copy has not sent yet.
     missing: set[int] = field(default_factory=set)
     #: Highest lsn that it acknowledged.
     acked: int = 0
     #: Highest lsn that workers may have been answered for without its acknowledgement, before it was filled.
     required_acks: int = 0
-    #: Since when an answer of it is missing.
+    #: Time since which an answer of it is missing.
     waiting_since: float | None = None
     #: Why it cannot hold the shard, or cannot use its copy.
     refusal: str = ""
-    #: How often its bytes were compared.
+    #: Number of comparisons of its bytes.
     digests: int = 0
 
     @property
     def is_copying(self) -> bool:
-        """Whether the shard is being copied to it."""
+        """True if the shard is being copied to it."""
         return self.state is PeerState.COPYING
 
     @property
     def required(self) -> bool:
-        """Whether updates wait for it."""
+        """True if updates wait for it."""
         return self.in_sync or self.filled
 
     @property
     def complete(self) -> bool:
-        """Whether it has all that workers were ever answered for, so that it may be promoted. Its copy is not enough:
-        updates that were sent behind the copy may still be under way."""
+        """True if it has everything that workers were ever answered for, so that it may be promoted. A complete copy is
+        not enough: updates sent behind the copy may still be in flight."""
         return self.filled and not self.is_copying and self.acked >= self.required_acks
 
     def has(self, index: int) -> bool:
-        """Whether it has slice ``index``, so that it needs the gradients of its updates."""
+        """True if it has slice ``index``, and so needs the gradients of its updates."""
         return index not in self.missing if self.is_copying else self.required
 
     def resume(self, lsn: int) -> None:
-        """The replica has all updates up to ``lsn``, and is sent those after it."""
+        """The replica has all updates up to ``lsn``; the later ones are sent to it."""
         self.state, self.missing, self.acked = PeerState.CAUGHT_UP, set(), lsn
 
     def begin_copy(self, number: int, slices: Iterable[int], lsn: int) -> None:
@@ -142,14 +143,14 @@ class Peer:
         self.state, self.copy, self.missing, self.acked = PeerState.COPYING, number, set(slices), lsn
 
     def complete_copy(self, lsn: int) -> None:
-        """The replica answered that its copy is complete, while the newest update is ``lsn``."""
+        """Record the replica's answer that its copy is complete, while the newest update is ``lsn``."""
         self.state, self.filled, self.required_acks = PeerState.CAUGHT_UP, True, lsn
 
 
 class PrimaryReplication(Generic[G]):
     """The primary's side of shard ``number`` under ``term``.
 
-    base: term and lsn of what this server held when it was promoted; replicas that hold the same need no copy.
+    base: term and lsn of this server's copy when it was promoted; replicas that hold the same state need no copy.
     """
 
     def __init__(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
@@ -159,9 +160,9 @@ class PrimaryReplication(Generic[G]):
         self.base = base
         self.lsn = base[1]
         self.peers: dict[Replica, Peer] = {}
-        #: A replica knows a newer primary: nothing may be answered before a newer map.
+        #: A replica knows a newer primary: answer nothing before a newer map.
         self.fenced = False
-        #: Bytes of the gradients that are kept.
+        #: Bytes of the stored gradients.
         self.log_bytes = 0
         self._copies = 0
         self._log: dict[int, ReplicaUpdate[G]] = {}
@@ -169,27 +170,27 @@ class PrimaryReplication(Generic[G]):
 
     @property
     def is_caught_up(self) -> bool:
-        """Whether all required replicas have what this primary began with: no answer may show it before. The primary
-        before this one may have died with updates that only this server has."""
+        """True if all required replicas have the state that this primary started with. No answer may expose that state
+        earlier: the previous primary may have died with updates that only this server received."""
         return all(peer.state is PeerState.CAUGHT_UP for peer in self.peers.values() if peer.required)
 
     @property
     def behind(self) -> list[Replica]:
-        """Replicas that updates wait for and that have not acknowledged all of them."""
+        """Required replicas that have not acknowledged all updates."""
         return [peer.replica for peer in self.peers.values() if peer.required and peer.waiting_since is not None]
 
     def lag(self, replica: Replica) -> tuple[int, int]:
-        """Updates, and bytes of them, that ``replica`` has not acknowledged."""
+        """Return the updates, and their bytes, that ``replica`` has not acknowledged."""
         acked = self.peers[replica].acked
         behind = [update.size for update in self._log.values() if update.lsn > acked]
         return len(behind), sum(behind)
 
     def needs_gradient(self, index: int) -> bool:
-        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
+        """True if an update of slice ``index`` is sent with its gradient to any replica."""
         return any(peer.has(index) for peer in self.peers.values())
 
     def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
-        """Follows a new map, which names the replicas."""
+        """Adopt the replicas that a new map names."""
         self.fenced = False
         wanted = dict.fromkeys(shard.backups, True) | dict.fromkeys(shard.filling, False)
         for gone in [replica for replica in self.peers if replica not in wanted]:
@@ -197,14 +198,14 @@ class PrimaryReplication(Generic[G]):
         for replica, in_sync in wanted.items():
             known = self.peers.get(replica)
             fill = shard.fill_of(replica)
-            # Another number, or a backup that is being filled: it was taken off the list since the last map.
+            # A changed number, or a backup that is being filled again: it was off the list in between.
             if known is None or known.fill != fill or (known.in_sync and not in_sync):
                 known = self.peers[replica] = Peer(replica, in_sync, fill, waiting_since=now)
             known.in_sync = in_sync
         return self._settle()
 
     def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
-        """A stream to ``replica`` is open, which has ``held`` of the shard."""
+        """Handle a newly opened stream to ``replica``. held: the replica's report on its copy, if it has one."""
         peer = self.peers[replica]
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
         lsn = self._resumable(peer, held) if peer.required and not peer.is_copying else None
@@ -216,10 +217,11 @@ class PrimaryReplication(Generic[G]):
         return [*again, *self._settle()]
 
     def _resumable(self, peer: Peer, held: ReplicaState | None) -> int | None:
-        """The lsn after which updates are sent again to a replica that holds ``held``. None if it must be copied.
+        """Return the lsn after which updates are sent again to a replica that holds ``held``, or None if it must be
+        copied.
 
-        It needs no copy if its copy is of the filling in the map, its (term, lsn) is a state of this primary, and every
-        later update is still in the log.
+        No copy is needed if the replica's copy is from the filling in the map, its (term, lsn) is a state of this
+        primary, and every later update is still in the log.
         """
         if held is None or not held.complete or held.fill != peer.fill:
             return None
@@ -230,13 +232,13 @@ class PrimaryReplication(Generic[G]):
         return held.lsn if known else None
 
     def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
-        """Copies the shard to ``replica`` (again)."""
+        """Start a (new) copy of the shard to ``replica``."""
         peer, self._copies = self.peers[replica], self._copies + 1
         peer.begin_copy(self._copies, self.slices, self.lsn)
         return [SendBegin(replica, self.lsn, peer.fill, peer.copy), *self._settle()]
 
     def closed(self, replica: Replica, now: float) -> None:
-        """The stream to ``replica`` broke."""
+        """Handle a broken stream to ``replica``."""
         peer = self.peers.get(replica)
         if peer is not None:
             peer.is_open = False
@@ -247,21 +249,21 @@ class PrimaryReplication(Generic[G]):
             self._trim()
 
     def next_copy(self, replica: Replica) -> int | None:
-        """The slice to copy next to ``replica``; None where all were."""
+        """Return the next slice to copy to ``replica``, or None if all were copied."""
         peer = self.peers.get(replica)
         return min(peer.missing, default=None) if peer is not None and peer.is_copying and peer.is_open else None
 
     def copied(self, replica: Replica, index: int) -> None:
-        """Slice ``index`` as it is now is on its way to ``replica``."""
+        """Record that slice ``index``, in its current state, has been sent to ``replica``."""
         self.peers[replica].missing.discard(index)
 
     def replaced(self, index: int) -> list[ReplicationEffect[G]]:
-        """Slice ``index`` was replaced without an update: every replica is sent it again."""
+        """Slice ``index`` was replaced without an update: send it to every replica again."""
         if not self.peers:
             self.advance()
         effects: list[ReplicationEffect[G]] = []
         for replica, peer in self.peers.items():
-            if not peer.is_open:  # It is copied on its next stream, whatever lsn it holds.
+            if not peer.is_open:  # Copied on its next stream, whatever lsn it holds.
                 peer.begin_copy(peer.copy, self.slices, self.lsn)
             elif peer.is_copying and peer.missing:
                 peer.missing.add(index)
@@ -270,11 +272,11 @@ class PrimaryReplication(Generic[G]):
         return effects
 
     def ended(self, replica: Replica, now: float) -> None:
-        """``replica`` was sent every slice and the end of the copy, and has to answer that it is filled."""
+        """``replica`` was sent every slice and the end of the copy: wait for its answer that it is filled."""
         self.peers[replica].waiting_since = now
 
     def filled(self, replica: Replica, copy: int, now: float) -> list[ReplicationEffect[G]]:
-        """``replica`` answered that copy number ``copy`` is complete. The answer counts only for the newest copy."""
+        """Handle ``replica``'s answer that copy number ``copy`` is complete. Counts only for the newest copy."""
         peer = self.peers.get(replica)
         if peer is None or not peer.is_copying or peer.missing or peer.copy != copy:
             return []
@@ -285,14 +287,14 @@ class PrimaryReplication(Generic[G]):
     def advance(self) -> None:
         """Number a change of the shard's state while there is no replica to send it to.
 
-        Without a number of its own the new state could be taken for the one before: a replica that held that one and
-        comes back would never be sent the change.
+        Without its own number the new state could be mistaken for the previous one: a replica that held that one and
+            returns would never receive the change.
         """
         assert not self.peers, self.peers
         self.lsn += 1
 
     def update(self, update: ReplicaUpdate[G], now: float) -> list[ReplicationEffect[G]]:
-        """Numbers an update (its ``lsn`` must be ``self.lsn + 1``) and sends it to all replicas."""
+        """Number an update (its ``lsn`` must be ``self.lsn + 1``) and send it to all replicas."""
         assert update.lsn == self.lsn + 1, (update.lsn, self.lsn)
         self.lsn = update.lsn
         self._log[update.lsn] = update
@@ -306,7 +308,7 @@ class PrimaryReplication(Generic[G]):
         return [*effects, *self._settle()]
 
     def acknowledged(self, replica: Replica, lsn: int, now: float) -> list[ReplicationEffect[G]]:
-        """``replica`` has all updates up to ``lsn``."""
+        """Record that ``replica`` has all updates up to ``lsn``."""
         peer = self.peers.get(replica)
         if peer is None or not peer.is_open or lsn > self.lsn:
             return []
@@ -315,7 +317,7 @@ class PrimaryReplication(Generic[G]):
         return self._settle()
 
     def _settle(self) -> list[ReplicationEffect[G]]:
-        """What is replicated by now, in the order of the updates."""
+        """Return the newly replicated updates, in order, and trim the log."""
         required = [0 if peer.is_copying else peer.acked for peer in self.peers.values() if peer.required]
         reached = min(required, default=self.lsn)
         ready = [Replicated(index, lsn) for lsn, index in self._unreplicated.items() if lsn <= reached]
@@ -325,25 +327,26 @@ class PrimaryReplication(Generic[G]):
         return list(ready)
 
     def _trim(self) -> None:
-        """Discards the updates that no replica needs any more."""
+        """Discard the updates that no replica needs."""
         needed = [peer.acked for peer in self.peers.values() if peer.is_open or (peer.required and not peer.is_copying)]
         reached = min(needed, default=self.lsn)
         for lsn in [lsn for lsn in self._log if lsn <= reached]:
             self.log_bytes -= self._log.pop(lsn).size
 
     def refused_copy(self, replica: Replica, reason: str) -> bool:
-        """``replica`` cannot hold the shard, or refused an update that does not fit its copy: send it nothing more.
-        Returns False if it has no role in the shard any more."""
+        """``replica`` cannot hold the shard, or refused an update that does not fit its copy: stop sending to it.
+        Returns False if it no longer has a role in the shard."""
         if (peer := self.peers.get(replica)) is not None:
             peer.refusal = reason
         return peer is not None
 
     def compared(self, replica: Replica) -> None:
-        """``replica`` is sent a digest, and reports where its bytes differ."""
+        """Count a digest sent to ``replica``, which reports a mismatch if its bytes differ."""
         self.peers[replica].digests += 1
 
     def unreachable(self, now: float, limit: float) -> list[Replica]:
-        """Replicas whose answer has been missing for longer than ``limit``, or that cannot hold the shard."""
+        """Return the replicas whose answer has been missing for longer than ``limit`` seconds, or that cannot hold the
+        shard."""
         return [
             peer.replica
             for peer in self.peers.values()
@@ -356,7 +359,7 @@ class PrimaryReplication(Generic[G]):
             self.fenced = True
 
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
         assert list(self._log) == list(range(self.lsn - len(self._log) + 1, self.lsn + 1)), (self._log, self.lsn)
         assert self.log_bytes == sum(update.size for update in self._log.values()), self.log_bytes
         assert all(peer.acked <= self.lsn for peer in self.peers.values()), self.peers
@@ -365,29 +368,29 @@ class PrimaryReplication(Generic[G]):
 
 # --- the replica's side -----------------------------------------------------------------------------------------------
 
-#: How to treat an update: apply it; acknowledge it only, since the slice is still to come or the update was taken
-#: before; or ignore it, because the copy is stale.
+#: Treatment of an update: apply it; only acknowledge it, since the slice has yet to arrive (skip) or the update was
+#: accepted before (repeat); or ignore it, because the copy is stale.
 Verdict = Literal["apply", "skip", "repeat", "ignore"]
 
 
 class BackupReplication:
-    """A replica's side of shard ``number``, from the time at which the map names it as a backup or as being filled."""
+    """A replica's side of shard ``number``, from the time when the map names it as a backup or as being filled."""
 
     def __init__(self, number: int, slices: Iterable[int], shard: Shard) -> None:
         self.number = number
         self.slices = tuple(slices)
-        #: Of the map: whose updates are taken.
+        #: The server whose updates are accepted, by the map.
         self.primary = shard.primary
-        #: Of what is held.
+        #: Term and lsn of the held copy.
         self.term = 0
         self.lsn = 0
         self.records: dict[int, SliceRecord] = {}
-        #: Number of the filling that the copy comes from, and of the copy on its stream.
+        #: Number of the filling that the copy is from, and of the copy on its stream.
         self.fill = 0
         self.copy = 0
-        #: An update did not fit: the copy lacks something, so it may not be promoted, nor resumed.
+        #: An update did not fit: the copy lacks something, so it can be neither promoted nor resumed.
         self.is_stale = False
-        #: Slices that the copy under way has not brought.
+        #: Slices that the current copy has not delivered yet.
         self.awaited: set[int] = set()
         self._copying = False
         self._acked = 0
@@ -395,40 +398,40 @@ class BackupReplication:
 
     @property
     def complete(self) -> bool:
-        """True if every slice is here and none is known to be stale, so that this server can be promoted."""
+        """True if every slice is present and none is known to be stale, so that this server can be promoted."""
         return len(self.records) == len(self.slices) and not self.is_stale
 
     @property
     def base(self) -> tuple[int, int]:
-        """Term and lsn from which this server continues once it is promoted. What is half copied has no lsn: no
-        other server holds exactly that."""
+        """Term and lsn from which this server continues once it is promoted. A partial copy has term 0: no other server
+        holds exactly that state."""
         return (0 if self._copying else self.term), self.lsn
 
     @property
     def held(self) -> ReplicaState:
-        """What is here, for a primary that resumes its stream. A copy that was broken off must begin anew."""
+        """Report on this copy, for a primary that resumes its stream. An interrupted copy must be restarted."""
         return ReplicaState(self.term, self.lsn, self.complete and not self._copying, self.fill)
 
     def follow(self, shard: Shard) -> None:
-        """Follows a new map, which names the primary."""
+        """Adopt the primary that a new map names."""
         self.primary = shard.primary
 
     def begin(self, term: int, lsn: int, fill: int = 0, copy: int = 0) -> None:
-        """Start to receive copy number ``copy``, for filling ``fill``. Held slices stay until they are replaced."""
+        """Start receiving copy number ``copy``, for filling ``fill``. Held slices stay until they are replaced."""
         self.term, self.lsn, self._acked = term, lsn, lsn
         self.fill, self.copy = fill, copy
         self.awaited, self._copying = set(self.slices), True
         self._applied.clear()
 
     def state(self, index: int, record: SliceRecord) -> None:
-        """All arrays of slice ``index`` have come, and ``record``."""
+        """Record that all arrays of slice ``index`` have arrived, with ``record``."""
         if not self._copying or index not in self.slices:
-            raise InvalidArgumentError(f"slice {index} of shard {self.number} comes without begin")
+            raise InvalidArgumentError(f"slice {index} of shard {self.number} was sent without begin")
         self.awaited.discard(index)
         self.records[index] = record
 
     def end(self) -> None:
-        """Every slice was sent. Raises InvalidArgumentError where one did not come."""
+        """Finish the copy. Raises InvalidArgumentError if a slice is missing."""
         if missing := self.awaited or self.slices[len(self.records) :]:
             raise InvalidArgumentError(f"the copy of shard {self.number} ends without slices {sorted(missing)[:4]}")
         self._copying = self.is_stale = False
@@ -436,8 +439,8 @@ class BackupReplication:
     def update(self, term: int, update: ReplicaUpdate[G]) -> Verdict:
         """Record an update and its entries in the duplicate table.
 
-        Raises InvalidArgumentError if updates before it are missing: the stream must be opened again. Raises
-        StaleCopyError, once, if it does not fit the copy: the copy must be filled again.
+        Raises InvalidArgumentError if updates before it are missing: the stream must be reopened. Raises
+            StaleCopyError, once, if it does not fit the copy: the copy must be filled again.
         """
         if self.is_stale and not self._copying:
             return "ignore"
@@ -455,7 +458,7 @@ class BackupReplication:
                 f"is at version {version}: the copy must be filled again",
                 slice=update.index,
             )
-        if term != self.term:  # The new primary holds what is held here, and continues from there.
+        if term != self.term:  # The new primary has the same state and continues from it.
             self.term, self._acked = term, self.lsn
             self._applied.clear()
         self.lsn = update.lsn
@@ -465,7 +468,7 @@ class BackupReplication:
         return "apply"
 
     def applied(self, term: int, lsn: int) -> int:
-        """An update that was taken is in the arrays; the highest lsn that may be acknowledged."""
+        """Record that an accepted update is in the arrays. Returns the highest lsn that may be acknowledged."""
         if term == self.term and lsn > self._acked:
             self._applied.add(lsn)
             while self._acked + 1 in self._applied:
@@ -474,13 +477,13 @@ class BackupReplication:
         return self._acked
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Forgets other producers: none of their pushes can be repeated any more."""
+        """Drop all other producers: none of their pushes can be repeated any more."""
         for record in self.records.values():
             record.retain(producers)
 
 
 def stale_term(number: int, sender: Replica, term: int, primary: Replica, known: int) -> StaleTermError:
-    """The error for a server that acts as the primary of a shard and is not."""
+    """Return the error for a server that acts as a shard's primary without being it."""
     return StaleTermError(
         f"shard {number} has {primary} (incarnation {primary.incarnation}) as primary in term {known}, not "
         f"{sender} (incarnation {sender.incarnation}) in term {term}",

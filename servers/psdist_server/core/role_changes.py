@@ -1,6 +1,6 @@
-"""The roles that a new map gives to one server and takes from it, shard by shard, and the machine of a new one. Pure.
+"""Changes that a new map makes to one server's roles, shard by shard, and the machine for a new primary. Pure.
 
-A server is the primary of a shard, or has a copy of it (as a backup, or while it is filled), or neither.
+A server is a shard's primary, or holds a copy of it (as a backup, or while being filled), or has no role in it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ from psdist_server.core.records import Records
 
 @dataclass(slots=True)
 class RoleChanges:
-    """What changes, as shard numbers, in the order in which it must be done."""
+    """Role changes as shard numbers, in the order in which they must be carried out."""
 
-    #: Was primary, is not any more.
+    #: No longer primary.
     demoted: list[int] = field(default_factory=list)
-    #: Had a copy, and is to discard it.
+    #: Held a copy, which must be discarded.
     discarded: list[int] = field(default_factory=list)
-    #: Gets a copy.
+    #: Must hold a copy from now on.
     added: list[int] = field(default_factory=list)
-    #: Has a copy, and is the primary now.
+    #: Held a copy, and is now the primary.
     promoted: list[int] = field(default_factory=list)
-    #: Is the primary of a shard that no server had before.
+    #: Primary of a shard that no server held before.
     created: list[int] = field(default_factory=list)
 
     @property
     def ended(self) -> list[int]:
-        """Shards in which something may still be under way that must end first."""
+        """Shards that may still have work in progress that must finish first."""
         return [*self.demoted, *self.discarded, *self.promoted]
 
 
 def is_primary(shard: Shard, me: Replica) -> bool:
-    """Whether this incarnation of this server serves the shard."""
+    """True if this incarnation of this server serves the shard."""
     return shard.primary == me and not shard.lost
 
 
 def changes(entry: ParametersEntry, me: Replica, terms: Mapping[int, int], copies: Collection[int]) -> RoleChanges:
-    """What ``entry`` changes for a server that is primary of the shards in ``terms``, under these terms, and holds
-    copies of the shards in ``copies``."""
+    """Compare this server's current roles with those that ``entry`` assigns to it.
+
+    terms: current term of each shard that it is the primary of.
+    copies: shards that it holds a copy of.
+    """
     found = RoleChanges()
     for number, shard in enumerate(entry.shards):
         stays = is_primary(shard, me) and terms.get(number) == shard.term
@@ -71,11 +74,12 @@ def make_shard(
     records: Records | None = None,
     departed: tuple[ParametersMember, ...] = (),
 ) -> BspShard | AsyncShard:
-    """The machine for one shard of parameters with this consistency.
+    """Create the machine for one shard of parameters with this consistency.
 
-    clipping, reference_workers: BSP only: a step is aggregated first and applied when its global norm is known; what
-        ``BSP.resize_lr`` compares with. departed: SSP and ASP: workers that were lost and may continue their pushes.
-    records: what is known of each slice, where the shard was another's before; else all slices are new.
+    clipping, reference_workers: BSP only: aggregate a step first and apply it when its global norm is known; worker
+        count that ``BSP.resize_lr`` compares with.
+    records: state of each slice taken over from another server; None if all slices are new.
+    departed: SSP and ASP: lost workers that may continue their pushes.
     """
     if isinstance(consistency, BSP):
         return BspShard(indices, members, consistency, clipping, reference_workers, records)

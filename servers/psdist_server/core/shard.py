@@ -1,17 +1,18 @@
-"""The shard machines: what happens to the slices of one shard, as events in and effects out. Pure.
+"""The shard machines: state machines for the slices of one shard, with events in and effects out. Pure.
 
-A machine keeps versions, contributions and duplicate tables. The service carries its effects out and reports the
-results as events. Invariants, checked by ``validate``:
+A machine tracks versions, contributions and duplicate tables. The service executes its effects and reports the results
+as events. Invariants, checked by ``validate``:
 
-* A slice's version never goes down, and grows by one per update.
-* At most one ``Aggregate`` or ``Apply`` per slice is under way.
+* A slice's version never decreases, and grows by one per update.
+* At most one ``Aggregate`` or ``Apply`` per slice is in progress.
 * Each token is answered at most once.
 
-``BspShard`` and ``AsyncShard`` are the machines. Their modules state further invariants.
+The machines are ``BspShard`` and ``AsyncShard``. Their modules state further invariants.
 
-A producer is a worker's sequence of pushes, named by the worker's id and the incarnation in which it began. A worker
-that was expelled while it lived continues its producer in its next incarnation. So a push that had reached some slices
-is finished on the others and counts once. The entries of a departed worker are kept as long as the map names it.
+A producer is a worker's sequence of pushes, identified by the worker's id and the incarnation in which the sequence
+began. A worker that was expelled while still alive continues its producer in its next incarnation. So a push that had
+reached some slices is completed on the others and counts once. Entries of a departed worker are kept as long as the map
+names it.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ from psdist_server.core.records import Producer, SliceRecord
 
 @dataclass(slots=True)
 class SliceBase:
-    """What is known of a slice in every mode."""
+    """Mode-independent state of one slice."""
 
     index: int
     version: int = 0
-    #: An Aggregate or Apply is under way, or the aggregated gradient waits for the norm.
+    #: An Aggregate or Apply is in progress, or the aggregated gradient is waiting for the norm.
     busy: bool = False
-    #: While busy, BSP with clipping: the aggregated gradient waits for the norm, and no kernel is at the slice.
+    #: BSP with clipping, while busy: the aggregated gradient is waiting for the norm and no kernel uses the slice.
     aggregated: bool = False
     pulls: dict[int, PullRequested] = field(default_factory=dict)
 
     @property
     def is_written(self) -> bool:
-        """Whether a kernel may be writing the slice."""
+        """True if a kernel may be writing the slice."""
         return self.busy and not self.aggregated
 
 
@@ -68,7 +69,7 @@ S = TypeVar("S", bound=SliceBase)
 
 
 class ShardMachine(ABC, Generic[S]):
-    """What BSP and the asynchronous modes share: members, fencing, versions, pulls."""
+    """Base of the BSP and the asynchronous machine: members, fencing, versions, pulls."""
 
     def __init__(
         self, slices: dict[int, S], members: Iterable[ParametersMember], departed: tuple[ParametersMember, ...] = ()
@@ -91,15 +92,15 @@ class ShardMachine(ABC, Generic[S]):
 
     @property
     def step_next(self) -> int:
-        """The step or clock that a member may join at, or at a later one."""
+        """Lowest step or clock at which a new member may join."""
         return max((state.version + state.busy for state in self.slices.values()), default=0)
 
     def admits(self, member: ParametersMember) -> bool:
-        """Whether ``member`` may join at its first step or clock."""
+        """Return True if ``member`` may join at its first step or clock."""
         return self.step_next <= member.first_step
 
     def on(self, event: Event) -> list[Effect]:
-        """The effects of ``event``, in the order in which they must be carried out."""
+        """Handle ``event``. Returns the effects, in the order in which they must be carried out."""
         match event:
             case SlicePushed():
                 if error := self._refusal(event):
@@ -133,11 +134,12 @@ class ShardMachine(ABC, Generic[S]):
 
     @abstractmethod
     def record(self, index: int) -> SliceRecord:
-        """What another machine needs to continue with slice ``index`` as it is: an update under way is not in it."""
+        """Return the state that another machine needs to take over slice ``index``. An update in progress is not
+        included."""
 
     @abstractmethod
     def waiting_for(self, token: int, index: int) -> str:
-        """Why ``token`` (of slice ``index``) is not answered yet; "" if it waits for nobody but this server."""
+        """Return why ``token`` (of slice ``index``) is unanswered, or "" if it waits only for this server."""
 
     @abstractmethod
     def _pushed(self, state: S, event: SlicePushed, producer: Producer) -> list[Effect]: ...
@@ -156,7 +158,7 @@ class ShardMachine(ABC, Generic[S]):
 
     @abstractmethod
     def validate(self) -> None:
-        """Asserts the invariants."""
+        """Assert the invariants."""
 
     def _on_clipping(self, event: SliceAggregated | NormKnown) -> list[Effect]:
         raise AssertionError(f"{event} without an Aggregate")
@@ -168,13 +170,13 @@ class ShardMachine(ABC, Generic[S]):
         member = self.members.get(event.worker_id)
         if member is None:
             return NotMemberError(
-                f"{event.worker_id} takes no part in these parameters: create or attach them with init=..., or it was "
-                "expelled and must start anew",
+                f"{event.worker_id} is not a member of these parameters: create or attach them with init=...; "
+                "if it was expelled, restart it",
                 worker_id=event.worker_id,
             )
         if event.incarnation != member.incarnation:
             return FencedError(
-                f"{event.worker_id} has incarnation {member.incarnation} now, not {event.incarnation}: it was replaced",
+                f"{event.worker_id} has incarnation {member.incarnation} now; {event.incarnation} was replaced",
                 incarnation=event.incarnation,
             )
         return None
