@@ -1,1 +1,1 @@
-"""The arithmetic of updates, the arrays that it works on, and the threads that run it."""
+"""The arithmetic of updates, its arrays, and the threads that run it."""

@@ -1,8 +1,9 @@
-"""Compiles kernels into numba's cache.
+"""Compile kernels into numba's cache.
 
-Without arguments every one, those of workers that compress too, which is ``psdist warmup``: then the first run on this
-machine has them at once. Some processes share that work. With the names of kernels these only, at low priority, and no
-longer than standard input is open: for ``background_compiler``, and for those processes.
+Without arguments, compile every kernel, including those that workers use for compression. This is ``psdist warmup``:
+the next run on this machine finds them cached. Several processes share the work. With kernel names as arguments,
+compile only these, at low priority, and stop when standard input is closed. ``background_compiler`` and those processes
+use this form.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from typing import Final
 from psdist_server.kernels.memory import leave_out
 
 _NICENESS: Final = 19
-#: At most; each has a compiler in memory.
+#: Limit on compiling processes, because each holds a compiler in memory.
 _PROCESSES: Final = 4
 
 
 def main() -> None:
-    """Compiles what is not in the cache yet, and prints how far that is."""
+    """Compile the kernels that are not cached yet, and print progress."""
     leave_out()  # Before numba is imported.
     names = sys.argv[1:]
     if names:
-        # An interrupt goes to the whole group of processes: this one has nothing to clean up, and ends at once.
+        # An interrupt reaches the whole process group. This process has nothing to clean up and exits immediately.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
@@ -41,7 +42,7 @@ def main() -> None:
     known = {*kernels.KERNELS, *encoded.KERNELS, *all_fused, *segments.KERNELS}
     everything = [kernel for kernel in known if not names or kernel.__name__ in names]
     begin, done = time.monotonic(), count(1)
-    print(f"compiling {len(everything)} kernels: those that are in the cache already take no time", flush=True)
+    print(f"compiling {len(everything)} kernels (cached ones take no time)", flush=True)
     in_order = sorted(everything, key=lambda kernel: kernel.__name__)
     with ExitStack() as stack:
         if not names and not all(kernel.is_cached for kernel in everything):
@@ -49,18 +50,18 @@ def main() -> None:
         compile_all(in_order, lambda: print(f"{next(done)} of {len(everything)}", flush=True))
     print(f"all kernels are ready after {time.monotonic() - begin:.1f} s", flush=True)
     if names:
-        os._exit(0)  # A thread reads standard input: the interpreter would abort on the lock that it holds.
+        os._exit(0)  # A thread is reading standard input; at a normal exit the interpreter would abort on its lock.
 
 
 def _share(names: list[str], stack: ExitStack) -> None:
-    """Starts processes that compile some of these kernels: one for each further core. They end with ``stack``."""
+    """Start processes that compile some of these kernels, one for each further core. They end with ``stack``."""
     command = [sys.executable, "-m", "psdist_server.kernels", *names]
     for _ in range(min(_PROCESSES, len(os.sched_getaffinity(0))) - 1):
         stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL))
 
 
 def _end_with_input() -> None:
-    """Ends the process when whoever started it is gone."""
+    """End the process when its parent is gone."""
     sys.stdin.buffer.read()
     os._exit(1)
 

@@ -1,19 +1,19 @@
-"""The arrays of a parameter set on one server, and what an update does to them.
+"""The arrays of a parameter set on one server, and the updates of them.
 
-Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i lies at its own
-``slicing.bounds(i)``. Only slices that are held have memory. So P parameters with Adam cost 12 x P bytes, and shards
-come and go without moving anything. Workers on this host may read the weights in place (``memory``). Where workers are
-sent compressed differences, the published weights are one more array, and workers read these (``published``). The shard
-machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL and
-may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run at the same time for other
-slices.
+Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i occupies
+    ``slicing.bounds(i)``. Only held slices have memory, so P parameters with Adam cost 12 x P bytes, and shards come
+    and go without moving anything. Workers on this host may read the weights in place (``memory``). If workers receive
+    compressed differences, the published weights are one more array, and workers read these (``published``). The shard
+    machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL
+    and may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run concurrently for
+    other slices.
 
-Invariants: each contribution is read once, into memory of the kernel, so that it may change meanwhile without harm. No
-NaN or Inf of a contribution reaches the weights. Such a contribution is left out of its block of ``BLOCK`` elements, or
-of the slice where contributions have weights, and its position is returned. A block whose sum overflows is not updated.
-An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the bytes of the update by its
-parts. Contributions that came encoded give the bytes of those that they decode to. What a released slice held is gone,
-except what workers read, which can be read until ``reclaim``.
+Invariants: Each contribution is read once, into the kernel's own memory, so that it may change meanwhile without harm.
+    No NaN or Inf of a contribution reaches the weights: the contribution is left out of its block of ``BLOCK`` elements
+    (of the whole slice if contributions have weights), and its position is returned. A block whose sum overflows is not
+    updated. An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the same bytes as the
+    update by its parts. Encoded contributions give the same bytes as their decoded values. The content of a released
+    slice is lost, except what workers read, which stays readable until ``reclaim``.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from psdist_server.kernels.optimizers import Rule
 from psdist_server.kernels.published import PublishedWeights
 
 Array = NDArray[np.float32]
-#: A contribution as it came: float32, float16 or bfloat16, aligned, perhaps read-only; or uint8, encoded.
+#: A contribution as received: float32, float16 or bfloat16, aligned, possibly read-only; or uint8, encoded.
 Gradient = NDArray[np.generic]
 Runs = tuple[tuple[int, int, int], ...]
-#: Name of the array of published weights, which is the last one of a slice.
+#: Name of the array of published weights: the last one of a slice.
 PUBLISHED: Final = "published"
 #: Positions of contributions that hold NaN or Inf and were left out.
 Bad = tuple[int, ...]
@@ -52,13 +52,15 @@ _thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Update number ``step`` of a slice, by the mean of the parts, which are added in their order. Without parts only
-    the version goes on.
+    """Update number ``step`` of a slice by the mean of the parts, which are added in order. Without parts only the
+    version advances.
 
-    factor: what the only part is multiplied by (clipping). mean: float32[n] that what is applied is written to: an
-        update by it, without a factor, gives the same bytes. copy: float32 that the slice is copied to before
-        (``copy_slice``). is_encoded: some of the parts came encoded. weights: what each part counts for; empty where
-        all count the same. divisor: what the only part is divided by, as it is a sum; 0 where each part is one.
+    factor: multiplies the only part (clipping).
+    mean: float32[n] that receives the applied gradient. An update by it, without a factor, gives the same bytes.
+    copy: float32 array that the slice is copied to before the update (``copy_slice``).
+    is_encoded: True if some of the parts are encoded.
+    weights: weight of each part in the mean; empty if all are equal.
+    divisor: divides the only part, if that is a sum; 0 if each part is one contribution.
     """
 
     index: int
@@ -74,7 +76,7 @@ class Update:
 
 
 class UpdateWork(Protocol):
-    """What has an update to be carried out."""
+    """Work item that carries an update."""
 
     @property
     def update(self) -> Update:
@@ -82,7 +84,7 @@ class UpdateWork(Protocol):
 
 
 class Applied(NamedTuple):
-    """What came of an update: seconds that it took, and which parts were left out."""
+    """Result of an update: its duration in seconds, and the positions of the parts left out."""
 
     seconds: float
     bad: Bad
@@ -90,7 +92,7 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupSegment:
-    """A range of a slice whose elements belong to one group: where it begins, and where its weights and state lie."""
+    """A range of a slice whose elements belong to one group: its start, and the addresses of its weights and state."""
 
     start: int
     size: int
@@ -98,36 +100,36 @@ class GroupSegment:
     addresses: tuple[int, ...]
 
 
-#: The number of an update in its batch, the update, and one segment of its slice.
+#: Position of an update in its batch, the update, and one segment of its slice.
 SegmentJob = tuple[int, Update, GroupSegment]
 
 
 class DenseParameters:
-    """The slices of ``entry`` that this server holds a copy of; none at first.
+    """The slices of ``entry`` that this server holds a copy of; initially none.
 
-    has_states: the optimizer's state lies in the host's memory. Else a subclass has it elsewhere.
+    has_states: True if the optimizer state is in host memory; False if a subclass stores it elsewhere.
     """
 
     def __init__(self, entry: ParametersEntry, *, has_states: bool = True) -> None:
         self.slicing = entry.slicing
         self.held: set[int] = set()
-        #: The same, ascending.
+        #: The held slices, ascending.
         self.indices: tuple[int, ...] = ()
-        #: Slices with all of their content.
+        #: Slices whose content is complete.
         self.installed: set[int] = set()
         self._ranges = entry.ranges
         self._runs: dict[int, Runs] = {}
         self._segments: dict[int, tuple[GroupSegment, ...]] = {}
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
-        #: What workers read: the weights, or the published ones.
+        #: The array that workers read: the weights, or the published ones.
         self.weights = WeightsMemory(self.slicing)
-        #: None where workers read the weights themselves.
+        #: None if workers read the weights themselves.
         self.published: PublishedWeights | None = None
         if entry.spec.pull_compression:
             codec = pull_codec_from_text(entry.spec.pull_compression)
             self.published = PublishedWeights(codec, self.slicing, self.weights)
         states = len(self.rule.state_names) if has_states else 0
-        #: Memory of the optimizer's state; and of the weights, where workers read others.
+        #: Memory of the optimizer state, and of the weights if workers read the published ones.
         self._private = tuple(AnonymousMemory(self.slicing.total) for _ in range(states + (self.published is not None)))
         self.states = tuple(memory.array for memory in self._private[:states])
         self._arrived: dict[int, set[int]] = {}
@@ -139,19 +141,19 @@ class DenseParameters:
 
     @property
     def array_count(self) -> int:
-        """How many arrays a slice has."""
+        """Number of arrays per slice."""
         return 1 + len(self.state_names)
 
     def _arrays(self) -> list[Array]:
-        """float32[total] each: the weights, the optimizer's state, and the published weights where there are some."""
+        """Return the weights, the optimizer state, and the published weights if any: float32[total] each."""
         if self.published is None:
             return [self.weights.array, *self.states]
         return [self._private[-1].array, *self.states, self.weights.array]
 
     def hold(self, indices: Iterable[int]) -> None:
-        """Gives slices memory; their content is not there yet. Those that are held stay as they are.
+        """Allocate memory for slices; their content is set later. Slices that are already held stay unchanged.
 
-        Raises LimitExceededError where there is no room beside slices that are held already; then nothing has changed.
+        Raises LimitExceededError if there is no room beside the slices already held; nothing has changed then.
         """
         new = sorted(set(indices) - self.held)
         self.weights.hold(new)
@@ -164,8 +166,8 @@ class DenseParameters:
         self._set_held(self.held.union(new))
 
     def release(self, indices: Iterable[int]) -> None:
-        """Gives the memory of slices back, whole pages of it; that of their weights is given back by ``reclaim``. No
-        kernel may be at them."""
+        """Free the memory of slices, in whole pages. The memory of their weights is freed by ``reclaim``. No kernel may
+        be using them."""
         gone = sorted(self.held.intersection(indices))
         for start, stop in joined(self.slicing, gone):
             for memory in self._private:
@@ -180,21 +182,20 @@ class DenseParameters:
         self.weights.release(gone)
 
     def reclaim(self, indices: Iterable[int]) -> None:
-        """Gives the memory of released slices' weights back, whole pages of it. Nothing may read them in place any
-        more: what is read there afterwards is zeros. Slices that are held again are left alone. In a thread, as for
-        ``release`` and ``close``: it takes 0.1 s for a gigabyte."""
+        """Free the memory of released slices' weights, in whole pages. Nothing may read them in place any more: later
+        reads return zeros. Slices that are held again are skipped. Run this in a thread, like ``release`` and
+        ``close``: it takes 0.1 s for a gigabyte."""
         self.weights.reclaim(indices)
 
     def _set_held(self, held: set[int]) -> None:
         self.held, self.indices = held, tuple(sorted(held))
 
     def close(self) -> None:
-        """Gives the arena back; workers that have it mapped keep their view."""
+        """Free the arena. Workers that have mapped it keep their view."""
         self.weights.close()
 
     def install(self, index: int, values: Gradient, version: int = 0) -> None:
-        """Sets the weights of a slice, which are those of ``version``, and the state that an optimizer begins with at
-        them."""
+        """Set the weights of a slice, at ``version``, and the optimizer's initial state for them."""
         arrays = self.export(index)
         weights, states = arrays[0], arrays[1 : 1 + len(self.rule.state_names)]
         self.weights.sequence[index] = 2 * version + 1
@@ -207,26 +208,28 @@ class DenseParameters:
         self.installed.add(index)
 
     def _stored(self, index: int, arrays: Mapping[int, Array]) -> None:
-        """These arrays of a slice, by their numbers in ``export``, which gave them, were written to."""
+        """Called after these arrays of a slice, numbered as in ``export`` and obtained from it, were written."""
 
     def export(self, index: int) -> list[Array]:
-        """The arrays of a slice, where they lie: its weights, and those of ``state_names``."""
+        """Return the arrays of a slice, in place: its weights, then those of ``state_names``."""
         if index not in self.held:
             raise InternalError(f"slice {index} is not held here")
         part = slice(*self.slicing.bounds(index))
         return [array[part] for array in self._arrays()]
 
     def copy_slice(self, index: int, out: Array) -> None:
-        """Copies the arrays of a slice to ``out``, one after another."""
+        """Copy the arrays of a slice to ``out``, one after another."""
         start = 0
         for array in self.export(index):
             out[start : start + array.size] = array
             start += array.size
 
     def install_state(self, index: int, array_number: int, values: Array, version: int) -> None:
-        """Sets one array of a slice, numbered as ``export`` has them, which is that of ``version``. The slice is
-        installed with the last of them. Raises InvalidArgumentError where there is no such array, or not of this
-        size."""
+        """Set one array of a slice, numbered as in ``export``, at ``version``. The slice is installed once all arrays
+        are set.
+
+        Raises InvalidArgumentError if there is no such array, or its size differs.
+        """
         arrays = self.export(index)
         if not 0 <= array_number < len(arrays) or values.shape != arrays[array_number].shape:
             raise InvalidArgumentError(
@@ -249,14 +252,14 @@ class DenseParameters:
             self.installed.add(index)
 
     def digest(self, index: int) -> bytes:
-        """16 bytes that tell the arrays of a slice from any others (xxh3_128)."""
+        """Return a 16-byte digest of the arrays of a slice (xxh3_128)."""
         state = xxhash.xxh3_128()
         for array in self.export(index):
             state.update(array.data)
         return state.digest()
 
     def read(self, index: int, dtype: str) -> memoryview:
-        """What workers read of a slice as payload bytes; a view of it where ``dtype`` is float32."""
+        """Return the weights of a slice that workers read, as payload bytes: a view of them if ``dtype`` is float32."""
         if index not in self.held:
             raise InternalError(f"slice {index} is not held here")
         return kernels.cast(self.weights.array[slice(*self.slicing.bounds(index))], dtype).view(np.uint8).data
@@ -264,9 +267,13 @@ class DenseParameters:
     def combine(
         self, index: int, parts: Sequence[Gradient], is_encoded: bool = False, weights: tuple[float, ...] = ()
     ) -> tuple[Array | None, float, Bad]:
-        """The mean of the parts that are finite, its sum of squares, and the positions of the others. The mean is None
-        where nothing is left. An update by it gives the bytes of the update by these parts. is_encoded, weights: as in
-        ``Update``."""
+        """Compute the mean of the finite parts of a slice.
+
+        is_encoded, weights: as in ``Update``.
+
+        Returns the mean (None if no part is left), its sum of squares, and the positions of the parts left out. An
+        update by the mean gives the same bytes as the update by these parts.
+        """
         if not parts:
             return None, 0.0, ()
         mean = np.empty(self.slicing.size(index), np.float32)
@@ -277,8 +284,8 @@ class DenseParameters:
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
-        """Runs in a kernel thread, or on the loop: updates of slices that this server is the primary of, and of copies,
-        in one batch."""
+        """Run updates of slices in one batch, of own shards and of copies. Called in a kernel thread, or on the
+        loop."""
         started = time.perf_counter()
         updates = [work.update for _, work in works]
         for update in updates:
@@ -289,9 +296,9 @@ class DenseParameters:
         return [Applied(seconds, bad) for bad in left_out]
 
     def apply(self, updates: Sequence[Update]) -> list[Bad]:
-        """Carries updates of different slices out, and returns for each which parts were left out."""
+        """Run updates of different slices. Returns the positions of the parts left out of each."""
         if any(update.is_encoded or update.weights for update in updates):
-            # One by one: the sum of a slice stays in the cache from its decoding to its use, in the same memory.
+            # One by one, so that the sum of a slice stays in the cache from decoding to use.
             return [self._apply_alone(update) for update in updates]
         return self._apply(updates)
 
@@ -303,13 +310,13 @@ class DenseParameters:
         return self._apply_encoded(update) if update.is_encoded else self._apply([update])[0]
 
     def _apply_encoded(self, update: Update) -> Bad:
-        """Carries an update by encoded parts out: by their sum, in this thread's memory, where all of it is finite."""
+        """Apply an update with encoded parts: by their sum, in this thread's memory, if all of it is finite."""
         size = self.slicing.size(update.index)
         total = encoded.total(update.parts, size)
         by_total = replace(update, parts=[total], divisor=len(update.parts), is_encoded=False)
         if all(map(encoded.is_encoded, update.parts)):
-            # Each was checked when it came, and stays as it was. Where their sum overflows nothing is updated, and
-            # none of them is to blame.
+            # Each was checked on arrival and cannot change. If their sum overflows, nothing is updated and no part is
+            # to blame.
             self._apply([by_total])
             return ()
         if kernels.all_finite(total):
@@ -341,7 +348,7 @@ class DenseParameters:
         return [tuple(sorted(parts)) for parts in bad]
 
     def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
-        """Runs the kernel on segments with the same scalars; rows of those that had bad parts, and the parts."""
+        """Run the kernel on segments with the same scalars. Returns the rows with bad parts, and those parts."""
         most = max(len(update.parts) for _, update, _ in jobs)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
         for row, (_, update, _) in enumerate(jobs):
@@ -363,7 +370,7 @@ class DenseParameters:
         return [(row, np.flatnonzero(bad[row]).tolist()) for row in range(len(jobs))] if bad.any() else []
 
     def _addresses(self, index: int) -> list[int]:
-        """Where the weights of a slice begin, and its arrays of state, for the kernels."""
+        """Return the addresses of a slice's weights and state arrays, for the kernels."""
         first = self.slicing.bounds(index)[0]
         return [kernels.address_of(array) + 4 * first for array in self._arrays()[: 1 + len(self.states)]]
 
@@ -376,7 +383,7 @@ class DenseParameters:
 
 
 def _memory() -> Array:
-    """Working memory of this kernel thread, so that the steady state allocates none."""
+    """Return this kernel thread's working memory, so that the steady state allocates nothing."""
     memory: Array | None = getattr(_thread, "memory", None)
     if memory is None:
         memory = _thread.memory = np.zeros(2 * BLOCK, np.float32)
@@ -384,48 +391,50 @@ def _memory() -> Array:
 
 
 def division_of(update: Update) -> tuple[np.float32, np.float32]:
-    """Divisor and factor of an update's sum, as the kernels take them."""
+    """Return divisor and factor of an update's sum, as the kernels take them."""
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
     return kernels.division_by(update.divisor or len(update.parts))
 
 
 def _combine(out: Array, parts: Sequence[Gradient]) -> Bad:
-    """The mean of the parts that are finite; the positions of the others."""
+    """Write the mean of the finite parts to ``out``. Returns the positions of the others."""
     if kernels.combine(out, parts, len(parts)):
         return ()
-    # Shared parts could change between the look and the sum, so these are copies. It is rare enough.
+    # Shared parts could change between check and sum, so copy them first. This path is rare.
     copies = [part.copy() for part in parts]
     good = [part for part in copies if kernels.all_finite(part)]
-    if good:  # All of them where the sum overflowed.
+    if good:  # All of them if the sum overflowed.
         kernels.combine(out, good, len(good))
     return tuple(place for place, part in enumerate(copies) if not kernels.all_finite(part))
 
 
 def _combine_encoded(out: Array, parts: Sequence[Gradient]) -> Bad:
-    """``_combine`` where some parts came encoded."""
+    """Do the same as ``_combine`` if some parts are encoded."""
     if kernels.combine(out, [encoded.total(parts, out.size)], len(parts)):
         return ()
     return _combine(out, encoded.decoded(parts, out.size))
 
 
 def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float]) -> Bad:
-    """``_combine`` where parts count for different amounts."""
+    """Do the same as ``_combine`` if parts have weights."""
     total, divisor, bad = encoded.weighted_total(parts, weights, out.size)
     kernels.combine(out, [total], divisor)
     return bad
 
 
 def gradient_of(payload: memoryview, dtype: str) -> Gradient:
-    """The elements of a payload, in place. ``psdist.wire.frames`` aligns payloads; those of other clients may have to
-    be copied, because the kernels are compiled for aligned arrays."""
+    """Return the elements of a payload, in place if it is aligned. ``psdist.wire.frames`` aligns payloads. Those of
+    other clients may have to be copied, because the kernels are compiled for aligned arrays."""
     values = np.frombuffer(payload, NUMPY_DTYPES[dtype])
     return values if values.flags.aligned else values.copy()
 
 
 def _runs_of(ranges: Sequence[GroupRange], start: int, stop: int) -> Runs:
-    """The group of every element of [start, stop), as ranges relative to ``start``. ranges: ascending, of which there
-    may be one for each tensor."""
+    """Return the group of every element of [start, stop), as ranges relative to ``start``.
+
+    ranges: ascending; possibly one per tensor.
+    """
     runs: list[tuple[int, int, int]] = []
     position = start
     first = bisect_right(ranges, start, key=lambda one: one.stop)

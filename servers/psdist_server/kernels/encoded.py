@@ -1,9 +1,9 @@
-"""Sums of contributions before the update: of those that came encoded, and of those that have weights.
+"""Sums of contributions, computed before the update if some are encoded or have weights.
 
-A gradient that came encoded is by definition what its segments (``psdist.compression.segments``) add to zeros: it is
-decoded as it is added to a sum, straight from the bytes that came. So the contributions to a slice, encoded or not, are
-added in their order to zeros in memory of the kernel thread, and the cost of each follows the bytes that it has. Its
-sum then goes the way of an only contribution, and the bytes are those of the update by decoded ones: with an encoded
+An encoded gradient is defined as what its segments (``psdist.compression.segments``) add to zeros. It is decoded while
+it is added to a sum, straight from the received bytes. So the contributions to a slice, encoded or not, are added in
+order to zeros in the kernel thread's memory, and the cost of each is proportional to its bytes. The sum is then treated
+as an only contribution. The result has the same bytes as the update by decoded contributions, because with an encoded
 contribution among them no sum is -0.0.
 """
 
@@ -26,13 +26,16 @@ _thread = threading.local()
 
 
 def is_encoded(part: AnyArray) -> bool:
-    """Whether a contribution is encoded: its bytes, not its elements."""
+    """True if a contribution is encoded: bytes, not elements."""
     return part.itemsize == 1
 
 
 def total(parts: Sequence[AnyArray], size: int) -> Floats:
-    """The sum of contributions to a slice of ``size`` elements, in their order. It lies in memory of this thread, which
-    the next call uses again. Where a part holds NaN or Inf, or the sum overflows, it is not finite."""
+    """Return the sum of contributions to a slice of ``size`` elements, added in order.
+
+    The sum is in this thread's memory, which the next call reuses. It is not finite if a part holds NaN or Inf, or if
+    it overflows.
+    """
     out = _memory(size)
     out.fill(0.0)
     for part in parts:
@@ -43,17 +46,17 @@ def total(parts: Sequence[AnyArray], size: int) -> Floats:
 def weighted_total(
     parts: Sequence[AnyArray], weights: Sequence[float], size: int
 ) -> tuple[Floats, float, tuple[int, ...]]:
-    """The sum of contributions to a slice, each times its weight, in their order; the sum of the weights; and the
-    positions of contributions that are left out of both, as they hold NaN or Inf.
+    """Return the weighted sum of contributions to a slice, the sum of the weights, and the positions left out.
 
-    The sum is zeros, to which float32 products are added. It lies in memory of this thread, as that of ``total``. It is
-    not finite where it overflows, and NaN where all are left out.
+    Contributions that hold NaN or Inf are left out of both sums. The sum starts at zeros, to which float32 products are
+    added in order. It is in this thread's memory, like that of ``total``. It is not finite if it overflows, and NaN if
+    all contributions are left out.
     """
     out = _memory(size)
     _add_all(parts, weights, out)
     if kernels.all_finite(out):
         return out, sum(weights), ()
-    # Shared parts could change between the look and the sum, so these are copies. It is rare enough.
+    # Shared parts could change between check and sum, so copy them first. This path is rare.
     copies = [_decoded(part, size) if is_encoded(part) else part.copy() for part in parts]
     good = [place for place, part in enumerate(copies) if kernels.all_finite(part)]
     _add_all([copies[place] for place in good], [weights[place] for place in good], out)
@@ -70,7 +73,7 @@ def _add_all(parts: Sequence[AnyArray], weights: Sequence[float], out: Floats) -
 
 
 def decoded(parts: Sequence[AnyArray], size: int) -> list[AnyArray]:
-    """The contributions, with those that are encoded as float32 in memory of their own."""
+    """Return the contributions, the encoded ones decoded to new float32 arrays."""
     return [_decoded(part, size) if is_encoded(part) else part for part in parts]
 
 
@@ -89,14 +92,14 @@ def _add(part: AnyArray, out: Floats) -> None:
 
 @kernel(OUT, types.uintp, types.int64, interpreted=interpreted.add_elements)
 def _add_elements(out: Any, address: Any, code: Any) -> None:
-    """Adds a contribution that is not encoded. It is read once."""
+    """Add a contribution that is not encoded. It is read once."""
     for start in range(0, out.size, BLOCK):
         add_to_block(out[start : start + BLOCK], address, code, start, False)
 
 
 @kernel(OUT, types.uintp, types.int64, FLOAT, interpreted=interpreted.add_weighted)
 def _add_weighted(out: Any, address: Any, code: Any, weight: Any) -> None:
-    """Adds a contribution that is not encoded, times its weight. It is read once."""
+    """Add a contribution that is not encoded, multiplied by its weight. It is read once."""
     block = np.empty(BLOCK, np.float32)
     for start in range(0, out.size, BLOCK):
         size = min(BLOCK, out.size - start)
@@ -106,12 +109,12 @@ def _add_weighted(out: Any, address: Any, code: Any, weight: Any) -> None:
 
 
 def _memory(size: int) -> Floats:
-    """float32[size] of this thread, for all parameter sets: the steady state allocates none."""
+    """Return float32[size] of this thread, shared by all parameter sets: the steady state allocates nothing."""
     memory: Floats | None = getattr(_thread, "memory", None)
     if memory is None or memory.size < size:
         memory = _thread.memory = np.empty(size, np.float32)
     return memory[:size]
 
 
-#: What a server needs once a push came encoded, or with a weight.
+#: Kernels needed once a push is encoded or has a weight.
 KERNELS: Final = (*segments.DECODERS, _add_elements, _add_weighted)

@@ -1,18 +1,18 @@
 """Fused updates: the mean of contributions and the optimizer's arithmetic in one pass over memory, for several slices.
 
-There is one kernel for each optimizer. It goes block by block. Contributions to a block are added in the first-level
-cache (``kernels.mean_of_block``), and from there the block's weights and state are updated. One call updates several
-slices, because a thread needs the interpreter between calls, and the kernel has evicted the interpreter's memory from
-the caches. The same arithmetic in plain numpy is in ``tests/support/reference.py``, and the bytes are the same.
+There is one kernel per optimizer. It works block by block: contributions to a block are added in the first-level cache
+    (``kernels.mean_of_block``), and then the block's weights and state are updated from there. One call updates several
+    slices, because a thread needs the interpreter between calls, and the kernel has evicted the interpreter's memory
+    from the caches. The same arithmetic in plain numpy is in ``tests/support/reference.py``, and gives the same bytes.
 
 A block in which contributions have NaN or Inf is updated by the mean of the others. A block whose mean is still not
-finite (its sum overflows) is not updated. The values of a contribution are read once before they count, so memory that
-is written meanwhile cannot bring such a value in.
+finite (its sum overflows) is not updated. Each value of a contribution is read once before it is used, so memory that
+is written meanwhile cannot introduce such a value.
 
 Arguments of all kernels, for n segments (a segment is a range of one slice whose elements have the same scalars):
 
 - arrays uintp[n, 1 to 4]: addresses of the segment's weights, then of its state in the optimizer's order;
-- segments int64[n, 3]: its size in elements, where in each contribution it begins, how many contributions there are;
+- segments int64[n, 3]: its size in elements, its start in each contribution, the number of contributions;
 - parts uintp[n, m], codes int64[n, m]: addresses and types (``kernels.CODES``) of the contributions to the slice;
 - divisions float32[n, 2]: ``kernels.division_by``, or a divisor of 0 and any factor;
 - memory float32[2 * BLOCK]: the thread's own;
@@ -22,11 +22,11 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 - scalars: as ``optimizers`` computes them.
 
 The arithmetic of each optimizer is one function, ``_adam`` for Adam: new weights and state from old ones and the
-gradient. It is compiled into the kernel for single elements. Until that is compiled, numpy carries the same function
-out on whole arrays (``interpreted.update``), and gives the same bytes.
+gradient. It is compiled into the kernel for single elements. Until the kernel is compiled, numpy runs the same function
+on whole arrays (``interpreted.update``), and gives the same bytes.
 
-The kernels check nothing. Only ``arrays`` calls them. They are written out one by one, because numba keeps what it
-compiled from run to run only for functions that no factory made.
+The kernels check nothing. Only ``arrays`` calls them. They are written out one by one, because numba caches compiled
+code across runs only for functions that no factory made.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _JOB = (_ADDRESSES, _INTEGERS, _ADDRESSES, _INTEGERS, _DIVISIONS, OUT, _BAD, _ME
 
 
 def _fused(element: Any, *, scalars: int) -> Callable[[Callable[..., Any]], Kernel]:
-    """A decorator that makes a function a kernel. element: its arithmetic, ``part_of_kernel``."""
+    """Return a decorator that turns a function into a kernel. element: its arithmetic, a ``part_of_kernel``."""
     job = (*_JOB, types.UniTuple(FLOAT, scalars))
     return lambda function: Kernel(function, job, interpreted=partial(interpreted.update, element.py_func))
 
 
 @part_of_kernel
 def _mean(segment: Any, at: Any, parts: Any, codes: Any, division: Any, memory: Any, bad: Any, mean: Any) -> Any:
-    """The mean of the contributions to the block at element ``at`` of a segment, into ``memory``, and to the address
-    ``mean`` where that is not 0. Returns the block's size; 0 where no contribution to it is finite, or the mean is
+    """Compute the mean of the contributions to the block at element ``at`` of a segment, into ``memory``, and also into
+    address ``mean`` if that is not 0. Returns the block's size, or 0 if no contribution to it is finite, or the mean is
     not."""
     start = segment[1] + at
     size = _mean_in_cache(min(BLOCK, segment[0] - at), start, segment[2], parts, codes, division, memory, bad)
@@ -83,7 +83,7 @@ def _mean_in_cache(
     block = memory[:size]
     if mean_of_block(block, parts, codes, count, start, divisor, factor) == np.uint32(0):
         return size
-    # Rare. Each contribution is copied before it is looked at, as it may change.
+    # Rare. Each contribution is copied before it is examined, as it may change.
     spare = memory[BLOCK : BLOCK + size]
     good = 0
     for part in range(count):
@@ -108,7 +108,7 @@ def _mean_in_cache(
 
 @part_of_kernel
 def _at(address: Any, start: Any, size: Any) -> Any:
-    """``size`` floats from element ``start`` on."""
+    """Return ``size`` floats from element ``start``."""
     return carray(pointer(address + np.uintp(4 * start)), (size,), np.float32)
 
 
@@ -123,12 +123,12 @@ def _three(addresses: Any, at: Any, size: Any) -> Any:
 
 
 def _select(condition: Any, one: Any, other: Any) -> Any:
-    """``one`` where the condition holds, else ``other``."""
+    """Return ``one`` where the condition holds, else ``other``."""
     return np.where(condition, one, other)
 
 
 def _select_compiled(condition: Any, one: Any, other: Any) -> Any:
-    """The same for single elements, in a form that is vectorized; numba's own ``where`` is not."""
+    """Do the same for single elements, in a form that is vectorized; numba's own ``where`` is not."""
 
     def select(condition: Any, one: Any, other: Any) -> Any:
         if condition:
@@ -142,8 +142,8 @@ when_imported(lambda: import_module("numba.extending").overload(_select, inline=
 carray = numba.carray
 
 # --- optimizers -------------------------------------------------------------------------------------------------------
-# w weights, then the state, then g the gradient, then the scalars. Weight decay 0 is no special case: the loops wait
-# for memory anyway.
+# Arguments: w (weights), then the state, then g (gradient), then the scalars. Weight decay 0 is not a special case,
+# since the loops are bound by memory anyway.
 
 
 @part_of_kernel
@@ -375,7 +375,7 @@ def _lion(w: Any, m: Any, g: Any, rate: Any, decay: Any, keep1: Any, take1: Any,
 def lion(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
-    """Lion: the weights move by the sign of an interpolation, the momentum follows by another."""
+    """Lion: the weights move by the sign of one interpolation, and the momentum follows another."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])
@@ -393,7 +393,7 @@ def _ftrl(w: Any, residual: Any, total: Any, g: Any, scale: Any, inverse: Any, b
     dual = pull - curvature * w
     held = _select(dual > l1, l1, _select(dual < -l1, -l1, dual))
     moved = _select(held != dual, w - (pull - held) / curvature, _ZERO)
-    # The curvature is 0 where beta is, and there was no gradient so far.
+    # The curvature is 0 if beta is 0 and there was no gradient so far.
     return _select(curvature > _ZERO, moved, w), held, square
 
 
@@ -419,7 +419,7 @@ def _replace(w: Any, g: Any, rate: Any) -> Any:
 def mean(
     arrays: Any, segments: Any, parts: Any, codes: Any, divisions: Any, memory: Any, bad: Any, means: Any, scalars: Any
 ) -> None:
-    """The mean itself, in place of the weights."""
+    """Replace the weights by the mean itself."""
     for k in range(len(segments)):
         for at in range(0, segments[k, 0], BLOCK):
             size = _mean(segments[k], at, parts[k], codes[k], divisions[k], memory, bad[k], means[k])

@@ -1,9 +1,9 @@
-"""The kernels by numpy, for the time until they are compiled. The bytes are the same.
+"""The kernels in numpy, used until the compiled ones are ready. They give the same bytes.
 
-The arguments are those of the compiled functions (``kernels``, ``fused``), addresses among them. numpy makes a pass
-over memory for each operation, so vectors are taken in pieces that stay in a cache.
+The arguments are those of the compiled functions (``kernels``, ``fused``), including addresses. numpy makes one pass
+over memory per operation, so vectors are processed in pieces that fit in a cache.
 
-Invariant: each contribution is copied before anything is concluded from its values, as it may change meanwhile.
+Invariant: Each contribution is copied before its values are examined, as it may change meanwhile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist.compression.dtypes import NUMPY_DTYPES
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
 
-#: Element types that contributions and pulled weights may have, by name.
+#: Element types allowed for contributions and pulled weights, by name.
 DTYPES: Final = {name: NUMPY_DTYPES[name] for name in ("float32", "float16", "bfloat16")}
 #: Their numbers in the arguments of kernels.
 CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES.values())}
@@ -47,7 +47,7 @@ def update(
     means: AnyArray,
     scalars: tuple[np.float32, ...],
 ) -> None:
-    """A kernel of ``fused``. element: its arithmetic, as there. ``memory`` is not needed."""
+    """Run a kernel of ``fused``. element: its arithmetic, as there. ``memory`` is unused."""
     with np.errstate(all="ignore"):
         for k, (size, start, count) in enumerate(segments.tolist()):
             contributions = _Contributions(parts[k, :count], codes[k, :count], divisions[k], bad[k])
@@ -69,7 +69,7 @@ def update(
 
 
 def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float32, factor: np.float32) -> bool:
-    """``kernels._combine``."""
+    """Do the same as ``kernels._combine``."""
     contributions = _Contributions(addresses, codes, (divisor, factor), np.zeros(len(codes), np.uint8))
     finite = True
     with np.errstate(all="ignore"):
@@ -80,7 +80,7 @@ def combine(out: Floats, addresses: AnyArray, codes: AnyArray, divisor: np.float
 
 
 def add_elements(out: Floats, address: int, code: int) -> None:
-    """``encoded._add_elements``."""
+    """Do the same as ``encoded._add_elements``."""
     part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
     with np.errstate(all="ignore"):
         for at, stop in _pieces(out.size, _PIECE):
@@ -88,7 +88,7 @@ def add_elements(out: Floats, address: int, code: int) -> None:
 
 
 def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> None:
-    """``encoded._add_weighted``."""
+    """Do the same as ``encoded._add_weighted``."""
     part = _Contributions(np.array([address]), np.array([code]), (0, 1), np.zeros(1, np.uint8))
     with np.errstate(all="ignore"):
         for at, stop in _pieces(out.size, _PIECE):
@@ -96,7 +96,7 @@ def add_weighted(out: Floats, address: int, code: int, weight: np.float32) -> No
 
 
 def sum_squares(values: Floats) -> float:
-    """``kernels._sum_squares``."""
+    """Do the same as ``kernels._sum_squares``."""
     lanes = np.zeros(SUM_LANES, np.float64)
     for at, stop in _pieces(values.size, _PIECE):
         squares = np.zeros(-(-(stop - at) // SUM_LANES) * SUM_LANES, np.float64)
@@ -109,12 +109,12 @@ def sum_squares(values: Floats) -> float:
 
 
 def all_finite(bits: AnyArray, exponent: Any) -> bool:
-    """``kernels._all_finite16`` and ``_all_finite32``."""
+    """Do the same as ``kernels._all_finite16`` and ``_all_finite32``."""
     return not any(((bits[at:stop] & exponent) == exponent).any() for at, stop in _pieces(bits.size, _PIECE))
 
 
 class _Contributions:
-    """The contributions to a slice, and what they are divided by."""
+    """The contributions to a slice, and their divisor or factor."""
 
     def __init__(self, addresses: AnyArray, codes: AnyArray, division: Sequence[Any], bad: AnyArray) -> None:
         dtypes = [_BY_CODE[code] for code in codes.tolist()]
@@ -123,7 +123,7 @@ class _Contributions:
         self._bad = bad
 
     def mean(self, start: int, size: int) -> Floats:
-        """The mean of ``size`` elements from ``start`` on: the sum in order, divided."""
+        """Return the mean of ``size`` elements from ``start``: the sum in order, divided."""
         total = self.copy(0, start, size)
         for part in range(1, len(self._parts)):
             total += self.copy(part, start, size)
@@ -131,7 +131,8 @@ class _Contributions:
         return mean
 
     def finite_mean(self, start: int, size: int) -> Floats | None:
-        """The mean of the contributions that are finite there; None where it is not. The others are marked as bad."""
+        """Return the mean of the contributions that are finite in this range, or None if it is not finite. Marks the
+        others as bad."""
         good: list[Floats] = []
         for part in range(len(self._parts)):
             values = self.copy(part, start, size)
@@ -149,7 +150,7 @@ class _Contributions:
         return block if np.isfinite(block).all() else None
 
     def copy(self, part: int, start: int, size: int) -> Floats:
-        """Elements of a contribution as float32."""
+        """Return elements of a contribution as float32."""
         address, dtype = self._parts[part]
         values = _array(address + start * dtype.itemsize, size, dtype)
         if dtype == np.float32:
@@ -162,7 +163,7 @@ class _Contributions:
 def _apply(
     element: Callable[..., Any], addresses: AnyArray, at: int, gradient: Floats, scalars: tuple[np.float32, ...]
 ) -> None:
-    """Updates the weights and the state of a segment from element ``at`` on."""
+    """Update the weights and the state of a segment from element ``at`` on."""
     float32 = DTYPES["float32"]
     own = [_array(address + at * float32.itemsize, gradient.size, float32) for address in addresses.tolist()]
     new = element(*own, gradient, *scalars)
@@ -171,7 +172,7 @@ def _apply(
 
 
 def _array(address: int, size: int, dtype: np.dtype[Any]) -> AnyArray:
-    """The elements at an address."""
+    """Return a view of the elements at an address."""
     memory = (ctypes.c_uint8 * (size * dtype.itemsize)).from_address(address)
     array: AnyArray = np.frombuffer(memoryview(memory), dtype)
     return array

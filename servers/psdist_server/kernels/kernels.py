@@ -1,17 +1,17 @@
-"""The arithmetic of the servers beside updates: functions on flat float32 arrays, compiled by numba.
+"""The servers' arithmetic apart from updates: functions on flat float32 arrays, compiled by numba.
 
-These free functions read and write memory once. They do not know slices, steps or schedules. The same arithmetic in
+These free functions read and write memory once. They know nothing of slices, steps or schedules. The same arithmetic in
 plain numpy is in ``tests/support/reference.py``.
 
-Without ``fastmath`` every float32 operation is rounded as written. So each function gives the bytes of its numpy
-reference, whatever the width of the machine's vectors. (A NaN is a NaN; its payload bits are not promised.)
+Without ``fastmath`` every float32 operation is rounded as written. So each function gives the same bytes as its numpy
+reference, on any vector width. (A NaN is a NaN; its payload bits are unspecified.)
 
 Invariants:
 
 - Elements do not influence each other, except in ``sum_squares``, whose order of additions is fixed.
 - The compiled loops check no bounds. The public functions check lengths and types first.
 - Nothing is compiled at import. A kernel is compiled, or loaded from numba's cache beside this file, at its first call,
-  which takes up to seconds; in a server ``background_compiler`` does it, and numpy works meanwhile (``interpreted``).
+  which takes up to seconds. In a server ``background_compiler`` does this while numpy does the work (``interpreted``).
   The GIL is released while a kernel runs.
 """
 
@@ -32,14 +32,15 @@ from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist_server.kernels import interpreted
 from psdist_server.kernels.interpreted import BLOCK, CODES, DTYPES, SUM_LANES, AnyArray, Floats
 
-#: As in ``CODES``; numba takes single numbers as constants.
+#: The values of ``CODES``, as separate numbers because numba accepts only these as constants.
 _FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 
 _U = np.uint32
 
 
 def cast(values: Floats, dtype: str) -> AnyArray:
-    """float32[n] ``values`` as "float32" (the array itself), "float16" or "bfloat16" (a new array; see ``narrow``).
+    """Return float32[n] ``values`` as "float32" (the array itself), "float16" or "bfloat16" (a new array; see
+    ``narrow``).
 
     Raises DTypeMismatchError for any other ``dtype``.
     """
@@ -66,7 +67,7 @@ carray = numba.carray
 
 @part_of_kernel
 def add_to_block(block: Any, address: Any, code: Any, start: Any, first: Any) -> None:
-    """One part's block: copied for the first part, added for the others."""
+    """Accumulate one part's block: copy it if it is the first part, else add it."""
     size = block.size
     if code == _FLOAT32:
         floats = carray(pointer(address + np.uintp(4 * start)), (size,), np.float32)
@@ -84,7 +85,8 @@ def add_to_block(block: Any, address: Any, code: Any, start: Any, first: Any) ->
 
 @part_of_kernel
 def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor: Any, factor: Any) -> Any:
-    """The last two parts, float32 both, with division and check in the same pass; 0 where all is finite."""
+    """Add the last two parts, both float32, and divide and check in the same pass. Returns 0 if everything is
+    finite."""
     size = block.size
     ones = carray(pointer(one + np.uintp(4 * start)), (size,), np.float32)
     others = carray(pointer(other + np.uintp(4 * start)), (size,), np.float32)
@@ -104,7 +106,7 @@ def _add_last(block: Any, one: Any, other: Any, start: Any, first: Any, divisor:
 
 @part_of_kernel
 def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
-    """The only part, float32, multiplied and checked; 0 where all is finite."""
+    """Copy the only part, float32, multiplied by ``factor``, and check it. Returns 0 if everything is finite."""
     values = carray(pointer(address + np.uintp(4 * start)), (block.size,), np.float32)
     bad = _U(0)
     for i in range(block.size):
@@ -116,7 +118,7 @@ def _take_one(block: Any, address: Any, start: Any, factor: Any) -> Any:
 
 @part_of_kernel
 def _divide(block: Any, divisor: Any, factor: Any) -> Any:
-    """Division and check of a block that holds its sum; 0 where all is finite."""
+    """Divide and check a block that holds its sum. Returns 0 if everything is finite."""
     bad = _U(0)
     if divisor == np.float32(0.0):
         for i in range(block.size):
@@ -132,9 +134,12 @@ def _divide(block: Any, divisor: Any, factor: Any) -> Any:
 
 @part_of_kernel
 def mean_of_block(block: Any, addresses: Any, codes: Any, count: Any, start: Any, divisor: Any, factor: Any) -> Any:
-    """``block`` = the sum of ``count`` parts' elements from ``start`` on, over ``divisor``, or times ``factor`` where
-    the divisor is 0; 0 where all is finite. Parts come as addresses because they differ in number and type, and a
-    compiled function for each combination would not do."""
+    """Compute the mean of ``count`` parts' elements from ``start`` into ``block``: their sum over ``divisor``, or times
+    ``factor`` if the divisor is 0. Returns 0 if everything is finite.
+
+    Parts are passed as addresses because they differ in number and type, and one compiled function per combination
+    would be too many.
+    """
     if count == 1 and codes[0] == _FLOAT32 and divisor == np.float32(0.0):
         return _take_one(block, addresses[0], start, factor)
     paired = count >= 2 and codes[count - 2] == _FLOAT32 and codes[count - 1] == _FLOAT32
@@ -150,7 +155,7 @@ def mean_of_block(block: Any, addresses: Any, codes: Any, count: Any, start: Any
     result=types.boolean, interpreted=interpreted.combine,
 )  # fmt: skip
 def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) -> Any:
-    # Block by block, so that ``out`` goes to memory once for any number of parts.
+    # Block by block, so that ``out`` is written to memory once for any number of parts.
     bad = _U(0)
     for start in range(0, out.size, BLOCK):
         bad |= mean_of_block(out[start : start + BLOCK], addresses, codes, codes.size, start, divisor, factor)
@@ -158,15 +163,15 @@ def _combine(out: Any, addresses: Any, codes: Any, divisor: Any, factor: Any) ->
 
 
 def combine(out: Floats, parts: Sequence[AnyArray], divisor: float) -> bool:
-    """``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32; whether all of it is
-    finite. It is not where a part holds NaN or Inf, or where the sum overflows. Each part is read once.
+    """Compute ``out = (parts[0] + parts[1] + ...) / float32(divisor)``, added in this order in float32. Returns True if
+    all of it is finite. It is not if a part holds NaN or Inf, or if the sum overflows. Each part is read once.
 
     out: float32[n], overwritten; overlaps no part.
-    parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], mixed at will; 16-bit values are widened
+    parts: at least one, each contiguous float32[n], float16[n] or bfloat16[n], in any mix; 16-bit values are widened
         exactly.
     divisor: above 0.
 
-    Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is as it was.
+    Raises InvalidArgumentError, DTypeMismatchError or ShapeMismatchError, and then ``out`` is unchanged.
     """
     if not parts or not divisor > 0:
         raise InvalidArgumentError(f"{len(parts)} parts over divisor {divisor}: use at least one, and one above 0")
@@ -182,14 +187,14 @@ def combine(out: Floats, parts: Sequence[AnyArray], divisor: float) -> bool:
 
 
 def address_of(array: AnyArray) -> int:
-    """Where the array's memory begins."""
+    """Return the address of the array's memory."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def division_by(number: float) -> tuple[np.float32, np.float32]:
-    """Divisor and factor by which kernels divide by a positive ``number``: to multiply by a power of two's inverse is
-    to divide by it, bit for bit, and cheaper."""
+    """Return the divisor and factor by which kernels divide by a positive ``number``. Multiplying by a power of two's
+    inverse equals dividing by it, bit for bit, and is cheaper."""
     if math.frexp(number)[0] == 0.5 and 2.0**-64 < number < 2.0**64:
         return np.float32(0.0), np.float32(1.0 / number)
     return np.float32(number), np.float32(0.0)
@@ -215,10 +220,10 @@ def _sum_squares(values: Any) -> Any:
 
 
 def sum_squares(values: Floats) -> float:
-    """Sum of the squares of float32[n] ``values``, in float64.
+    """Return the sum of the squares of float32[n] ``values``, in float64.
 
     The order is fixed: element i is added to lane i % SUM_LANES, in ascending order; then the upper half of the lanes
-    is added to the lower half until one is left. (The square of a float32 is exact in float64.)
+        is added to the lower half until one is left. (The square of a float32 is exact in float64.)
     """
     check_vector("values", values, DTYPES["float32"], values.size)
     return float(_sum_squares(values))
@@ -240,7 +245,7 @@ _all_finite32 = Kernel(_all_finite, (IN_BITS32, types.uint32), types.boolean, in
 
 
 def all_finite(values: AnyArray) -> bool:
-    """Whether no element of ``values`` (float32[n], float16[n] or bfloat16[n]) is NaN or infinite.
+    """Return True if no element of ``values`` (float32[n], float16[n] or bfloat16[n]) is NaN or infinite.
 
     Stops at the first block of 4096 elements that holds one. Raises DTypeMismatchError.
     """
@@ -253,5 +258,5 @@ def all_finite(values: AnyArray) -> bool:
     return bool(_all_finite16(values.view(np.uint16), np.uint16(0x7C00 if code == _FLOAT16 else 0x7F80)))
 
 
-#: What all parameter sets need.
+#: Kernels that every parameter set needs.
 KERNELS: Final = (_combine, _sum_squares, _all_finite32, _all_finite16, *casts.KERNELS)

@@ -1,7 +1,8 @@
-"""Memory of the server process: only arrays and messages may be large, and arrays have memory only where it is used.
+"""Memory of the server process. Only arrays and messages may be large, and arrays occupy memory only where they are in
+use.
 
 For messages see ``psdist.wire.malloc_options``. Measured on Linux with glibc: 186 MB idle with compiled kernels and
-without this module, 118 MB with it; 67 MB where vectors are small, and nothing is compiled.
+without this module, 118 MB with it; 67 MB if vectors are small and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -20,52 +21,52 @@ from psdist.errors import LimitExceededError
 from psdist.types import Slicing
 from psdist.wire.shm import WeightsArena, reason_of
 
-#: Ranges of at least so many bytes may lie in huge pages.
+#: Minimum size in bytes of ranges that may use huge pages.
 _HUGE_BYTES: Final = 1 << 21
 #: Elements of a pool that are touched at a time.
 _PREFAULT_ELEMENTS: Final = 4 << 20
 
 
 class AnonymousMemory:
-    """float32[``elements``], zeros, whose pages take memory from when they are first written to.
+    """float32[``elements``], zeros. A page takes memory only once it is written to.
 
-    In ranges that are not in use nothing is written, and they take none.
+    Ranges that are not in use are never written to, and take no memory.
     """
 
     def __init__(self, elements: int) -> None:
-        # Not from the heap, which keeps what it has.
+        # Not from the heap, which never returns its memory.
         self._range = AddressRange(4 * elements)
         self.array: NDArray[np.float32] = self._range.view(np.dtype(np.float32), 0, elements)
-        self._advise("MADV_NOHUGEPAGE", 0, elements)  # One would take memory beside what is in use, too.
+        self._advise("MADV_NOHUGEPAGE", 0, elements)  # A huge page would extend beyond the range in use.
 
     def use(self, start: int, stop: int) -> None:
-        """Elements [start, stop) are written to from now on."""
+        """Declare that elements [start, stop) will be written to from now on."""
         if 4 * (stop - start) >= _HUGE_BYTES:
             self._advise("MADV_HUGEPAGE", start, stop)
 
     def prefault(self, start: int, stop: int) -> bool:
-        """Gives elements [start, stop) memory now, so that no write waits for it later; what they hold stays. Other
-        threads go on meanwhile. False where the system cannot."""
+        """Allocate memory for elements [start, stop) now, so that no later write has to wait; their values stay. Other
+        threads continue meanwhile. Returns False if the system cannot do this."""
         begin, size = _pages(start, stop)
         return size <= 0 or self._range.populate(begin, size)
 
     def give_back(self, start: int, stop: int) -> None:
-        """Gives back the pages that lie in elements [start, stop), which are not used any more, and are zeros. In a
-        thread where they are many."""
+        """Free the whole pages in elements [start, stop), which are no longer used and become zeros. Run this in a
+        thread for large ranges."""
         self._advise("MADV_NOHUGEPAGE", start, stop)
         begin, size = _pages(start, stop)
         if size > 0:
             self._range.give_back(begin, size)
 
     def _advise(self, what: str, start: int, stop: int) -> None:
-        """Tells the kernel about the whole pages of a range. Where it does not know the advice it does without."""
+        """Give the kernel advice on the whole pages of a range. Advice that it does not know is skipped."""
         begin, size = _pages(start, stop)
         if size > 0:
             self._range.advise(begin, size, what)
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:
-    """First byte and size of the whole pages in elements [start, stop)."""
+    """Return the first byte and the size of the whole pages in elements [start, stop)."""
     begin = -(-4 * start // mmap.PAGESIZE) * mmap.PAGESIZE
     return begin, 4 * stop // mmap.PAGESIZE * mmap.PAGESIZE - begin
 
@@ -73,7 +74,7 @@ def _pages(start: int, stop: int) -> tuple[int, int]:
 class MemoryPool:
     """Memory for up to ``most`` arrays of up to ``elements`` float32 each.
 
-    What was released last is used first, so that pages are touched once, until they are given back (``shrink``).
+    The array released last is reused first, so that pages are touched once until they are freed (``shrink``).
     """
 
     def __init__(self, elements: int, most: int) -> None:
@@ -84,19 +85,20 @@ class MemoryPool:
         self._used: dict[int, int] = {}
 
     def acquire(self, key: int, size: int) -> NDArray[np.float32]:
-        """Memory of ``size`` elements, until ``key`` is released; from the heap where the pool is used up."""
+        """Return memory of ``size`` elements, until ``key`` is released. It is from the heap if the pool is
+        exhausted."""
         if not self._free:
             return np.empty(size, np.float32)
         place = self._used[key] = self._free.pop()
         return self._memory.array[place * self.shape[0] :][:size]
 
     def release(self, key: int) -> None:
-        """Nothing reads or writes the memory of ``key`` any more."""
+        """Release the memory of ``key``; nothing may read or write it any more."""
         if (place := self._used.pop(key, None)) is not None:
             self._free.append(place)
 
     def prefault(self, elements: int) -> None:
-        """Touches the memory of so many elements, as far as the system can. In a thread."""
+        """Touch the memory of ``elements`` elements, as far as the system can. Run this in a thread."""
         size = min(elements, self._memory.array.size)
         for start in range(0, size, _PREFAULT_ELEMENTS):
             if not self._memory.prefault(start, min(start + _PREFAULT_ELEMENTS, size)):
@@ -104,11 +106,11 @@ class MemoryPool:
 
     @property
     def is_used(self) -> bool:
-        """Whether some of it is acquired."""
+        """True if some of it is acquired."""
         return bool(self._used)
 
     def shrink(self) -> None:
-        """Gives all memory back to the system, unless some of it is acquired."""
+        """Return all memory to the system, unless some of it is acquired."""
         if not self._used:
             self._free.sort(reverse=True)
             self._memory.give_back(0, self._memory.array.size)
@@ -118,20 +120,21 @@ class MemoryPool:
 class WeightsMemory:
     """The weights of all slices of ``slicing``, and the sequence numbers by which they are read in place.
 
-    They lie in an arena (``psdist.wire.shm``) that workers on this host may map, or in plain memory where there can be
-    no arena. Invariant: the sequence number of a slice is twice its version, odd while its weights are written, and 1
+    They are in an arena (``psdist.wire.shm``) that workers on this host may map, or in plain memory if no arena can be
+    made. Invariant: The sequence number of a slice is twice its version, odd while its weights are being written, and 1
     once its memory is reclaimed.
 
-    array: float32[total]. sequence: uint64[slices]. Both are others once ``hold`` has found no room for an arena.
-    arena: None where there is none, for the reason ``arena_error``.
+    array: float32[total]. Replaced if ``hold`` finds no room for an arena.
+    sequence: uint64[slices]. Replaced likewise.
+    arena: None if there is none, for the reason ``arena_error``.
     """
 
     def __init__(self, slicing: Slicing) -> None:
         self._slicing = slicing
         self._plain: AnonymousMemory | None = None
-        #: Slices that are held, or will be.
+        #: Slices that are held, or for which ``make_room`` was called.
         self._with_room: set[int] = set()
-        #: Held while memory is taken or given back, by whichever thread.
+        #: Serializes allocating and freeing across threads.
         self._changing = threading.Lock()
         self._is_closed = False
         self.arena: WeightsArena | None = None
@@ -151,8 +154,8 @@ class WeightsMemory:
         self.sequence = np.zeros(self._slicing.count, np.uint64)
 
     def make_room(self, indices: Iterable[int]) -> None:
-        """Give slices memory ahead of ``hold``, in a thread: the kernel clears a gigabyte in half a second. Raises as
-        ``hold``."""
+        """Allocate memory for slices ahead of ``hold``. Run this in a thread: the kernel clears a gigabyte in half a
+        second. Raises the same errors as ``hold``."""
         with self._changing:
             new = sorted(set(indices) - self._with_room)
             ranges = joined(self._slicing, new)
@@ -162,7 +165,7 @@ class WeightsMemory:
                 except OSError as error:
                     if self._with_room:
                         reason = f"at the server: {reason_of(error)}"
-                        raise LimitExceededError(f"the weights of more slices have no room: {reason}") from None
+                        raise LimitExceededError(f"no room for the weights of more slices: {reason}") from None
                     self.arena.close()
                     self._use_plain(error)
             if self._plain is not None:
@@ -171,31 +174,31 @@ class WeightsMemory:
             self._with_room.update(new)
 
     def hold(self, indices: Iterable[int]) -> None:
-        """Gives slices memory. Where an arena has no room for them there will be no arena if they are the first; else
-        raises LimitExceededError."""
+        """Allocate memory for slices. If the arena has no room for the very first slices, plain memory replaces it; for
+        later ones raises LimitExceededError."""
         if not self._with_room.issuperset(indices):
             self.make_room(indices)
 
     def release(self, indices: Iterable[int]) -> None:
-        """Slices are not held any more; their content stays until it is reclaimed, or they are held again."""
+        """Mark slices as no longer held. Their content stays until it is reclaimed, or they are held again."""
         with self._changing:
             self._with_room.difference_update(indices)
 
     def reclaim(self, indices: Iterable[int]) -> None:
-        """Gives the memory of released slices back, whole pages of it; those that are held again are left alone.
-        Nothing may read them in place any more: what is read there afterwards is zeros."""
+        """Free the memory of released slices, in whole pages; slices that are held again are skipped. Nothing may read
+        them in place any more: later reads return zeros."""
         with self._changing:
             if self._is_closed:
                 return
             unused = sorted(set(indices) - self._with_room)
-            self.sequence[unused] = 1  # So that no reader takes the zeros for weights.
+            self.sequence[unused] = 1  # So that no reader mistakes the zeros for weights.
             memory = self.arena or self._plain
             assert memory is not None
             for start, stop in joined(self._slicing, unused):
                 memory.give_back(start, stop)
 
     def close(self) -> None:
-        """Gives the arena back; workers that have it mapped keep their view."""
+        """Free the arena. Workers that have mapped it keep their view."""
         with self._changing:
             if self.arena is not None:
                 self.arena.close()
@@ -203,7 +206,7 @@ class WeightsMemory:
 
 
 def joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges of elements that ascending slices are."""
+    """Return the element ranges of ascending slices, with adjacent ranges joined."""
     joined: list[tuple[int, int]] = []
     for index in indices:
         start, stop = slicing.bounds(index)
@@ -215,11 +218,11 @@ def joined(slicing: Slicing, indices: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def leave_out() -> None:
-    """Leaves out packages that others import where they are installed, and that no server uses. Call it first.
+    """Hide packages that other packages import if they are installed, and that no server uses. Call this first.
 
     numba imports scipy for linear algebra (15 MB, 85 modules), and cffi and yaml for foreign functions and a
     configuration file (1 MB). structlog imports rich for the colors of tracebacks (5 MB, 65 modules).
     """
     for name in ("scipy", "rich", "cffi", "yaml"):
-        # None is how Python notes a module that cannot be imported; its stubs do not know that.
+        # None marks a module that cannot be imported; the type stubs do not know that.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]

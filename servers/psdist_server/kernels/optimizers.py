@@ -1,17 +1,17 @@
-"""What an optimizer specification means for a slice: which state it has, and one update of it.
+"""Optimizer specifications as update rules of slices: their state arrays, and the scalars of one update.
 
-A ``Rule`` is made once per parameters. It computes the scalars of a step (bias corrections, learning rate by schedule)
-in float64, rounds each to float32 once, and names the kernel that takes them. What it is not: it holds no weights and
-no state, and knows no versions; its caller does.
+A ``Rule`` is created once per parameter set. It computes the scalars of a step (bias corrections, learning rate by
+schedule) in float64, rounds each to float32 once, and names the kernel that takes them. It holds no weights and no
+state, and knows no versions; its caller does.
 
-Invariant: an element's update depends on that element alone, so how a vector is cut does not matter.
+Invariant: An element's update depends on that element alone, so the slicing of a vector does not matter.
 
-FTRL-Proximal (McMahan et al. 2013, algorithm 1) keeps z and n per coordinate and recomputes the weights from them:
-w = -(z - sign(z) l1) / D if abs(z) > l1, else 0, with D = (beta + sqrt(n)) / alpha + l2. Here the state is n and
-q = z + D w, the part of z that the weights do not tell: it is z clipped to [-l1, l1]. With the gradient g, D' after it
-and sigma = D' - D, the algorithm's z' = z + g - sigma w becomes z' = q + g - D' w. So the old D is not needed, alpha
-may follow a schedule without moving weights by itself, weights start at any value exactly, and a gradient of zero
-changes nothing. Where alpha is constant the result is the algorithm's.
+FTRL-Proximal (McMahan et al. 2013, algorithm 1) stores z and n per coordinate and recomputes the weights from them: w =
+-(z - sign(z) l1) / D if abs(z) > l1, else 0, with D = (beta + sqrt(n)) / alpha + l2. Here the state is n and q = z + D
+w, the part of z that the weights do not determine: it is z clipped to [-l1, l1]. With the gradient g, D' after it and
+sigma = D' - D, the algorithm's z' = z + g - sigma w becomes z' = q + g - D' w. So the old D is not needed, alpha may
+follow a schedule without moving weights by itself, weights start at any value exactly, and a gradient of zero changes
+nothing. If alpha is constant, the result is the algorithm's.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ Floats = NDArray[np.float32]
 Values = Mapping[str, float]
 #: (start, stop, group): elements [start, stop) of a slice have the hyperparameters ``Optimizer.group_values(group)``.
 Run = tuple[int, int, int]
-#: Arguments of the kernel by group.
+#: Arguments of the kernel, by group.
 Scalars = tuple[tuple[np.float32, ...] | None, ...]
 
 _CLIP_EPS: Final = 1e-6
-#: FTRL divides by its rate: below this the inverse is no float32, and the update is left out.
+#: FTRL divides by its rate. Below this value the inverse is not a float32, and the update is skipped.
 _FTRL_RATE_MIN: Final = 1e-38
 
 
 class Rule:
-    """Carries out one optimizer specification.
+    """Update rule of one optimizer specification.
 
-    state_since: the version at which the state began. The optimizer's own count of updates begins there; schedules
+    state_since: the version at which the state began. The optimizer's own count of updates starts there; schedules
         count from version 0.
-    state_names: the arrays of state that each slice has, in order; each float32 of the slice's length.
+    state_names: the state arrays of each slice, in order; each is float32 of the slice's length.
     """
 
     def __init__(self, spec: Optimizer, state_since: int = 0) -> None:
         self.spec = spec
         self.state_since = state_since
         self.state_names = spec.state_names
-        #: Updates several slices by the mean of contributions; see ``psdist_server.kernels.fused``.
+        #: Kernel that updates several slices by the mean of contributions; see ``psdist_server.kernels.fused``.
         self.fused = _kernel_of(spec)
         self._scalars = _SCALARS[spec.kind]
         self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
         self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run]) -> None:
-        """Fills the ``states`` of a slice with what they are before their first update, for these float32[n]
-        ``weights``: zeros, but for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights
-        as given. runs: ranges inside the slice and their groups, without overlap."""
+        """Set the ``states`` of a slice to their values before the first update, for these float32[n] ``weights``.
+
+        That is zeros, except for Adagrad's ``initial_accumulator_value`` and FTRL's residual, which takes the weights
+        as given.
+
+        runs: ranges inside the slice and their groups, without overlap.
+        """
         for state in states:
             state.fill(0.0)
         if self.spec.kind == "adagrad":
@@ -69,8 +73,8 @@ class Rule:
                 states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-self._groups[group]["l1"])
 
     def scalars(self, step: int, lr_scale: float) -> Scalars:
-        """The kernel's float32 arguments for each group at this step; None where the update is left out. The last are
-        kept, as all slices of a step have the same."""
+        """Return the kernel's float32 arguments for each group at this step; None if the update is skipped. The last
+        result is cached, since all slices of a step share it."""
         known = self._scalars_kept
         if known is not None and known[0] == (step, lr_scale):
             return known[1]
@@ -85,7 +89,7 @@ class Rule:
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
-    """What gradients of this global L2 norm are multiplied by: ``max_norm / (total_norm + 1e-6)``, at most 1.
+    """Return the factor for gradients of this global L2 norm: ``max_norm / (total_norm + 1e-6)``, at most 1.
 
     As torch.nn.utils.clip_grad_norm_. ``max_norm`` 0 means no limit. NaN gives NaN.
     """
@@ -96,7 +100,7 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
 
 
 def _kernel_of(spec: Optimizer) -> Kernel:
-    """The kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
+    """Return the kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
     values, name = spec.values(), spec.kind
     if values.get("centered"):
         name += "_centered"

@@ -1,11 +1,11 @@
-"""Kernels are run: the pool's threads, which take the lowest slices first, and the launcher of one parameter set.
+"""Threads that run kernels, lowest slices first, and the launcher of one parameter set.
 
-A ThreadPoolExecutor has no order, and makes a future, a lock and a wake-up of the loop for each piece of work. Here a
-thread takes several pieces at once where many wait, and one wake-up reports all that have ended. Forward passes read
-low slices first, so an update of a low slice runs before those of higher ones, even if it was asked for later.
+A ThreadPoolExecutor has no order, and creates a future, a lock and a wake-up of the loop for each work item. Here a
+thread takes several items at a time if many are waiting, and one wake-up reports all finished items. Forward passes
+read low slices first, so an update of a low slice runs before those of higher ones, even if it was submitted later.
 
-Invariants: each piece of work is reported once, on the loop that made the pool, in the order in which it ended. What
-ends after ``close`` is not reported.
+Invariants: Each work item is reported once, on the loop that created the pool, in the order in which it finished. Items
+    that finish after ``close`` are not reported.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from psdist.types import ParametersEntry
 
 W = TypeVar("W")
 R = TypeVar("R")
-#: Carries several pieces of work out and returns what came of each.
+#: Runs several work items and returns the result of each.
 Run = Callable[[Sequence[W]], Sequence[R]]
-#: Called with a piece of work and what it returned, or the error that it ended with.
+#: Called with a work item and its result, or the error that it raised.
 Done = Callable[[W, R | None, BaseException | None], None]
 
-#: At most so many pieces of work at once: more would keep the other threads from helping, and answers waiting.
+#: Largest batch of one thread. More would leave other threads idle and delay answers.
 BATCH_MAX: Final = 16
-#: Slices of at most so many elements are updated on the event loop.
+#: Largest slices, in elements, that are updated on the event loop.
 INLINE_ELEMENTS: Final = 1 << 15
-#: Added to the priority of work that comes after everything else.
+#: Added to the priority of work that runs after everything else.
 _LAST: Final = 1 << 48
 
 
 class KernelPool(Generic[W, R]):
-    """``threads`` threads for kernels. Made on the event loop on which results are reported."""
+    """Pool of ``threads`` kernel threads. Create it on the event loop that receives the results."""
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,14 +53,14 @@ class KernelPool(Generic[W, R]):
             thread.start()
 
     def submit(self, priority: int, run: Run[W, R], work: W, done: Done[W, R]) -> None:
-        """Carries ``work`` out by ``run``, perhaps with other work that names the same ``run``, when nothing of a lower
-        ``priority`` is left; then calls ``done`` on the loop."""
+        """Run ``work`` by ``run``, possibly together with other work for the same ``run``, once no work of a lower
+        ``priority`` is left; then call ``done`` on the loop."""
         with self._changed:
             heapq.heappush(self._waiting, (priority, next(self._order), run, work, done))
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends the threads when what they run has ended; what has not begun is dropped."""
+        """End the threads after their current work. Waiting work is dropped."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -74,13 +74,13 @@ class KernelPool(Generic[W, R]):
             error: BaseException | None = None
             try:
                 results = run([work for _, work, _ in batch])
-            except BaseException as caught:  # Everything is reported; nothing would notice a dead thread.
+            except BaseException as caught:  # Report everything, since nothing would notice a dead thread.
                 error = caught
             self._report([(done, work, result, error) for (_, work, done), result in zip(batch, results, strict=True)])
-            del batch, run, results, error  # Else an idle thread would keep the last payloads alive.
+            del batch, run, results, error  # Otherwise an idle thread would keep the last payloads alive.
 
     def _next(self) -> list[tuple[Run[W, R], W, Done[W, R]]]:
-        """What one thread shall do next; nothing at the end."""
+        """Return the next batch for one thread; empty when the pool is closed."""
         with self._changed:
             while not self._waiting and not self._closed:
                 self._changed.wait()
@@ -98,7 +98,7 @@ class KernelPool(Generic[W, R]):
                 return
             self._ended += ended
             if len(self._ended) > len(ended):
-                return  # The loop has been woken already.
+                return  # The loop has already been woken.
         self._loop.call_soon_threadsafe(self._report_all)
 
     def _report_all(self) -> None:
@@ -106,18 +106,18 @@ class KernelPool(Generic[W, R]):
             ended, self._ended = self._ended, []
         if not self._closed:
             for done, work, result, error in ended:
-                self._loop.call_soon(done, work, result, error)  # So that an error in one does not swallow the others.
+                self._loop.call_soon(done, work, result, error)  # So that an error in one does not skip the others.
 
 
 class KernelLauncher:
-    """Runs kernels on the slices of one parameter set, in the kernel threads, or on the event loop where slices are
-    small. Knows of which shards some are running.
+    """Runs kernels on the slices of one parameter set, in the kernel threads, or on the event loop if slices are small.
+    Tracks which shards have kernels running.
 
-    Invariants: results are reported on the event loop, each once. The result of a kernel on a slice that was discarded
-    meanwhile is not reported. A failed kernel is reported to ``fail``, because it concerns all calls that wait for the
-    slice, and not only the one that started the kernel.
+    Invariants: Results are reported on the event loop, each once. The result of a kernel on a slice that was discarded
+        meanwhile is not reported. A failed kernel is reported to ``fail``, because it concerns all calls that wait for
+        the slice, not only the one that started the kernel.
 
-    fail: called with a description and the error of a kernel that failed.
+    fail: called with a description and the error of a failed kernel.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class KernelLauncher:
         self._shard_count = max(1, len(entry.shards))
         asynchronous = not isinstance(entry.spec.consistency, BSP)
         self._inline = entry.slicing.slice_elements <= INLINE_ELEMENTS and not asynchronous
-        #: Kernels under way by shard, and futures that are done when there are none.
+        #: Running kernels by shard, and futures that complete when there are none.
         self._running: Counter[int] = Counter()
         self._settled: dict[int, list[asyncio.Future[None]]] = {}
         self._discarded: set[int] = set()
@@ -141,15 +141,15 @@ class KernelLauncher:
         done: Callable[[Any, Any], None],
         last: bool = False,
     ) -> None:
-        """Runs a kernel on slice ``index``, then calls ``done`` with ``work`` and its result. last: after all other
-        work."""
+        """Run a kernel on slice ``index``, then call ``done`` with ``work`` and its result. last: run it after all
+        other work."""
         self._running[index % self._shard_count] += 1
         if not self._inline:
             self._pool.submit(index + last * _LAST, run, (index, work), partial(self._finish, done))
             return
         try:
             (result,) = run([(index, work)])
-        except Exception as error:  # Reported as from a thread of the pool.
+        except Exception as error:  # Reported like an error of a pool thread.
             self._finish(done, (index, work), None, error)
         else:
             self._finish(done, (index, work), result, None)
@@ -168,8 +168,8 @@ class KernelLauncher:
         self._ended(shard)
 
     async def write(self, index: int, elements: int, work: Callable[[], None]) -> None:
-        """Run ``work``, which writes ``elements`` numbers to slice ``index``, in a thread where they are many.
-        ``settled`` waits for it."""
+        """Run ``work``, which writes ``elements`` numbers to slice ``index``, in a thread if they are many. ``settled``
+        waits for it."""
         shard = index % self._shard_count
         self._running[shard] += 1
         try:
@@ -185,22 +185,22 @@ class KernelLauncher:
                     waiting.set_result(None)
 
     def discard(self, indices: Collection[int]) -> None:
-        """The results of kernels under way on these slices are not reported. Wait until their shards have ``settled``
-        before their memory is used for anything else, and then ``readmit`` them."""
+        """Stop reporting the results of running kernels on these slices. Wait until their shards have ``settled``
+        before reusing their memory, and then ``readmit`` them."""
         self._discarded.update(indices)
 
     def readmit(self, indices: Collection[int]) -> None:
-        """No kernel runs any more on these discarded slices: those of the future are reported."""
+        """Report kernels on these discarded slices again. None of the old ones may be running."""
         self._discarded.difference_update(indices)
 
     async def settled(self, shard: int) -> None:
-        """Returns when no kernel runs on slices of ``shard``."""
+        """Wait until no kernel runs on slices of ``shard``."""
         while self._running[shard]:
             waiting = asyncio.get_running_loop().create_future()
             self._settled.setdefault(shard, []).append(waiting)
             await waiting
 
     async def all_settled(self) -> None:
-        """Returns when no kernel runs on any slice."""
+        """Wait until no kernel runs on any slice."""
         for shard in list(self._running):
             await self.settled(shard)

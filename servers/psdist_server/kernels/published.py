@@ -1,13 +1,13 @@
-"""Published weights: what workers are given where they are sent compressed differences (``pull_compression``).
+"""Published weights: the weights that workers hold if they receive compressed differences (``pull_compression``).
 
-After each update of a slice the codec encodes what the weights have over the published ones, and what it sends is added
-to these, here as at the workers. So what it leaves out is in the next difference, which is the error feedback of
-EF21-P (Gruntkowska, Tyurin, Richtarik, "EF21-P and Friends", 2023), and both have the same bytes. The last differences
-are kept, for workers that hold the weights of an earlier version.
+After each update of a slice, the codec encodes the difference between the weights and the published ones. The decoded
+difference is added to the published weights, on the server and on the workers, so both have the same bytes. Whatever
+the codec loses is part of the next difference, which is the error feedback of EF21-P (Gruntkowska, Tyurin, Richtarik,
+"EF21-P and Friends", 2023). The latest differences are stored for workers that hold an earlier version.
 
-Invariants: published weights follow from the weights and versions of the slice alone, so that all copies of a slice
-have the same. They are finite, or the weights themselves. ``publish`` may run in a kernel thread, at most one for a
-slice at a time, and nothing else is asked about the slice meanwhile.
+Invariants: Published weights depend only on the weights and versions of the slice, so all copies of a slice have the
+    same. They are finite, or equal to the weights themselves. ``publish`` may run in a kernel thread, at most one per
+    slice at a time, and nothing else uses the slice meanwhile.
 """
 
 from __future__ import annotations
@@ -29,49 +29,50 @@ from psdist_server.kernels.memory import WeightsMemory
 
 Floats = NDArray[np.float32]
 
-#: Of a vector without a shape.
+#: Codec of slices too small to compress.
 _FLOAT32: Final = Float32()
-#: Differences of a slice are kept up to half its bytes: of more, the weights themselves are sent.
+#: Stored differences take at most this many bytes per element, half of the slice; beyond that the weights themselves
+#: are sent.
 _KEPT_BYTES: Final = 2
 
 
 class PublishedWeights:
-    """The published weights of the slices of one server. memory: where they lie."""
+    """The published weights of one server's slices. memory: the arrays that hold them."""
 
     def __init__(self, codec: Codec, slicing: Slicing, memory: WeightsMemory) -> None:
         self._codec = codec
         self._slicing = slicing
         self._weights = memory
-        #: By slice: payloads that led to its newest version, the last one at the end; empty where nothing was sent.
+        #: By slice: payloads that led to its newest version, newest last; an empty payload if nothing changed.
         self._kept: dict[int, deque[bytes]] = {}
         self._thread = threading.local()
 
     def begin(self, index: int, weights: Floats) -> None:
-        """A slice begins with these weights, which are sent as they are."""
+        """Start a slice with these weights, which are sent uncompressed."""
         self.part(index)[...] = weights
         self.forget([index])
 
     def part(self, index: int) -> Floats:
-        """The published weights of a slice, where they lie."""
+        """Return a view of the published weights of a slice."""
         start, stop = self._slicing.bounds(index)
         return self._weights.array[start:stop]
 
     def forget(self, indices: Iterable[int]) -> None:
-        """Keeps no differences of these slices: the published weights are others, or not held any more."""
+        """Discard the stored differences of these slices, whose published weights were replaced or released."""
         for index in indices:
             self._kept.pop(index, None)
 
     def publish(self, index: int, version: int, weights: Floats) -> None:
-        """A slice has these weights in ``version``."""
+        """Publish a slice's new weights, at ``version``."""
         payload = self._difference(index, version, weights)
-        if payload is None:  # They have diverged, or did, and come back.
+        if payload is None:  # The weights diverged, or returned from divergence.
             self.begin(index, weights)
             return
         segments.accumulate(payload, self.part(index))
         self._keep(index, payload)
 
     def _difference(self, index: int, version: int, weights: Floats) -> bytes | None:
-        """What the weights have over the published ones, encoded; None where it cannot be."""
+        """Encode the difference between the weights and the published ones. Returns None if it cannot be encoded."""
         difference, out = self._memory()
         start, stop = self._slicing.bounds(index)
         codec = self._codec if weights.size >= MIN_ELEMENTS else _FLOAT32
@@ -86,7 +87,7 @@ class PublishedWeights:
             return None
 
     def unchanged(self, index: int) -> None:
-        """The next version of a slice has the same weights."""
+        """Record that the next version of a slice has the same weights."""
         self._keep(index, b"")
 
     def _keep(self, index: int, payload: bytes) -> None:
@@ -97,8 +98,8 @@ class PublishedWeights:
             kept.popleft()
 
     def differences(self, index: int, held: int, version: int) -> list[bytes] | None:
-        """What is added to version ``held`` of a slice, in this order, to have ``version``, which is its newest. None
-        where that is not known, or more than the weights."""
+        """Return the differences that lead from version ``held`` of a slice to ``version``, its newest, in order.
+        Returns None if they are not known, or larger than the weights."""
         kept, count = self._kept.get(index, ()), version - held
         if not 0 <= count <= len(kept):
             return None
@@ -106,7 +107,8 @@ class PublishedWeights:
         return found if sum(map(len, found)) < 4 * self._slicing.size(index) else None
 
     def _memory(self) -> tuple[Floats, NDArray[np.uint8]]:
-        """Working memory of this kernel thread: a difference, and a payload. The steady state allocates none."""
+        """Return this kernel thread's working memory, a difference and a payload, so that the steady state allocates
+        nothing."""
         memory: tuple[Floats, NDArray[np.uint8]] | None = getattr(self._thread, "memory", None)
         if memory is None:
             elements = min(self._slicing.slice_elements, self._slicing.total)
