@@ -1,1 +1,1 @@
-"""Parameters whose weights and optimizer state lie on a CUDA device, with the bytes of those in the host's memory."""
+"""Parameters whose weights and optimizer state are on a CUDA device, with the same bytes as in host memory."""

@@ -1,16 +1,16 @@
-"""Parameters on a device: ``DenseParameters`` whose updates are made where its weights and state lie.
+"""Parameters on a device: ``DenseParameters`` that stores and updates weights and state there.
 
-The weights and the state of a slice lie on the device, those of a shard's slices in one allocation, so that shards come
-and go with their memory. After each update the weights are also copied to where the host has them, before the slice
-counts as updated. So everything that reads weights (workers in shared memory, messages, direct connections, digests,
-snapshots) reads the same memory as without a device, under the same sequence numbers; a server sends each update's
-weights to its workers anyway, so the copy is not made for nothing. The state comes to the host when somebody asks
-(``export``). P parameters with Adam cost 12 x P bytes of the device, and 4 x P of the host.
+The weights and the state of a slice are on the device. The slices of a shard share one allocation, so that shards come
+and go with their memory. After each update the weights are also copied to the host, before the slice counts as updated.
+So everything that reads weights (workers in shared memory, messages, TCP connections, digests, snapshots) reads the
+same memory as without a device, under the same sequence numbers. A server sends each update's weights to its workers
+anyway, so the copy is not wasted. The state is copied to the host on demand (``export``). P parameters with Adam cost
+12 x P bytes of the device, and 4 x P of the host.
 
-Contributions are copied to pinned memory, each once, and from there to the device beside other kernels (``staging``).
-Those that came encoded, or have weights, are added up by the processor, and their sum is copied.
+Contributions are copied to pinned memory, each once, and from there to the device while other kernels run
+(``staging``). If some are encoded or have weights, the processor adds them up and only their sum is copied.
 
-Invariant: the bytes of weights, state, means and sums of squares are those of ``DenseParameters``.
+Invariant: The bytes of weights, state, means and sums of squares are those of ``DenseParameters``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Array, Bad, DenseParameters, Gradient, GroupSegment, SegmentJob, division_of
 from psdist_server.kernels.interpreted import CODES, DTYPES, SUM_LANES
 
-#: Elements to whose multiple the arrays of a slice are placed: 256 bytes.
+#: Alignment of a slice's arrays, in elements: 256 bytes.
 _ALIGNMENT: Final = 64
 _PAGE: Final = 4096
-#: Weights of slices of at least so many bytes are registered, so that copies to them go beside kernels.
+#: Minimum size in bytes of slices whose weights are registered, so that copies to them overlap with kernels.
 REGISTERED_BYTES: Final = 1 << 20
 
 
@@ -44,7 +44,7 @@ class DeviceParameters(DenseParameters):
         self._lanes = lanes
         self._device = lanes.device
         self._shards = max(1, len(entry.shards))
-        #: By slice: the memory of its shard, and where in it the slice begins.
+        #: By slice: the memory of its shard, and the slice's address in it.
         self._places: dict[int, tuple[Allocation, int]] = {}
         self._registered: dict[int, Array] = {}
         name = self.rule.fused.__name__
@@ -69,7 +69,7 @@ class DeviceParameters(DenseParameters):
             self._register(index)
 
     def _allocated(self, indices: Sequence[int]) -> dict[int, tuple[Allocation, int]]:
-        """Memory for slices: one allocation for each shard."""
+        """Allocate memory for slices: one allocation per shard."""
         by_shard: dict[int, list[int]] = {}
         for index in indices:
             by_shard.setdefault(index % self._shards, []).append(index)
@@ -84,13 +84,13 @@ class DeviceParameters(DenseParameters):
         return places
 
     def _pitch(self, index: int) -> int:
-        """Bytes from one array of a slice to its next."""
+        """Return the bytes from one array of a slice to the next."""
         return -(-self.slicing.size(index) // _ALIGNMENT) * _ALIGNMENT * 4
 
     def _register(self, index: int) -> None:
         weights = self._weights_of(index)
         size, address = weights.nbytes, weights.__array_interface__["data"][0]
-        # No more than whole pages: a copy must not go to memory of which a part is registered.
+        # Only whole pages: the target of a copy must not be registered in part.
         if size >= REGISTERED_BYTES and not address % _PAGE and not size % _PAGE and self._device.register(weights):
             self._registered[index] = weights
 
@@ -108,16 +108,16 @@ class DeviceParameters(DenseParameters):
                     self._device.unregister(weights)
 
     def close(self) -> None:
-        """Gives the arena and the device's memory back; no kernel may be at work."""
+        """Free the arena and the device's memory. No kernel may be running."""
         try:
             self._unregister(list(self._registered))
-        except DeviceLostError:  # Which was reported, and keeps nothing.
+        except DeviceLostError:  # Already reported; a lost device holds nothing.
             self._registered.clear()
         self._places.clear()
         super().close()
 
     def export(self, index: int) -> list[Array]:
-        """The arrays of a slice: its weights, where they lie on the host, and copies of its state."""
+        """Return the arrays of a slice: its weights, in place on the host, and copies of its state."""
         weights, *published = super().export(index)
         states = [np.empty(weights.size, np.float32) for _ in self.rule.state_names]
         with self._lanes.reading() as area:
@@ -132,7 +132,7 @@ class DeviceParameters(DenseParameters):
                     self._device.copy_in(address, np.ascontiguousarray(arrays[number]), area.stream)
 
     def _weights_of(self, index: int) -> Array:
-        """The weights of a slice, where they lie in the host's memory."""
+        """Return the weights of a slice, in place in host memory."""
         return self._arrays()[0][slice(*self.slicing.bounds(index))]
 
     def _addresses(self, index: int) -> list[int]:
@@ -162,11 +162,11 @@ class DeviceParameters(DenseParameters):
                 square, is_finite = self._combine_on_device(lane.next(), mean, parts)
             if is_finite:
                 return mean, square, ()
-        # Decoded by the processor; or rare.
+        # Needs decoding by the processor, or is rare.
         return super().combine(index, parts, is_encoded, weights)
 
     def _combine_on_device(self, area: StagingArea, mean: Array, parts: Sequence[Gradient]) -> tuple[float, bool]:
-        """The mean of the parts into ``mean``; its sum of squares, and whether all of it is finite."""
+        """Write the mean of the parts to ``mean``. Returns its sum of squares, and True if all of it is finite."""
         bad: list[bool] = []
         sums, most = np.empty(SUM_LANES, np.float64), piece_elements(parts)
         self._device.clear(area.sums, sums.nbytes, area.stream)
@@ -216,7 +216,7 @@ class DeviceParameters(DenseParameters):
 
 
 def _arrays(segment: GroupSegment, at: int) -> list[np.uint64]:
-    """Addresses of a segment's arrays from element ``at`` on."""
+    """Return the addresses of a segment's arrays, from element ``at``."""
     addresses = [np.uint64(address + 4 * at) for address in segment.addresses]
     return [*addresses, *[np.uint64(0)] * (ARRAYS - len(addresses))]
 

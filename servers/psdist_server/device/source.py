@@ -1,9 +1,9 @@
-"""The source of the device's kernels: ``update.cu``, and the arithmetic of each optimizer out of ``kernels.fused``.
+"""Source of the device's kernels: ``update.cu``, and each optimizer's arithmetic translated from ``kernels.fused``.
 
-An optimizer's arithmetic is one Python function of single elements. Here its text becomes CUDA C, operation by
-operation, so that there is one source for numpy, for numba and for devices; every float32 operation is rounded by
-itself in all of them. What the functions may use is what ``_Translator`` knows; anything else is an InternalError when
-the text is made, and the tests make all of it.
+An optimizer's arithmetic is one Python function of single elements. This module translates it to CUDA C, operation by
+operation, so that numpy, numba and devices share one source; each of them rounds every float32 operation by itself.
+``_Translator`` defines the supported subset of Python. Anything else raises InternalError when the text is generated,
+and the tests generate all of it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from psdist.gpu.compile import common_source
 from psdist_server.kernels import fused
 from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
 
-#: Arrays of a slice, and scalars of a step, that a kernel takes: as many as any optimizer has.
+#: Array and scalar parameters of every kernel: the maximum over all optimizers.
 ARRAYS: Final = 4
 SCALARS: Final = 7
-#: Threads of a block.
+#: Threads per block.
 THREADS: Final = 256
 
 _OPERATORS: Final[dict[type[ast.AST], str]] = {
@@ -46,19 +46,19 @@ _CALLS: Final = {"np.sqrt": "sqrtf", "np.abs": "fabsf", "abs": "fabsf"}
 
 
 def optimizers() -> dict[str, Kernel]:
-    """The fused kernels of the processor, by name."""
+    """Return the processor's fused kernels, by name."""
     return {name: value for name, value in vars(fused).items() if isinstance(value, Kernel)}
 
 
 def element_of(kernel: Kernel) -> Callable[..., Any]:
-    """The arithmetic of a fused kernel: a function of an element, or of whole arrays."""
+    """Return the arithmetic of a fused kernel: a function of single elements, or of whole arrays."""
     element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]  # a partial, made by ``_fused``
     return element
 
 
 @cache
 def update_source(*names: str) -> str:
-    """The whole source: ``update_NAME`` for each of these optimizers, and the other kernels of ``update.cu``."""
+    """Return the source of ``update_NAME`` for each of these optimizers, and of the other kernels of ``update.cu``."""
     template = (Path(__file__).parent / "update.cu").read_text(encoding="utf-8")
     constants = f"#define BLOCK {BLOCK}\n#define SUM_LANES {SUM_LANES}\n#define THREADS {THREADS}\n"
     kernels = (_kernel(name, element_of(kernel)) for name, kernel in optimizers().items() if name in names)
@@ -66,8 +66,11 @@ def update_source(*names: str) -> str:
 
 
 def _kernel(name: str, element: Callable[..., Any]) -> str:
-    """The CUDA C of one optimizer. Arguments of the kernel: the arrays, 0 for those that there are not; size: elements
-    of each from its address on, of which ``staged`` has as many of each contribution; mean: 0 for none."""
+    """Return the CUDA C of one optimizer.
+
+    Arguments of the kernel: the arrays, 0 for absent ones; size: elements of each, starting at its address; ``staged``
+        holds as many of each contribution; mean: 0 for none.
+    """
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(element))).body
     assert isinstance(function, ast.FunctionDef)
     translator = _Translator(function, inspect.getmodule(element).__dict__)
@@ -98,10 +101,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) update_{name}(
 
 
 class _Translator:
-    """The body of an element's function as CUDA C.
+    """Translates the body of an element function to CUDA C.
 
-    arguments: their names: weights, state, gradient, scalars. lines: statements. results: expressions of the new
-    weights and the new state.
+    arguments: names of the weights, state, gradient and scalars, in this order.
+    lines: the statements.
+    results: expressions of the new weights and the new state.
     """
 
     def __init__(self, function: ast.FunctionDef, module: Mapping[str, Any]) -> None:
@@ -127,7 +131,7 @@ class _Translator:
                 raise self._unknown(node)
 
     def _return(self, values: list[ast.expr]) -> None:
-        """All of them before the first is stored."""
+        """Evaluate all results before the first is stored."""
         for number, value in enumerate(values):
             self.lines.append(f"const float result{number} = {self._expression(value)};")
             self.results.append(f"result{number}")
@@ -161,5 +165,5 @@ class _Translator:
 
 
 def _literal(value: np.float32) -> str:
-    """A float32 constant, by its bits."""
+    """Return a float32 constant as its bits."""
     return f"__uint_as_float({value.view(np.uint32):#x}u)"

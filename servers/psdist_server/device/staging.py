@@ -1,12 +1,12 @@
-"""How bytes go to a device and back: areas of pinned memory beside areas on the device, each with a stream.
+"""Transfers to and from a device: areas of pinned memory paired with areas on the device, each pair with a stream.
 
-A kernel thread has a ``Lane`` while it updates slices. A lane has two areas, so that contributions are copied into one,
-by the processor, while the copies and the kernel of the other go on. All areas are made before the first slice is held,
-and then kept: an update allocates nothing, so it cannot fail for want of memory when it has begun. They are the same
-for all parameter sets of the process.
+A kernel thread holds a ``Lane`` while it updates slices. A lane has two areas: the processor copies contributions into
+one while the copies and the kernel of the other are running. All areas are allocated before the first slice is held,
+and are never freed. An update allocates nothing, so it cannot run out of memory midway. All parameter sets of the
+process share the areas.
 
-Invariants: an area is filled again only when all that used it is done. A lane that is given back is at rest, so nothing
-is written to the caller's memory after that.
+Invariants: An area is reused only after all its operations are complete. A lane that is returned is idle, so nothing is
+    written to the caller's memory afterwards.
 """
 
 from __future__ import annotations
@@ -24,20 +24,22 @@ from psdist.gpu.device import Device, DeviceKernel
 from psdist_server.device.source import optimizers, update_source
 from psdist_server.kernels.interpreted import BLOCK, CODES, SUM_LANES, AnyArray
 
-#: Lanes for updates: so many threads copy at once, at most. One more is for reads.
+#: Lanes for updates: the number of threads that can copy at the same time. One more lane is for reads.
 LANES: Final = 4
 AREAS: Final = 2
-#: Bytes of contributions in an area, and elements of what a kernel writes beside weights and state.
+#: Bytes of contributions in an area, and elements of a kernel's output other than weights and state.
 STAGED_BYTES: Final = 8 << 20
 OUT_ELEMENTS: Final = 1 << 20
 _ALIGNMENT: Final = 256
 
 
 class StagingArea:
-    """Memory for one launch: what goes in, and what comes out, and the stream of both.
+    """Memory for one launch: its inputs, its outputs, and the stream of both.
 
-    out: address of float32[OUT_ELEMENTS] on the device. sums: of float64[SUM_LANES]. results: pinned memory for what
-    comes out. contributions, first_flag, count: of what was staged last, as the kernels take it.
+    out: address of float32[OUT_ELEMENTS] on the device.
+    sums: address of float64[SUM_LANES] on the device.
+    results: pinned memory for outputs.
+    contributions, first_flag, count: the last staged contributions, as the kernels take them.
     """
 
     def __init__(self, device: Device) -> None:
@@ -54,7 +56,8 @@ class StagingArea:
         self._endings: list[Callable[[], None]] = []
 
     def stage(self, parts: Sequence[AnyArray], start: int, size: int) -> None:
-        """Copies elements [start, start + size) of contributions in, as the kernels of ``update.cu`` read them."""
+        """Copy elements [start, start + size) of contributions to the device, as the kernels of ``update.cu`` read
+        them."""
         self.count, self.first_flag = len(parts), 16 * len(parts)
         table = np.empty((len(parts), 2), np.uint64)
         end = _aligned(self.first_flag + self.count)
@@ -71,36 +74,36 @@ class StagingArea:
         self.device.copy_in(self.contributions, self._pinned[:end], self.stream)
 
     def _grow(self, size: int) -> None:
-        """Has room for so many bytes: one block of very many contributions may be more than there was."""
+        """Make room for ``size`` bytes: one block of very many contributions may exceed the area."""
         if size > self._pinned.size:
             self._staged = self.device.allocate(size)
             self._pinned = self.device.pinned(size)
 
     def launch(self, kernel: DeviceKernel, elements: int, *arguments: np.generic, threads: int) -> None:
-        """Runs a kernel with one block of threads for each BLOCK elements."""
+        """Run a kernel with one block of threads per BLOCK elements."""
         self.device.launch(kernel, max(1, -(-elements // BLOCK)), threads, arguments, self.stream)
 
     def flags(self, take: Callable[[NDArray[np.uint8]], None]) -> None:
-        """Brings the flags of the contributions out, and gives them to ``take`` once the launch is done."""
+        """Fetch the flags of the contributions, and pass them to ``take`` once the launch is complete."""
         part = self._pinned[self.first_flag : self.first_flag + self.count]
         self.device.copy_out(part, self.contributions + self.first_flag, self.stream)
         self._endings.append(lambda: take(part))
 
     def result(self, out: AnyArray, address: int) -> None:
-        """Brings what a kernel wrote at ``address`` to ``out``, by way of pinned memory."""
+        """Copy a kernel's output at ``address`` to ``out``, through pinned memory."""
         part = self.results[: out.nbytes].view(out.dtype)
         self.device.copy_out(part, address, self.stream)
         self._endings.append(lambda: np.copyto(out, part))
 
     def finish(self) -> None:
-        """Returns when all that was begun is done, and what comes out is where it belongs."""
+        """Wait until all operations are complete and the outputs are in place."""
         self.device.wait(self.stream)
         endings, self._endings = self._endings, []
         for end in endings:
             end()
 
     def abandon(self) -> None:
-        """Nobody wants what comes out any more."""
+        """Discard all outputs and wait for the device."""
         self._endings.clear()
         with suppress(DeviceLostError):
             self.device.wait(self.stream)
@@ -114,19 +117,19 @@ class Lane:
         self._next = 0
 
     def next(self) -> StagingArea:
-        """An area at rest: the one that has been used least recently."""
+        """Return an idle area: the least recently used one."""
         area = self._areas[self._next]
         self._next = (self._next + 1) % len(self._areas)
         area.finish()
         return area
 
     def finish(self) -> None:
-        """Returns when all areas are at rest."""
+        """Wait until all areas are idle."""
         for area in self._areas:
             area.finish()
 
     def abandon(self) -> None:
-        """An error ended what was done here."""
+        """Discard all outputs after an error."""
         for area in self._areas:
             area.abandon()
 
@@ -134,7 +137,7 @@ class Lane:
 class Lanes:
     """The lanes of a process, and its device.
 
-    lost: called, in whichever thread, with the error after which the device cannot be used.
+    lost: called, in any thread, with the error after which the device is unusable.
     """
 
     def __init__(self, device: Device, lost: Callable[[DeviceLostError], None] = lambda error: None) -> None:
@@ -144,12 +147,12 @@ class Lanes:
         self._reading: Lane | None = None
         self._changed = threading.Condition()
         self._reads = threading.Lock()
-        #: Finds the kernels of the device by name.
+        #: Returns a kernel of the device by name.
         self.kernels = device.kernels(update_source(*optimizers()))
 
     def prepare(self) -> None:
-        """Makes the lanes, unless they are there. Raises LimitExceededError where there is no room for all; then there
-        is none."""
+        """Allocate the lanes, unless this was done. Raises LimitExceededError if there is no room for all of them; none
+        is kept then."""
         with self._changed, self.watched():
             if self._reading is None:
                 lanes, reading = [Lane(self.device) for _ in range(LANES)], Lane(self.device, 1)
@@ -157,7 +160,7 @@ class Lanes:
 
     @contextmanager
     def lane(self) -> Iterator[Lane]:
-        """A lane for updates, which ``prepare`` has made. Waits while all are used."""
+        """Borrow a lane for updates, allocated by ``prepare``. Waits while all are in use."""
         with self._changed:
             while not self._free:
                 self._changed.wait()
@@ -172,14 +175,15 @@ class Lanes:
 
     @contextmanager
     def reading(self) -> Iterator[StagingArea]:
-        """The area for reads. So the event loop does not wait for updates that kernel threads carry out."""
+        """Borrow the area for reads. It is separate, so that the event loop does not wait for updates in kernel
+        threads."""
         assert self._reading is not None, "prepare comes first"
         with self._reads, self.used(self._reading):
             yield self._reading.next()
 
     @contextmanager
     def used(self, lane: Lane) -> Iterator[None]:
-        """What is done in a lane ends here."""
+        """Complete all work in a lane on exit; discard it on an error."""
         try:
             with self.watched():
                 yield
@@ -190,7 +194,7 @@ class Lanes:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Reports a device that is lost."""
+        """Report a lost device."""
         try:
             yield
         except DeviceLostError as error:
@@ -199,7 +203,7 @@ class Lanes:
 
 
 def piece_elements(parts: Sequence[AnyArray]) -> int:
-    """How many elements of these contributions one area takes: a multiple of BLOCK."""
+    """Return how many elements of these contributions fit in one area: a multiple of BLOCK."""
     room = STAGED_BYTES - _aligned(17 * len(parts)) - _ALIGNMENT * len(parts)
     fitting: int = room // max(1, sum(part.itemsize for part in parts))
     return max(BLOCK, min(OUT_ELEMENTS, fitting) // BLOCK * BLOCK)

@@ -1,17 +1,17 @@
 // The kernels of a server's device: the mean of contributions and an optimizer's arithmetic in one pass over memory.
-// psdist_server/device/source.py puts constants and casts before this text, and the optimizers after it.
+// psdist_server/device/source.py adds constants and casts before this text, and the optimizers after it.
 //
-// A block of threads works on BLOCK elements of a range whose elements have the same scalars, as the processor's kernels
-// do (psdist_server/kernels/fused.py): contributions are added in their order, and the sum is divided; where nothing of
-// that is NaN or infinite, the weights and the state are updated. Else the mean is of the contributions that are finite
-// in this block, and of the others `flags` is set. A block whose mean is still not finite is not updated, and NaN is
-// written to `mean`.
+// A block of threads handles BLOCK elements of a range whose elements have the same scalars, like the processor's kernels
+// (psdist_server/kernels/fused.py): contributions are added in order, and the sum is divided. If everything is finite,
+// the weights and the state are updated. Otherwise the mean is recomputed from the contributions that are finite in this
+// block, and `flags` is set for the others. A block whose mean is still not finite is not updated, and NaN is written to
+// `mean`.
 //
-// `staged` is what the host copied in: for each contribution where its values begin, in bytes from `staged`, and their
-// type (0 float32, 1 float16, 2 bfloat16), u64 each; from `first_flag` on a byte for each contribution, zero; then the
-// values. So a contribution is the same whenever it is read.
+// `staged` is the data copied from the host. For each contribution: the offset of its values, in bytes from `staged`, and
+// their type (0 float32, 1 float16, 2 bfloat16), u64 each. From `first_flag`: one zero byte per contribution. Then the
+// values. So a contribution has the same values however often it is read.
 //
-// The kernels are right for any number of threads. A thread writes and reads the same elements of `values`.
+// The kernels work for any number of threads. A thread writes and reads the same elements of `values`.
 
 struct Arrays { float* at[4]; };
 struct Scalars { float at[7]; };
@@ -27,7 +27,7 @@ struct Staged {
     __device__ int type(int part) const { return (int)((const u64*)start)[2 * part + 1]; }
 };
 
-// Calls use(i, widened element) for a thread's elements among `size`. BATCH of them are read before the first is used, so
+// Call use(i, widened element) for a thread's elements among `size`. BATCH of them are read before the first is used, so
 // that the thread waits for memory once for all of them.
 template <class Item, class Widen, class Use>
 static __device__ __forceinline__ void for_each(const Item* items, int size, Widen widen, Use use) {
@@ -46,7 +46,7 @@ static __device__ __forceinline__ void for_each(const Item* items, int size, Wid
     }
 }
 
-// The same for the elements of a contribution from `first` on.
+// Do the same for the elements of a contribution from `first`.
 template <class Use>
 static __device__ __forceinline__ void for_each_value(Staged staged, int part, i64 first, int size, Use use) {
     const u8* values = staged.values(part);
@@ -64,7 +64,7 @@ static __device__ __forceinline__ float divided(float sum, Division by) {
     return by.divisor == 0.0f ? sum * by.factor : sum / by.divisor;
 }
 
-// The mean into `values`; whether this thread's elements are finite.
+// Compute the mean into `values`. Returns true if this thread's elements are finite.
 static __device__ __noinline__ bool add_up(float* values, Staged staged, i64 first, int size, Division by) {
     for (int part = 0; part + 1 < staged.count; part++) {
         for_each_value(staged, part, first, size, [=](int i, float value) {
@@ -81,7 +81,7 @@ static __device__ __noinline__ bool add_up(float* values, Staged staged, i64 fir
     return finite;
 }
 
-// The mean of the contributions that are finite in this block into `values`; whether there is one, and it is finite.
+// Compute the mean of the contributions that are finite in this block. Returns true if there is one and it is finite.
 static __device__ __noinline__ bool add_up_finite(float* values, Staged staged, i64 first, int size, Division by) {
     int good = 0;
     for (int part = 0; part < staged.count; part++) {
@@ -142,7 +142,7 @@ static __device__ __forceinline__ void update(
     }
 }
 
-// The mean alone, finite or not; a flag is set where it is not.
+// Compute the mean alone. Sets a flag if it is not finite.
 extern "C" __global__ void __launch_bounds__(THREADS) combine(
     i64 size, const u8* staged, u64 first_flag, i64 count, float divisor, float factor, float* mean
 ) {
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine(
     for (int i = threadIdx.x; i < here; i += blockDim.x) mean[first + i] = values[i];
 }
 
-// Adds squares to `lanes`, element i to lane i % SUM_LANES, in ascending order. One block; size: any in the last call.
+// Add squares to `lanes`, element i to lane i % SUM_LANES, in ascending order. One block; size: any in the last call.
 extern "C" __global__ void __launch_bounds__(THREADS) sum_squares(const float* values, i64 size, double* lanes) {
     for (i64 lane = threadIdx.x; lane < SUM_LANES; lane += blockDim.x) {
         double sum = lanes[lane];
@@ -167,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_squares(const float* v
     }
 }
 
-// Weights as the wire has them in 16 bits. type: as in `staged`.
+// Convert weights to the wire's 16-bit types. type: as in `staged`.
 extern "C" __global__ void __launch_bounds__(THREADS) narrow(const float* weights, u16* out, i64 size, i64 type) {
     i64 first = (i64)blockIdx.x * BLOCK;
     int here = (int)(size - first < BLOCK ? size - first : BLOCK);
