@@ -1,9 +1,9 @@
-"""Checks the sender of a request, and the map by which it was routed.
+"""Checks of a request's sender, and of the map by which it was routed.
 
-A request that was routed by a newer map waits for that map. One that was routed by an older map is refused, and the
-client routes it anew.
+A request routed by a newer map waits for that map. A request routed by an older map is refused, and the client routes
+it again.
 
-Invariant: an incarnation of a worker that is not in the newest map is refused, also while that map is being followed.
+Invariant: A worker incarnation that is not in the newest map is refused, even while that map is still being adopted.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from psdist_server.peers import PeerServers
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import fenced
 
-#: A request routed by a map that this server has not got waits so long for it.
+#: Longest time, in seconds, that a request waits for a map that this server does not have yet.
 MAP_WAIT_SECONDS: Final = 10.0
 
 
 class Admission:
     """Checks the senders of requests.
 
-    stores: the parameter stores by name. kernels_loaded: waits for kernels that are being loaded.
+    stores: the parameter stores by name.
+    kernels_loaded: waits for kernels that are being loaded.
     """
 
     def __init__(
@@ -37,22 +38,22 @@ class Admission:
         kernels_loaded: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self._kernels_loaded = kernels_loaded
-        #: The map that was followed last.
+        #: The map that was adopted last.
         self.map = ClusterMap(run_id, 0)
         #: Incarnation of each live worker.
         self.live: Mapping[str, int] = {}
         self._stores = stores
         self._peers = peers
-        #: When workers have sent something last, of those that have since ``take_heard``.
+        #: Time of each worker's last message, of workers heard since ``take_heard``.
         self._heard: dict[tuple[str, int], float] = {}
         self._map_changed = asyncio.Condition()
 
     def follow(self, cluster: ClusterMap) -> None:
-        """A newer map: workers that are not in it are refused from now on."""
+        """Refuse workers that are not in this newer map from now on."""
         self.live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
 
     async def followed(self, cluster: ClusterMap) -> None:
-        """All stores have followed the newer map: requests that were routed by it go on."""
+        """Resume the requests that waited for this map; all stores have adopted it."""
         self.map = cluster
         async with self._map_changed:
             self._map_changed.notify_all()
@@ -71,7 +72,7 @@ class Admission:
             ) from None
 
     def store(self, parameters: str) -> ParameterStore:
-        """The parameter store of this name. Raises UnknownParametersError."""
+        """Return the parameter store of this name. Raises UnknownParametersError."""
         if parameters not in self._stores:
             raise UnknownParametersError(
                 f"{self._peers.me.server_id} holds nothing of parameters {parameters!r:.80}: create them, or route by "
@@ -81,28 +82,28 @@ class Admission:
         return self._stores[parameters]
 
     async def admit(self, identity: Identity) -> ParameterStore:
-        """The parameter store that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
-        UnknownParametersError, in this order."""
+        """Return the parameter store that ``identity`` may use. Raises WrongRunError, FencedError, StaleEpochError or
+        UnknownParametersError, in this order of checks."""
         self._check_run(identity.run_id)
         await self._wait_for_epoch(identity.epoch)
         self.check_live(identity)
         if identity.epoch < self.map.epoch:
             raise StaleEpochError(
                 f"the request was routed by epoch {identity.epoch}, the cluster is at {self.map.epoch}: fetch the map, "
-                "route anew and send again",
+                "route again and resend",
                 epoch=self.map.epoch,
             )
         return await self._ready_store(identity.parameters)
 
     async def admit_server(self, run_id: str, epoch: int, parameters: str) -> ParameterStore:
-        """The parameter store that another server asks about."""
+        """Return the parameter store that another server asks about."""
         self._check_run(run_id)
         await self._wait_for_epoch(epoch)
         return await self._ready_store(parameters)
 
     async def admit_primary(self, hello: server_pb2.ReplicateRequest.Hello) -> tuple[Replica, ParameterStore]:
-        """The sender of ``hello``, and the store that it may send updates for. Raises StaleTermError where this
-        incarnation of a server is over."""
+        """Return the sender of ``hello``, and the store that it may send updates for. Raises StaleTermError if this
+        server incarnation is not live."""
         sender = Replica(hello.server_id, hello.incarnation)
         store = await self.admit_server(hello.run_id, hello.epoch, hello.parameters)
         if not self._peers.is_live(sender):
@@ -120,17 +121,17 @@ class Admission:
         return store
 
     def check_live(self, identity: Identity) -> None:
-        """Raises FencedError for a worker, or an incarnation of one, that is not in the map."""
+        """Raise FencedError for a worker, or a worker's incarnation, that is not in the map."""
         if self.live.get(identity.worker_id) != identity.incarnation:
             raise fenced(identity)
         self.heard(identity)
 
     def heard(self, identity: Identity) -> None:
-        """A worker that was admitted has sent something."""
+        """Record that an admitted worker has sent something."""
         self._heard[identity.worker_id, identity.incarnation] = asyncio.get_running_loop().time()
 
     def take_heard(self) -> list[tuple[str, int, float]]:
-        """Workers, by id and incarnation, that have sent something since the last call, and seconds since."""
+        """Return (id, incarnation, age in seconds) of each worker that has sent something since the previous call."""
         now = asyncio.get_running_loop().time()
         heard, self._heard = self._heard, {}
         return [(*worker, now - when) for worker, when in heard.items()]

@@ -1,7 +1,8 @@
 """The server program: one event loop with the data path, the standard services and the session with the scheduler.
 
-A server may start before or after the others. It serves once it is registered. It ends on SIGTERM or SIGINT, when its
-launcher's lifeline breaks, when the scheduler says that the run has ended, or when it no longer knows this server.
+A server may start before or after the other programs. It serves once it is registered. It ends on SIGTERM or SIGINT,
+when its launcher's lifeline breaks, when the scheduler reports the end of the run, or when the scheduler no longer
+knows this server.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ T = TypeVar("T")
 
 
 def main(settings: ServerSettings) -> int:
-    """Runs a server until a signal or its launcher stops it; returns the exit status."""
+    """Run a server until a signal or its launcher stops it. Returns the exit status."""
     malloc_options.keep_buffers()
     channels.raise_open_files_limit()
     logs.configure("server", run_id=settings.run_id, log_format=settings.log_format, level=settings.log_level)
     try:
-        # Before the server registers: kernels that are compiled first take longer than a heartbeat may.
+        # Before registration, because compiling the device's kernels takes longer than a heartbeat interval.
         lanes = None if settings.device == "cpu" else Lanes(open_device(settings.device), _end_without_device)
         address = settings.scheduler_address()
         code: int = uvloop.run(_serve(settings, address, lanes))
@@ -65,17 +66,18 @@ def main(settings: ServerSettings) -> int:
 
 
 def _end_without_device(error: DeviceLostError) -> None:
-    """Ends the process at once, from whichever thread: nothing that a call was going to answer can be trusted, and to
-    the others it is as if the server had been killed."""
-    _log.error("the device is lost, and with it what this server held", reason=str(error))
+    """Exit the process immediately, from any thread. No pending answer can be trusted, and to its peers the server
+    looks killed."""
+    _log.error("the device is lost, with all parameters on it; exiting", reason=str(error))
     logging.shutdown()
     os._exit(exit_codes.DEVICE_LOST)
 
 
 def default_kernel_threads(cluster: ClusterMap, advertise: str) -> int:
-    """The cores this process may use, shared with the servers that are on the same host already; at least one.
+    """Return the number of kernel threads: the usable cores, shared with the servers already on this host; at least
+    one.
 
-    Those that come later are not counted; launchers, who know how many there will be, pass ``--kernel-threads``.
+    Servers that start later are not counted. Launchers know the number of servers and pass ``--kernel-threads``.
     """
     host = advertise.rpartition(":")[0]
     others = [server for server in cluster.servers if server.address != advertise]
@@ -107,8 +109,8 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         me = link.registration
         host = ParameterServer(me, settings.token, threads, compiler=compiler, carriers=settings.carriers, lanes=lanes)
         logs.identify(id=me.server_id, run=me.run_id)
-        # The map is followed in the session: memory for large shards takes longer than the scheduler waits for one.
-        # Requests wait for the map.
+        # The session adopts the map, because allocating memory for large shards takes longer than the scheduler waits
+        # for a registration. Requests wait for the map.
         service = ServerService(host, listener)
         server.add_generic_rpc_handlers((service.handler(),))
         probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
@@ -164,14 +166,15 @@ async def _until_stopped(
 
 
 async def _follow_readiness(link: ServerSession, probe: health.HealthServicer) -> None:
-    """Keeps ``psdist.ready`` up to date, for ever."""
+    """Keep ``psdist.ready`` up to date, forever."""
     while True:
         await set_ready(probe, ready=link.in_session)
         await asyncio.sleep(link.registration.heartbeat_seconds)
 
 
 async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> str:
-    """Where others reach this server. Raises SchedulerUnreachableError if the scheduler's name does not resolve."""
+    """Return the address at which others reach this server. Raises SchedulerUnreachableError if the scheduler's name
+    does not resolve."""
     now, pacers = (
         asyncio.get_running_loop().time,
         defaultdict[str, LogPacer](lambda: LogPacer(limits.REPORT_WAIT_SECONDS)),
@@ -179,7 +182,7 @@ async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> s
 
     def on_failure(reason: str) -> None:
         if pacers[reason].note(now()):
-            _log.warning("a name does not resolve", scheduler=scheduler, reason=reason)
+            _log.warning("cannot resolve a name", scheduler=scheduler, reason=reason)
 
     bound = addresses.format_address(settings.host, port)
     return await addresses.advertised_address(
@@ -188,7 +191,7 @@ async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> s
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[None, None, T]) -> T | None:
-    """The outcome of ``work``, or None where ``stop`` came first."""
+    """Return the result of ``work``, or None if ``stop`` is set first."""
     working, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({working, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,8 @@
 """The server's session with the scheduler: registration, heartbeats, and commands.
 
-Heartbeats with counters go up. Maps, proposals and news come down and are passed to the server in the order in which
-they came. A session that breaks is opened again with the same incarnation, while the data path goes on. The server
-ends when the scheduler no longer knows this incarnation, because its shards then belong to others.
+The server sends heartbeats with counters. The scheduler sends maps, proposals and news, which are passed to the server
+in order of arrival. A broken session is reopened with the same incarnation, while the data path continues. The server
+ends when the scheduler no longer knows this incarnation, because its shards then belong to other servers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _log = structlog.get_logger("psdist.server")
 class ServerSession:
     """The membership of one server.
 
-    address: of the scheduler. advertise: host:port where workers reach this server. rng: for pauses between attempts.
+    address: address of the scheduler.
+    advertise: host:port at which workers reach this server.
+    rng: randomizes pauses between attempts.
     """
 
     def __init__(
@@ -47,21 +49,21 @@ class ServerSession:
         self._connection = MemberConnection(address, "--scheduler or PSDIST_SCHEDULER", token, rng or Random())
         self._advertise = advertise
         self.registration = ServerRegistration(run_id, server_id)
-        #: Set when the scheduler says that no worker is left, and that what was trained is saved.
+        #: Set when the scheduler reports that no worker is left and the training result is saved.
         self.run_ended = asyncio.Event()
-        #: True while the session is open and its first map was followed.
+        #: True while the session is open and its first map has been adopted.
         self.in_session = False
         self._leaving = False
-        #: Proposals of earlier sessions: those that the first map does not confirm are withdrawn.
+        #: Proposals of earlier sessions. Those that the first map does not confirm are withdrawn.
         self._stale: set[tuple[str, str]] = set()
         self._requests = SessionRequests()
-        #: Reports that were sent in this session.
+        #: Reports sent in this session.
         self._reported: set[ReplicaReport | LoadReport] = set()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
-        """Registers this server, and returns the current cluster map. Tries again while no scheduler answers.
+        """Register this server. Returns the current cluster map. Retries while no scheduler answers.
 
-        Raises SchedulerUnreachableError after ``timeout_seconds``, and whatever the scheduler refuses with.
+        Raises SchedulerUnreachableError after ``timeout_seconds``, and any error with which the scheduler refuses.
         """
         request = pb.RegisterRequest(
             psdist_version=psdist.__version__,
@@ -79,7 +81,7 @@ class ServerSession:
                 logged_at = now()
                 _log.warning("waiting for the scheduler", address=self._connection.address, reason=error.message)
 
-        # An earlier process of this id may have ended without the scheduler having noticed it yet.
+        # The scheduler may not have noticed yet that an earlier process with this id ended.
         retried = (ServerUnreachableError, DuplicateMemberError)
         answer = await self._connection.register(request, timeout_seconds, retried, on_failure)
         self.registration = ServerRegistration(
@@ -93,8 +95,8 @@ class ServerSession:
         return convert.map_from_proto(answer.map)
 
     async def run(self, server: ParameterServer) -> None:
-        """Keeps the session until it is cancelled or left. Raises FencedError or WrongRunError where the scheduler
-        does not want this incarnation any more, and an error of RUN_ENDING if the run cannot continue."""
+        """Maintain the session until it is cancelled or left. Raises FencedError or WrongRunError if the scheduler
+        rejects this incarnation, and an error of RUN_ENDING if the run cannot continue."""
         backoff, reason = Backoff.of_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
             self.in_session = False
@@ -112,9 +114,9 @@ class ServerSession:
                 reason = "a heartbeat could not be made"
             if self._leaving:
                 return
-            if self.in_session:  # One line is enough: it is not repeated for the attempts that follow.
+            if self.in_session:  # Logged once, not for each further attempt.
                 backoff.reset()
-                _log.warning("session broken, trying again", scheduler=self._connection.address, reason=reason)
+                _log.warning("session broken; reconnecting", scheduler=self._connection.address, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:
@@ -136,7 +138,7 @@ class ServerSession:
             requests.close()
 
     def _send_reports(self, server: ParameterServer) -> None:
-        """Sends the reports that this session has not had: the scheduler may have missed those of an earlier one."""
+        """Send the reports that are new in this session. The scheduler may have missed those of an earlier one."""
         reports = server.reports()
         self._reported.intersection_update(reports)
         for report in reports:
@@ -196,8 +198,8 @@ class ServerSession:
                 self.run_ended.set()
 
     async def drain(self, timeout_seconds: float) -> None:
-        """Asks the scheduler to move all shards away from this server; returns when it holds none, when none can be
-        moved, or after ``timeout_seconds``. Does nothing where that is 0."""
+        """Ask the scheduler to move all shards away from this server. Returns when it holds none, when none can be
+        moved, or after ``timeout_seconds``. Does nothing if that is 0."""
         if not timeout_seconds:
             return
         request = pb.DrainRequest(run_id=self.registration.run_id, server_id=self.registration.server_id)
@@ -211,15 +213,15 @@ class ServerSession:
             _log.warning("not drained", reason=self._connection.error(failure).message)
 
     async def leave(self, reason: str) -> None:
-        """Ends the membership; waits a second at most for the scheduler to answer."""
+        """End the membership. Waits at most a second for the scheduler's answer."""
         self._leaving = True
         try:
             await self._connection.leave(self.registration.server_id, self.registration.incarnation, reason)
         except PsdistError as error:
-            _log.info("left without an answer of the scheduler", reason=str(error))
+            _log.info("left; the scheduler did not answer", reason=str(error))
 
     async def close(self) -> None:
-        """Closes the channel."""
+        """Close the channel."""
         await self._connection.close()
 
 

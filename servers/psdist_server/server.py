@@ -1,7 +1,7 @@
-"""All parameter stores of one server process, and the cluster map that they follow.
+"""The parameter stores of one server process, and the cluster map that they follow.
 
-The map comes from the scheduler (``psdist_server.scheduler_session``). Senders of requests are
-checked by ``psdist_server.admission``.
+The map comes from the scheduler (``psdist_server.scheduler_session``). ``psdist_server.admission`` checks the senders
+of requests.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from psdist_server.store.rpc_call import Call
 
 @dataclass(frozen=True, slots=True)
 class ServerRegistration:
-    """The identity under which this server is registered, and its lease. The scheduler chooses ids that are empty.
+    """This server's registered identity and its lease. The scheduler assigns empty ids.
 
-    storage: the URL under which the run's snapshots lie; "" for none.
+    storage: URL of the run's snapshots; "" for none.
     """
 
     run_id: str
@@ -53,12 +53,13 @@ class ServerRegistration:
 
 
 class ParameterServer:
-    """The parameter stores of this server, and what serves them all.
+    """The parameter stores of this server, and the parts that they share.
 
-    kernel_threads: threads that apply updates. opener: opens a storage by its URL.
-    compiler: compiles the kernels of updates; without one each is compiled by the first update that needs it.
-    carriers: of updates to and from other servers besides gRPC: "shm", "tcp".
-    lanes: to the device on which weights and optimizer state lie; None where they lie in this process.
+    kernel_threads: number of threads that apply updates.
+    opener: opens a storage by its URL.
+    compiler: compiles the kernels of updates; without one, each is compiled by the first update that needs it.
+    carriers: transports of updates between servers besides gRPC: "shm", "tcp".
+    lanes: lanes of the device that stores weights and optimizer state; None if host memory does.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class ParameterServer:
     def report_to(
         self, report: Callable[[], None], report_snapshot: Callable[[scheduler_pb2.SnapshotReport], None]
     ) -> None:
-        """From now on ``report`` is called when there is something new in ``reports``, and ``report_snapshot`` with
-        each report about a snapshot."""
+        """Set the receivers of reports: ``report`` is called when ``reports`` has something new, ``report_snapshot``
+        with each report about a snapshot."""
         self._report, self._report_snapshot = report, report_snapshot
 
     async def follow(self, cluster: ClusterMap) -> None:
-        """Follows a newer cluster map: takes and leaves roles, and passes changed members to the machines."""
+        """Adopt a newer cluster map: change roles, and pass changed members to the machines."""
         if not self.peers.follow(cluster):
             return
         self.admission.follow(cluster)
@@ -138,7 +139,7 @@ class ParameterServer:
         await self.stores.pop(name).close()
 
     def propose(self, parameters: str, member: ParametersMember) -> tuple[bool, int]:
-        """Whether ``member`` may join, and the highest version of any slice here."""
+        """Propose that ``member`` joins. Returns True if it may, and the highest version of any slice here."""
         store = self.stores.get(parameters)
         if store is None:
             return True, 0
@@ -146,41 +147,41 @@ class ParameterServer:
         return accepted, store.router.step_next
 
     def installed_slices(self, parameters: str) -> int:
-        """How many of the slices that are served here have their initial values."""
+        """Return the number of slices served here that have their initial values."""
         store = self.stores.get(parameters)
         return store.installed_slices if store is not None else 0
 
     def withdraw(self, parameters: str, worker_id: str) -> None:
-        """Forgets a proposal that was accepted."""
+        """Withdraw an accepted proposal."""
         if parameters in self.stores:
             self.stores[parameters].router.withdraw(worker_id)
 
     @property
     def proposals(self) -> set[tuple[str, str]]:
-        """Parameters and worker of every proposal that was accepted and is no member yet."""
+        """(parameters, worker) of every accepted proposal that is not a member yet."""
         return {(name, worker_id) for name, store in self.stores.items() for worker_id in store.router.proposed}
 
     def waiting_for(self, call: Call) -> str:
-        """What the call is waiting for; "" where that is only its own sender."""
+        """Return what the call is waiting for, or "" if that is only its own sender."""
         store = self.stores.get(call.identity.parameters)
         return store.waiting_for(call) if store else ""
 
     def cancel_call(self, call: Call) -> None:
-        """Nothing answers the call any more."""
+        """Stop answering the call."""
         if store := self.stores.get(call.identity.parameters):
             store.router.cancel(call)
 
     def reports(self) -> list[ReplicaReport | LoadReport]:
-        """What the scheduler must know about replicas, and about values that are loaded."""
+        """Return the current reports to the scheduler about replicas and loaded values."""
         replicas = [report for store in self.stores.values() for report in store.replicator.reports(store.entry)]
         return [*replicas, *self.loader.reports()]
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
-        """How far this server is with a snapshot that it loads from or writes."""
+        """Return the progress of the snapshot being loaded or written, if there is one."""
         return self.loader.progress() or self.snapshot_writer.progress()
 
     def statistics(self) -> server_pb2.GetStatisticsResponse:
-        """Counters of all parameter stores."""
+        """Return the counters of all parameter stores."""
         return server_pb2.GetStatisticsResponse(
             server_id=self.me.server_id,
             epoch=self.admission.map.epoch,
@@ -191,19 +192,19 @@ class ParameterServer:
         )
 
     async def close(self) -> None:
-        """Ends what runs in the background."""
+        """End all background work."""
         await self.loader.close()
         await self.snapshot_writer.close()
         self._norm_exchange.cancel()
         for store in self.stores.values():
             await store.close()
         await self.peers.close()
-        await in_thread(self._pool.close)  # Which waits for kernels.
+        await in_thread(self._pool.close)  # Waits for running kernels.
 
 
 def _opened_once(url: str, opener: Callable[[str], Storage]) -> Callable[[], Storage]:
-    """Opens the run's storage, the first time it succeeds; in a thread, as what it needs may have to be loaded. Raises
-    NoStorageError and what ``opener`` does."""
+    """Return a function that opens the run's storage and caches it on success. Call it in a thread, because it may have
+    to load libraries. It raises NoStorageError and the errors of ``opener``."""
 
     @functools.cache
     def opened() -> Storage:
@@ -215,7 +216,7 @@ def _opened_once(url: str, opener: Callable[[str], Storage]) -> Callable[[], Sto
 
 
 def _begins_anew(before: ParametersEntry, after: ParametersEntry) -> bool:
-    """Whether what this server has of the parameter set is of no use any more."""
+    """True if this server's content of the parameter set is obsolete."""
     if after.generation != before.generation:
         return after.generation > before.generation
     return not after.ready and after.restore != before.restore

@@ -1,8 +1,8 @@
 """ServerService over grpc.aio: reads frames, checks the sender, and passes slices to the parameter stores.
 
 A request is checked in this order before a payload is read: run, token (by the interceptor), epoch known, worker and
-incarnation, epoch current, parameter set. Slices travel as raw frames (``psdist.wire.frames``), so their methods are
-registered without protobuf's serializers.
+    incarnation, epoch current, parameter set. Slices travel as raw frames (``psdist.wire.frames``), so their methods
+    are registered without protobuf's serializers.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ log = logging.getLogger("psdist.server")
 
 SERVICE: Final = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _NORMS_PER_MESSAGE: Final = 1 << 17
-#: The sender of a call until its first message is read.
+#: Sender of a call whose first message has not been read.
 _NOBODY: Final = Identity(run_id="", worker_id="", incarnation=0, epoch=0, parameters="")
 
-#: Those with payloads are serialized already, since protobuf would copy the payload once more.
+#: Messages with payloads are already serialized, since protobuf would copy the payload once more.
 Message = server_pb2.PushPullResponse | server_pb2.PushResponse | server_pb2.PullResponse | bytes
 PushMessage = type[server_pb2.PushPullRequest] | type[server_pb2.PushRequest]
 
 
 class ServerService:
-    """Carries the calls of workers and other servers to ``server``. listener: for direct connections; they are refused
-    where it is not open."""
+    """Dispatches the calls of workers and other servers to ``server``. listener: accepts TCP connections; they are
+    refused if it is not open."""
 
     def __init__(self, server: ParameterServer, listener: TcpListener | None = None) -> None:
         self._server = server
@@ -53,7 +53,7 @@ class ServerService:
         self._replicas = ReplicaService(server, self._listener)
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What a grpc server is given."""
+        """Return the handler to register with a grpc server."""
         fd_passing.sweep()
         handlers: dict[str, Handler] = {
             "GetStatistics": self._get_statistics,
@@ -71,8 +71,8 @@ class ServerService:
     async def _push(
         self, message_type: PushMessage, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
     ) -> AsyncIterator[Message]:
-        """PushPull, or Push, by the type of its requests. Reads slices in a task of its own while answers are written:
-        both directions are busy at once."""
+        """Serve PushPull or Push, by the type of its requests. A separate task reads slices while answers are written,
+        so both directions are busy at the same time."""
         call = Call(_NOBODY, is_push=True, wants_weights=message_type is server_pb2.PushPullRequest)
         reader = asyncio.create_task(self._read_pushes(call, message_type, requests))
         store: ParameterStore | None = None
@@ -107,7 +107,7 @@ class ServerService:
                 store.router.push(call, frame.header.slice, frame.header.base_version, frame.payload)
                 await call.slots.acquire()
             call.asked_all()
-        except Exception as error:  # The stream raises it. Without this it would wait for a reader that has ended.
+        except Exception as error:  # The stream raises it; otherwise it would wait for a reader that has ended.
             call.fail(as_psdist_error(error, "reading a push", log))
 
     async def _open_push(
@@ -115,8 +115,8 @@ class ServerService:
     ) -> ParameterStore:
         if not message.HasField("header"):
             raise InvalidArgumentError(
-                f"{message.DESCRIPTOR.name} without a header: the first message of a stream must say who pushes, and "
-                "which step"
+                f"{message.DESCRIPTOR.name} without a header: the first message of a stream must name the sender and "
+                "the step"
             )
         identity = convert.sender_from_proto(message.header)
         call.identify(identity)
@@ -158,7 +158,7 @@ class ServerService:
             self._server.cancel_call(call)
 
     async def _answers(self, call: Call) -> AsyncIterator[SliceAnswer | str]:
-        """Answers, and between them what the call is waiting for."""
+        """Yield the answers of a call, and between them the reasons why it is waiting."""
         while True:
             try:
                 answer = await call.next_answer()
@@ -180,7 +180,7 @@ class ServerService:
                 store = await self._admission.admit(identity)
             elif frame.header.HasField("identity"):
                 raise _second("identity")
-            # It may be fenced since, and another's values may be on their way.
+            # The sender may have been fenced meanwhile, and another worker may be uploading values.
             self._admission.check_live(identity)
             store.install(frame.header.slice, frame.payload, identity.epoch)
             count += 1
@@ -198,8 +198,7 @@ class ServerService:
             yield server_pb2.FetchNormsResponse(slices=[i for i, _ in part], squares=[value for _, value in part])
 
     def disconnect(self) -> None:
-        """Ends the streams of other servers, which would keep the server from ending, and lets no direct connections in
-        any more."""
+        """End the streams of other servers, which would delay the server's exit, and refuse further TCP connections."""
         self._listener.close()
         self._replicas.disconnect()
 
@@ -208,8 +207,8 @@ class ServerService:
 
 
 def _second(what: str) -> InvalidArgumentError:
-    """The error for a message that would change who sends a stream, or what is pushed, in the middle of it."""
-    return InvalidArgumentError(f"a later message of the stream has {what} too: only the first one may")
+    """Return the error for a message that would change a stream's sender or push midway."""
+    return InvalidArgumentError(f"a later message of the stream has a second {what}: only the first may have one")
 
 
 def _check_ascending(index: int, last: int) -> int:

@@ -1,9 +1,9 @@
-"""Fills the shards of which this server is the primary from a snapshot, where the map says so.
+"""Loads this server's primary shards from a snapshot, if the map asks for it.
 
-Slices are read from the files of any number of earlier servers, compared with the digests of the manifest, and
-installed, a few at a time. A storage that does not answer is tried again while the wait is reported, for
-``PATIENCE_SECONDS`` since it last gave a slice. After that, and if a snapshot is corrupt or of another parameter set,
-the failure is reported, and the scheduler decides what follows.
+Slices are read from the files of any number of earlier servers, verified against the digests of the manifest, and
+installed, a few at a time. If the storage does not answer, the loader retries and reports the wait, for up to
+``PATIENCE_SECONDS`` since the last slice that it returned. After that, and if a snapshot is corrupt or belongs to
+another parameter set, the failure is reported, and the scheduler decides how to continue.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _log = structlog.get_logger("psdist.server")
 _AT_A_TIME: Final = 4
 _RETRY_MIN_SECONDS: Final = 0.2
 _RETRY_MAX_SECONDS: Final = 5.0
-#: As long as the scheduler waits for its own reads of the storage.
+#: The same time as the scheduler waits for its own reads of the storage.
 PATIENCE_SECONDS: Final = 30.0
 
 
@@ -79,8 +79,8 @@ class _Load:
 class SnapshotLoader:
     """Loads the parameter stores of one server.
 
-    storage: opens the run's storage; may take a moment, and raise StorageError. report: called when there is something
-    new in ``reports``.
+    storage: opens the run's storage; may block, and raise StorageError.
+    report: called when ``reports`` has something new.
     """
 
     def __init__(self, storage: Callable[[], Storage], report: Callable[[], None], rng: Random) -> None:
@@ -90,7 +90,7 @@ class SnapshotLoader:
         self._loads: dict[str, _Load] = {}
 
     def follow(self, stores: Iterable[ParameterStore]) -> None:
-        """Follows a new map: begins to load what it wants loaded, and stops loading what it does not."""
+        """Adopt a new map: start the loads that it asks for, and stop the others."""
         wanted = {h.entry.spec.name: h for h in stores if h.entry.restore is not None and not h.entry.ready}
         for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.store]:
             self._end(self._loads.pop(name))
@@ -102,7 +102,7 @@ class SnapshotLoader:
                 load.task.add_done_callback(partial(self._ended, load))
 
     def reports(self) -> list[LoadReport]:
-        """Shards that are loaded and loads that failed, until the parameter set is ready."""
+        """Return the loaded shards and the failed loads, until the parameter set is ready."""
         found: list[LoadReport] = []
         for load in self._loads.values():
             name, generation = load.store.entry.spec.name, load.store.entry.generation
@@ -115,7 +115,7 @@ class SnapshotLoader:
         return found
 
     def progress(self) -> pb.SnapshotProgress | None:
-        """How far loading is; None where nothing is being loaded."""
+        """Return the progress of loading, or None if nothing is being loaded."""
         loads = [load for load in self._loads.values() if load.task is not None and not load.task.done()]
         if not loads:
             return None
@@ -127,7 +127,7 @@ class SnapshotLoader:
         )
 
     async def close(self) -> None:
-        """Stops all loading."""
+        """Stop all loading."""
         loads, self._loads = list(self._loads.values()), {}
         for load in loads:
             self._end(load)
@@ -154,8 +154,8 @@ class SnapshotLoader:
         self._report()
 
     async def _run(self, load: _Load) -> None:
-        """Loads until nothing is missing, also of shards that come meanwhile. Raises errors that trying again does not
-        help."""
+        """Load until nothing is missing, including shards that arrive meanwhile. Raises errors that a retry cannot
+        fix."""
         delay = _RETRY_MIN_SECONDS
         clock = asyncio.get_running_loop().time
         answered, bytes_before = clock(), 0
@@ -170,7 +170,7 @@ class SnapshotLoader:
                 if clock() - answered >= PATIENCE_SECONDS:
                     raise
                 if load.waiting_for != error.message:
-                    _log.warning("cannot load yet", parameters=load.store.entry.spec.name, reason=str(error))
+                    _log.warning("cannot load yet, retrying", parameters=load.store.entry.spec.name, reason=str(error))
                 load.waiting_for = error.message
                 await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
                 delay = min(_RETRY_MAX_SECONDS, delay * 2)
@@ -194,7 +194,7 @@ class SnapshotLoader:
 async def _load_slices(
     load: _Load, reader: SliceReader, state: ParametersState, number: int, pending: Iterator[int]
 ) -> None:
-    """Loads slices of shard ``number`` until none are pending, or the shard is moved to another server."""
+    """Load slices of shard ``number`` until none is pending, or the shard moves to another server."""
     machine = load.store.router.machines.get(number)
     for index in pending:
         arrays = await reader.slice(state, index)
@@ -206,7 +206,7 @@ async def _load_slices(
 
 
 async def _manifest(storage: Storage, restore: Restore) -> Manifest:
-    """The manifest that ``restore`` names. Raises SnapshotCorruptError where it is another."""
+    """Read the manifest that ``restore`` names. Raises SnapshotCorruptError if its digest differs."""
     path = layouts.manifest_path(restore.directory)
     try:
         data = await storage.read(path)
@@ -218,7 +218,7 @@ async def _manifest(storage: Storage, restore: Restore) -> Manifest:
 
 
 def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
-    """What the snapshot has of a store's parameter set. Raises SettingsMismatchError where the two do not fit."""
+    """Return the snapshot's description of a store's parameter set. Raises SettingsMismatchError if it does not fit."""
     entry = store.entry
     state = manifest.state(entry.spec.name)
     if state is None:
@@ -238,8 +238,8 @@ def _state(manifest: Manifest, store: ParameterStore) -> ParametersState:
 
 
 def _fitting(arrays: list[Array], state: ParametersState, store: ParameterStore) -> list[Array]:
-    """The arrays of a slice in a snapshot, with published weights if the store has some, and without if not. They begin
-    as the weights."""
+    """Adapt a slice's arrays from a snapshot to the store: drop the published weights, or add them, as needed. Added
+    published weights start equal to the weights."""
     own = arrays[: 1 + len(state.state_names) - (PUBLISHED in state.state_names)]
     if store.dense.published is None:
         return own

@@ -1,11 +1,11 @@
-"""This server's part in taking snapshots, from the scheduler's commands to files that are durable.
+"""This server's part in taking snapshots, from the scheduler's commands to durable files.
 
 There is one attempt at a time. ``Prepare`` arms the cut in the parameter stores (``cut_controller``). ``Cut`` starts a
-writer for each store, which writes one file for each shard of which this server is the primary, one after another.
-``End`` discards what is left. An error is reported and ends the attempt here at once; training goes on. An attempt
-belongs to one session with the scheduler. Where that breaks, both sides give the attempt up.
+writer for each store, which writes one file for each primary shard of this server. ``End`` discards whatever is left.
+An error is reported and ends the attempt here immediately; training continues. An attempt belongs to one session with
+the scheduler. If the session breaks, both sides abandon the attempt.
 
-Not here: when snapshots are taken, and what makes one exist (the scheduler); their bytes (``psdist.snapshots``).
+The scheduler decides when snapshots are taken and when one is complete. ``psdist.snapshots`` defines their bytes.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from psdist_server.store.parameter_store import ParameterStore
 
 _log = structlog.get_logger("psdist.server")
 
-#: Bytes of copies that a server holds for a snapshot; updates that would need more wait for the writer.
+#: Limit on the bytes of copies held for a snapshot. Updates that need more wait for the writer.
 COPY_BYTES_MAX: Final = 256 << 20
-#: Files of a parameter set that are written at a time.
+#: Files of a parameter set written concurrently.
 FILES_AT_A_TIME: Final = 4
-#: Small slices are written so many bytes at a time.
+#: Small slices are batched up to this many bytes per write.
 _BATCH_BYTES: Final = 1 << 20
-#: An attempt fails where updates wait for copies to be written, and none was written for once or twice this time.
+#: An attempt fails if updates wait for copies to be written and none was written for one to two of these periods.
 STALL_SECONDS: Final = 15.0
 
 
 @dataclass(slots=True)
 class _Part:
-    """One parameter set of an attempt. number: its place in the attempt."""
+    """One parameter set of an attempt. number: its position in the attempt."""
 
     number: int
     store: ParameterStore
@@ -61,15 +61,17 @@ class _Attempt:
     parts: dict[str, _Part] = field(default_factory=dict)
     bytes: int = 0
     bytes_done: int = 0
-    #: At the last check, training was waiting and nothing had been written since the check before.
+    #: At the last check, training was waiting and nothing had been written since the previous check.
     is_stalled: bool = False
 
 
 class SnapshotWriter:
     """Takes this server's part in snapshots.
 
-    store: the parameter store of a name, or None. storage: opens the run's storage. send: sends a report to the
-    scheduler. copy_bytes_max: bytes of copies that are held.
+    store: returns the parameter store of a name, or None.
+    storage: opens the run's storage.
+    send: sends a report to the scheduler.
+    copy_bytes_max: limit on the bytes of held copies.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class SnapshotWriter:
         self._budget_bytes = copy_bytes_max
         self._attempt: _Attempt | None = None
         self._newest = 0
-        #: For hashing; kernels of updates do not wait for this thread.
+        #: For hashing, so that the kernels of updates do not wait for it.
         self._thread = ThreadPoolExecutor(1, "snapshot")
         #: Writers of discarded attempts that have not ended yet.
         self._ending: set[asyncio.Task[None]] = set()
 
     def command(self, command: pb.SnapshotCommand) -> None:
-        """Carries out a command of the scheduler."""
+        """Carry out a command of the scheduler."""
         kind = command.WhichOneof("kind")
         if kind == "prepare" and command.attempt > self._newest:
             self._newest = command.attempt
@@ -106,7 +108,7 @@ class SnapshotWriter:
             self._discard()
 
     def session_ended(self) -> None:
-        """The session with the scheduler broke: the attempt is over."""
+        """Discard the attempt, because the session with the scheduler broke."""
         self._discard()
 
     def _prepare(self, number: int, prepare: pb.SnapshotCommand.Prepare) -> None:
@@ -148,7 +150,7 @@ class SnapshotWriter:
         self._watch(attempt, -1)
 
     def _written(self, attempt: _Attempt, task: asyncio.Task[None]) -> None:
-        """Ends the attempt where a writer failed."""
+        """End the attempt if a writer failed."""
         self._ending.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -158,15 +160,15 @@ class SnapshotWriter:
         self._fail(attempt.number, error)
 
     def _fail(self, number: int, error: PsdistError) -> None:
-        """Ends the attempt here and reports why."""
+        """End the attempt here and report the error."""
         if self._attempt is None or self._attempt.number != number:
             return
-        _log.warning("a snapshot is given up", attempt=number, reason=str(error))
+        _log.warning("gave up a snapshot", attempt=number, reason=str(error))
         self._discard()
         self._report(number, _failed(error))
 
     def _discard(self) -> None:
-        """Discards the attempt: its writers end, its copies are released, and no update waits for it."""
+        """Discard the attempt: cancel its writers, release its copies, resume the updates that wait for it."""
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             return
@@ -181,7 +183,7 @@ class SnapshotWriter:
         self._send(report)
 
     def progress(self) -> pb.SnapshotProgress | None:
-        """How far the attempt is; None where there is none."""
+        """Return the progress of the attempt, or None if there is none."""
         attempt = self._attempt
         if attempt is None:
             return None
@@ -196,7 +198,7 @@ class SnapshotWriter:
         )
 
     def _watch(self, attempt: _Attempt, before: int) -> None:
-        """Checks regularly whether training waits for a storage that writes nothing, and then fails the attempt."""
+        """Check regularly whether training is waiting for a storage that writes nothing. If so, fail the attempt."""
         if self._attempt is not attempt:
             return
         stalls = attempt.bytes_done == before and any(
@@ -204,21 +206,21 @@ class SnapshotWriter:
         )
         if stalls and attempt.is_stalled:
             seconds = 2 * STALL_SECONDS
-            error = StorageError(f"the storage took nothing for {seconds:.0f} s, and training had to wait for it")
+            error = StorageError(f"the storage accepted nothing for {seconds:.0f} s while training waited for it")
             self._fail(attempt.number, error)
             return
         attempt.is_stalled = stalls
         asyncio.get_running_loop().call_later(STALL_SECONDS, self._watch, attempt, attempt.bytes_done)
 
     async def close(self) -> None:
-        """Discards the attempt; returns when its writers have ended."""
+        """Discard the attempt, and wait until its writers have ended."""
         self._discard()
         await asyncio.gather(*self._ending, return_exceptions=True)
         self._thread.shutdown(wait=False)
 
     async def _write(self, attempt: _Attempt, part: _Part) -> None:
-        """Writes the files of all shards of a parameter set, some at a time: while one is made durable the next one is
-        written."""
+        """Write the files of all shards of a parameter set, several at a time: while one is being made durable, the
+        next is written."""
         storage = await asyncio.get_running_loop().run_in_executor(self._thread, self._open_storage)
         pending = iter(sorted(part.store.replicator.machines))
 
@@ -230,13 +232,13 @@ class SnapshotWriter:
         part.store.cuts.disarm(part.copies)
 
     async def _write_shard(self, attempt: _Attempt, part: _Part, storage: Storage, shard: int) -> None:
-        """Streams one file. While a slice is written it is hashed, and the next one copied."""
+        """Stream one file. While a slice is being written, it is hashed and the next one is copied."""
         store, machine = part.store, part.store.replicator.machines[shard]
         slices, term, state_names = machine.slices, machine.term, store.dense.state_names
         name = layout.shard_file_name(part.number, shard, len(store.entry.shards))
         header = layout.shard_header(slices, [store.dense.slicing.size(index) for index in slices], state_names)
         hashes = _Hashes(header)
-        for index in slices[:1]:  # No file is open while the cut is far.
+        for index in slices[:1]:  # Open the file only once the cut is reached.
             await part.copies.take(index)
             await part.copies.rest()
         async with storage.writer(layout.file_path(attempt.directory, name)) as file:
@@ -276,8 +278,8 @@ class SnapshotWriter:
 
 
 async def together(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Runs them all at a time; returns when all have ended. Where one raises, or the caller is cancelled, the others
-    are cancelled and waited for before that is passed on."""
+    """Run all works concurrently, and wait until all have ended. If one raises, or the caller is cancelled, cancel the
+    others and wait for them before passing that on."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         await asyncio.gather(*tasks)
@@ -292,11 +294,11 @@ def _failed(error: PsdistError) -> pb.SnapshotReport:
 
 
 async def _done(future: asyncio.Future[None]) -> None:
-    await asyncio.shield(future)  # A thread that has begun goes on.
+    await asyncio.shield(future)  # A running thread cannot be cancelled.
 
 
 class _Hashes:
-    """The digests of a file that begins with ``header``, and of each slice in it."""
+    """Digests of a file that starts with ``header``, and of each slice in it."""
 
     def __init__(self, header: bytes) -> None:
         self.whole = xxhash.xxh3_128(header)
@@ -304,7 +306,7 @@ class _Hashes:
         self.parts: list[bytes] = []
 
     def add(self, arrays: Sequence[Array]) -> None:
-        """The next slices. In a thread."""
+        """Add the next slices. Called in a thread."""
         for array in arrays:
             self.whole.update(array.data)
             self.parts.append(xxhash.xxh3_128_digest(array.data))
@@ -312,11 +314,11 @@ class _Hashes:
 
 
 def _is_stepped(store: ParameterStore) -> bool:
-    """Whether its cut is at a step."""
+    """True if the store's cut is at a step."""
     return isinstance(store.entry.spec.consistency, BSP)
 
 
 def _sizes(store: ParameterStore) -> dict[int, int]:
-    """Bytes of each slice's arrays together."""
+    """Return the total bytes of each slice's arrays."""
     arrays = store.dense.array_count
     return {index: 4 * store.dense.slicing.size(index) * arrays for index in store.router.indices}
