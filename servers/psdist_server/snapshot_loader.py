@@ -110,7 +110,7 @@ class SnapshotLoader:
                 found.append(load.failed)
                 continue
             for number, machine in sorted(load.store.replicator.machines.items()):
-                if number not in load.store.roles.unloaded:
+                if number not in load.store.router.unloaded:
                     found.append(ShardLoaded(name, generation, number, machine.term))
         return found
 
@@ -140,7 +140,7 @@ class SnapshotLoader:
 
     @staticmethod
     def _missing(load: _Load) -> list[tuple[int, BspShard | AsyncShard]]:
-        return [(number, load.store.router.machines[number]) for number in sorted(load.store.roles.unloaded)]
+        return [(number, load.store.router.machines[number]) for number in sorted(load.store.router.unloaded)]
 
     def _ended(self, load: _Load, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
@@ -186,7 +186,7 @@ class SnapshotLoader:
             pending = iter(machine.slices)
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
             if load.store.router.machines.get(number) is machine:
-                load.store.roles.loaded(number)
+                load.store.router.loaded(number)
                 _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
                 self._report()
 

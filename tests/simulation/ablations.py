@@ -31,7 +31,16 @@ from psdist_scheduler.placement import replicas
 from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
 from psdist_server.core.records import SliceRecord
-from psdist_server.store import applier, backup_shards, replica_roles, replicator, rpc_call, shard_router, slice_reads
+from psdist_server.store import (
+    applier,
+    backup_shards,
+    parameter_store,
+    replicator,
+    rpc_call,
+    shard_router,
+    slice_contents,
+    slice_reads,
+)
 from tests.simulation import scenario
 from tests.simulation.options import CUT_OFF, Options
 
@@ -377,14 +386,14 @@ def _forgotten_producers(put: Put) -> None:
 
 
 def _forget_tables(put: Put) -> None:
-    make = replica_roles.make_shard
+    make = parameter_store.make_shard
 
     def forgetful(*args: Any) -> Any:
         *others, records, departed = args
         bare = {index: SliceRecord(record.version) for index, record in (records or {}).items()}
         return make(*others, bare if records is not None else None, departed)
 
-    put(replica_roles, "make_shard", forgetful)
+    put(parameter_store, "make_shard", forgetful)
 
 
 @_ablation("the duplicate table travels with the update", **_COPIES)
@@ -440,7 +449,7 @@ def _gaps(put: Put) -> None:
 
 @_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
-    put(applier.Applier, "when_quiescent", lambda self, index, callback: callback())
+    put(slice_contents.SliceContents, "when_quiescent", lambda self, index, callback: callback())
 
 
 @_ablation("a copy ends with its last slice", **_LOSSES, slices=6, steps=6, think_seconds=0.02)

@@ -510,7 +510,7 @@ class World:
             other = copy.backups.machines.get(number) if copy is not None else None
             if copy is None or other is None or copy.entry.members != primary.entry.members:
                 continue
-            if (other.primary, other.term) != (primary.roles.me, machine.term) or index in other.awaited:
+            if (other.primary, other.term) != (primary.me, machine.term) or index in other.awaited:
                 continue
             mine = shard.record(index)
             if index in other.records and other.records[index].version == mine.version:

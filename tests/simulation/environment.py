@@ -42,7 +42,6 @@ from psdist_server.core.events import Forget, SlicePushed
 from psdist_server.core.replication import BackupReplication, PrimaryReplication
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.replica_roles import ReplicaRoles
 from psdist_server.store.shard_router import EffectRunner
 from tests.simulation.loop import SimLoop
 from tests.simulation.network import Network
@@ -239,12 +238,22 @@ def _watch(machine: Any) -> Any:
     return watched
 
 
+def _name_store(make: Any) -> Any:
+    """``ParameterStore.__init__``, whose replicator leads to its store (for ``_watch_reply``)."""
+
+    def named(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self.replicator.store = self
+
+    return named
+
+
 def _watch_reply(reply: Any) -> Any:
     """``EffectRunner._reply``, of which the oracle hears."""
 
     def watched(self: Any, effect: Any) -> None:
         store = self.replicator.store
-        number, me = store.router.shard_of(effect.index), store.roles.me
+        number, me = store.router.shard_of(effect.index), store.me
         machine = store.replicator.machines.get(number)
         if machine is not None:
             running().oracle.acts(store.entry.spec.name, number, machine.term, f"{me}/{me.incarnation}")
@@ -321,8 +330,8 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
     (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),
     (BackupReplication, "update", "an update came again", lambda args, verdict: verdict == "repeat"),
-    (ReplicaRoles, "_become_primary", "promoted", lambda args, result: args[2] is not None),
-    (ReplicaRoles, "_demote", "demoted", lambda args, result: True),
+    (ParameterStore, "_become_primary", "promoted", lambda args, result: args[2] is not None),
+    (ParameterStore, "_demote", "demoted", lambda args, result: True),
     (Joins, "_on_refused", "a first step was refused", lambda args, result: True),
     (Joins, "_reroute", "a join met a new primary", lambda args, result: True),
     (Cluster, "on_all", "workers joined together", lambda args, result: len(args[1]) > 1),
@@ -358,6 +367,7 @@ def install() -> None:
     put(convert, "map_from_proto", _MapReader(convert.map_from_proto))
     for machine in (BspShard, AsyncShard):
         put(machine, "_pushed", _watch(machine))
+    put(ParameterStore, "__init__", _name_store(ParameterStore.__init__))
     put(EffectRunner, "_reply", _watch_reply(EffectRunner._reply))
     put(Barriers, "progress", _watch_barriers(Barriers.progress))
     put(FollowedMap, "follow", _watch_maps(FollowedMap.follow))

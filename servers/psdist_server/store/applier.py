@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
-from psdist_server.core.records import ReplicaUpdate, SliceRecord
+from psdist_server.core.records import ReplicaUpdate
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import CopyTarget, UpdateGate
 from psdist_server.store.pending_gradients import PendingGradients
 from psdist_server.store.replicator import Replicator
+from psdist_server.store.slice_contents import SliceContents
 
 
 class Outcome(NamedTuple):
@@ -78,12 +79,14 @@ class Applier:
         kernels: KernelLauncher,
         gradients: PendingGradients,
         replicator: Replicator,
+        contents: SliceContents,
         done: Callable[[Apply | Aggregate, Outcome], None],
     ) -> None:
         self._dense = dense
         self._kernels = kernels
         self._gradients = gradients
         self._replicator = replicator
+        self._contents = contents
         self._done = done
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
         #: BSP: the factor by which the newest step is clipped, by step.
@@ -96,11 +99,6 @@ class Applier:
         self._is_shipping = False
         #: Updates that wait for a snapshot.
         self.gate = UpdateGate[_Job](self._deliver)
-        #: Updates that are in the arrays, and that the machine does not count yet.
-        self._ahead: dict[int, Apply] = {}
-        self._writing: set[int] = set()
-        self._quiescence_callbacks: dict[int, list[Callable[[], None]]] = {}
-        replicator.subscribe(self)
 
     def start(self, effect: Apply | Aggregate) -> None:
         """Begins to carry ``effect`` out."""
@@ -141,7 +139,7 @@ class Applier:
     def _write(self, job: _Job) -> None:
         """Begins to update a slice, and to copy it before where a snapshot needs that."""
         index = job.effect.index
-        self._writing.add(index)
+        self._contents.write_started(index)
         if (target := self.gate.copy_for_update(index)) is not None:
             job = job._replace(update=replace(job.update, copy=target.memory), target=target)
         self._kernels.submit(index, self._dense.carry_out, job, self._applied)
@@ -182,7 +180,7 @@ class Applier:
             self._end(shipment.effect, shipment.outcome)
 
     def _end(self, effect: Apply, outcome: Outcome) -> None:
-        self._ahead.pop(effect.index, None)
+        self._contents.update_counted(effect.index)
         self._done(effect, outcome)
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
@@ -232,34 +230,10 @@ class Applier:
         self.ship_waiting()  # Nothing may be kept of this one, and no acknowledgement come.
 
     def _written(self, effect: Apply, target: CopyTarget | None) -> None:
-        self._writing.discard(effect.index)
-        self._ahead[effect.index] = effect
+        self._contents.write_ended(effect)
         if target is not None:
             target.copied()
-        self._notify_quiescence(effect.index)
-
-    def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` as soon as slice ``index`` has its content and no kernel writes it: now, or when the one
-        that does has ended."""
-        is_missing = index in self._dense.held and index not in self._dense.installed
-        if is_missing or index in self._writing:
-            self._quiescence_callbacks.setdefault(index, []).append(callback)
-        else:
-            callback()
-
-    def installed(self, index: int) -> None:
-        """Slice ``index``, which nothing updates yet, has its content."""
-        self._notify_quiescence(index)
-
-    def _notify_quiescence(self, index: int) -> None:
-        for callback in self._quiescence_callbacks.pop(index, ()):
-            callback()
-
-    def record(self, index: int, known: SliceRecord) -> SliceRecord:
-        """What is in the arrays of a quiescent slice, of which the machine knows ``known``."""
-        if (effect := self._ahead.get(index)) is not None:
-            known.advance(effect.contributors, effect.sequence)
-        return known
+        self._contents.notify(effect.index)
 
     def drop(self, indices: Collection[int]) -> None:
         """These slices are no longer updated here; what runs has no effect. See ``KernelLauncher.discard``."""
@@ -268,11 +242,10 @@ class Applier:
         self._replicator.memory.cancel(indices)
         self._waiting = deque(job for job in self._waiting if job.effect.index not in indices)
         for index in indices:
-            for table in (self._means, self._shipments, self._ahead):
-                table.pop(index, None)
+            self._means.pop(index, None)
+            self._shipments.pop(index, None)
             self.gate.discard(index)
-            self._writing.discard(index)
-            self._notify_quiescence(index)
+        self._contents.drop(indices)
 
 
 def _replica_update(job: _Job, lsn: int) -> ReplicaUpdate[Gradient]:

@@ -1,22 +1,45 @@
-"""A parameter set on one server: what it consists of, and what connects its parts.
+"""A parameter set on one server: its parts, their connections, and the server's roles in its shards.
 
-Calls become events, and the machines' effects are carried out (``shard_router``, ``applier``). Maps change the roles of
-this server (``replica_roles``). Everything here runs on the event loop except the kernels.
+Calls become events, and the machines' effects are carried out (``shard_router``, ``applier``). A new map changes this
+server's roles (``core.role_changes``), and ``update`` carries the changes out. The primary of a shard has its machine
+and sends its updates to the replicas. A server with another role holds a copy for the primary (``backup_shards``),
+which becomes a machine when it is promoted. Everything here runs on the event loop except the kernels.
+
+Invariants: Calls that wait for a shard are refused, because it went to another server, before anything else changes.
+The memory of a shard is not reused before its last kernel has ended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
 
 import structlog
 
-from psdist.errors import InternalError, InvalidArgumentError, PsdistError, UnknownParametersError
+from psdist.consistency import BSP
+from psdist.errors import (
+    InternalError,
+    InvalidArgumentError,
+    LimitExceededError,
+    PsdistError,
+    UnknownParametersError,
+)
 from psdist.off_loop import off_loop
 from psdist.types import ITEM_BYTES, ParametersEntry, Replica
 from psdist.v1 import server_pb2
-from psdist_server.core.events import Aggregate, Apply, NormKnown, SliceAggregated, SliceApplied, SliceLoaded
-from psdist_server.core.records import SliceRecord
+from psdist_server.core import role_changes
+from psdist_server.core.events import (
+    Aggregate,
+    Apply,
+    MembersChanged,
+    NormKnown,
+    SliceAggregated,
+    SliceApplied,
+    SliceLoaded,
+)
+from psdist_server.core.replication import BackupReplication
+from psdist_server.core.role_changes import RoleChanges, make_shard
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
@@ -25,13 +48,16 @@ from psdist_server.store.backup_shards import BackupShards
 from psdist_server.store.cut_controller import CutController
 from psdist_server.store.global_norm import Aggregation, NormBoard
 from psdist_server.store.pending_gradients import PendingGradients
-from psdist_server.store.replica_roles import ReplicaRoles
-from psdist_server.store.replicator import ReplicaNetwork, Replicator
+from psdist_server.store.replicator import Replicator
 from psdist_server.store.rpc_call import Call, CallTable
 from psdist_server.store.shard_router import EffectRunner, ShardRouter
+from psdist_server.store.slice_contents import SliceContents
 from psdist_server.store.slice_reads import InPlaceReaders, SliceReads
 from psdist_server.store.statistics import Counters, replica_statistics
-from psdist_server.store.stream_to_replica import now
+from psdist_server.store.stream_to_replica import ReplicaNetwork, not_primary, now
+
+#: Memory for more elements than this is allocated in a thread, because the kernel clears it.
+_LARGE_ELEMENTS: Final = 1 << 20
 
 _log = structlog.get_logger("psdist.server")
 
@@ -55,13 +81,20 @@ class ParameterStore:
         prepare_sums: Callable[[], None] = lambda: None,
     ) -> None:
         self.entry = entry
+        self.me = me
         self.counters = Counters()
         self.dense = dense
         self.kernels = kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
-        self.replicator = Replicator(entry, network, self, dense, self.norms)
-        self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, self._carried_out)
+        contents = SliceContents(dense, lambda index: self.router.of(index).record(index))
+        self.replicator = Replicator(
+            entry, network, dense, self.norms, contents, self.fail_permanently,
+            fence=lambda number: self.router.fence_shard(number),
+            replicated=lambda index, lsn: self.applier.replicated(index, lsn),
+            ship_waiting=lambda: self.applier.ship_waiting(),
+        )  # fmt: skip
+        self.applier = Applier(entry, dense, kernels, self.gradients, self.replicator, contents, self._carried_out)
         calls = CallTable()
         effects = EffectRunner(calls, self.gradients, self.applier, self.replicator, self.counters)
         self.router = ShardRouter(entry, calls, self.gradients, self.counters, effects.run)
@@ -70,10 +103,6 @@ class ParameterStore:
         self.readers = InPlaceReaders(dense)
         self.cuts = CutController(self.router, dense, kernels, self.applier.gate)
         self.backups = BackupShards(entry.spec, dense, kernels, self.norms, self.counters, self.fail_permanently)
-        self.roles = ReplicaRoles(
-            me, self, self.router, self.replicator, self.backups, self.applier, kernels, dense, self.reads,
-            self.readers, self.aggregation, self.cuts,
-        )  # fmt: skip
 
     def check_installed(self) -> None:
         """Raises UnknownParametersError while initial values are missing, and the error after which nothing is updated
@@ -129,7 +158,7 @@ class ParameterStore:
 
     def _installed(self, index: int) -> None:
         self.replicator.installed(index)
-        self.applier.installed(index)
+        self.replicator.contents.notify(index)
 
     def fence(self, live: Mapping[str, int]) -> None:
         """A new map, by which these incarnations of workers are live: ends the calls of others. Comes before
@@ -139,14 +168,120 @@ class ParameterStore:
         self.router.calls.fence(live)
 
     async def update(self, entry: ParametersEntry, epoch: int) -> None:
-        """Follows a new map, that of ``epoch``, in which ``entry`` is the same parameter set."""
+        """Adopt a new map, that of ``epoch``, with the new ``entry`` of this parameter set."""
         before, self.entry = self.entry, entry
-        await self.roles.follow(before, entry, epoch)
+        terms = {number: machine.term for number, machine in self.replicator.machines.items()}
+        changes = role_changes.changes(entry, self.me, terms, self.backups.machines)
+        shards = enumerate(entry.shards)
+        self.router.follow(epoch, [number for number, shard in shards if role_changes.is_primary(shard, self.me)])
+        self.cuts.follow(changes, entry.members != before.members)
+        copies = self._leave_roles(changes, epoch)
+        if (entry.members, entry.departed) != (before.members, before.departed):
+            self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
+            self.backups.retain(entry.producers)
+        for number in changes.ended:
+            await self.kernels.settled(number)
+        await self._release([*changes.demoted, *changes.discarded], epoch)
+        await self._make_room([*changes.added, *changes.created, *changes.promoted])
+        self._take_roles(changes, copies, epoch)
         self.norms.wake()
+
+    def _leave_roles(self, changes: RoleChanges, epoch: int) -> dict[int, BackupReplication]:
+        """Stop serving and copying the shards that other servers serve or copy. Returns the copies taken out."""
+        for number in changes.demoted:
+            self._demote(number)
+            _log.info("a shard is served elsewhere", parameters=self.entry.spec.name, shard=number, epoch=epoch)
+        copies = {number: self.backups.remove(number) for number in (*changes.discarded, *changes.promoted)}
+        for number in changes.discarded:
+            self.backups.discard(copies[number].slices)
+        if changes.demoted:
+            self._serve_steps()
+        return copies
+
+    def _take_roles(self, changes: RoleChanges, copies: Mapping[int, BackupReplication], epoch: int) -> None:
+        """Start copying the added shards and serving the created and promoted ones."""
+        entry = self.entry
+        self.backups.follow(entry.shards)
+        for number in changes.added:
+            self.backups.add(number, self.router.slices_of(number), entry.shards[number])
+        for number in (*changes.created, *changes.promoted):
+            self._become_primary(number, copies.get(number), epoch)
+        self.router.unfence()
+        self.replicator.follow(entry)
+        if changes.promoted:
+            # All members that a step waited for may have left with this map.
+            self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
+        if changes.promoted or changes.created:
+            self._serve_steps()
+
+    def _demote(self, number: int) -> None:
+        """Stop serving a shard."""
+        indices = self.router.slices_of(number)
+        self.router.remove(number)
+        self.replicator.remove(number)
+        self.reads.fail(indices, not_primary(number))
+        self.applier.drop(indices)
+
+    async def _release(self, numbers: Collection[int], epoch: int) -> None:
+        indices = [index for number in numbers for index in self.router.slices_of(number)]
+        if indices:
+            self.kernels.readmit(indices)
+            await self.readers.release(indices, epoch)
+
+    async def _make_room(self, numbers: Collection[int]) -> None:
+        """Allocate memory for shards, in a thread so that heartbeats continue. Requests routed by this map wait until
+        it is adopted as a whole."""
+        shards = [self.router.slices_of(number) for number in numbers]
+
+        def make_room() -> None:
+            for indices in shards:
+                with suppress(LimitExceededError):  # Raised again when the shard is to be held.
+                    self.dense.weights.make_room(indices)
+
+        elements = sum(map(len, shards)) * self.dense.slicing.slice_elements
+        await off_loop(elements, make_room, waits=elements >= _LARGE_ELEMENTS)
+
+    def _become_primary(self, number: int, copy: BackupReplication | None, epoch: int) -> None:
+        """Start serving a shard: a new one, or one of which this server has a copy."""
+        entry, indices = self.entry, self.router.slices_of(number)
+        spec, shard = entry.spec, entry.shards[number]
+        try:
+            self.dense.hold(indices)
+        except LimitExceededError as error:  # Of a new shard: a promoted one is already held.
+            self.fail_permanently(error)
+        records, base = None, (0, 0)
+        # Before the parameter set is ready, an incomplete copy may be promoted: all values are uploaded again.
+        if copy is not None and (copy.complete or entry.ready):
+            records, base = copy.records, copy.base
+            if not copy.complete:
+                self.fail_permanently(
+                    InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete")
+                )
+                records = {}
+            _log.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=epoch)
+        clipping = spec.optimizer.max_grad_norm > 0 and isinstance(spec.consistency, BSP)
+        machine = make_shard(
+            indices, entry.members, spec.consistency, clipping, entry.reference_workers, records, entry.departed
+        )
+        self.router.add(number, machine, is_loaded=entry.restore is None or entry.ready)
+        self.replicator.add(number, shard.term, indices, base)
+
+    def _serve_steps(self) -> None:
+        """Aggregate the slices now served here. A step may have become complete by the change, or incomplete."""
+        self.aggregation.serve(self.router.indices)
+        for index in self.router.indices:
+            state = self.router.of(index).slices[index]
+            if state.aggregated:
+                self.aggregation.aggregated(state.version, index)
 
     async def close(self) -> None:
         """The parameter set was removed or begins anew, or the server ends. Calls that wait here are routed anew."""
-        await self.roles.close()
+        for number in list(self.router.machines):
+            self._demote(number)
+        for number in list(self.backups.machines):
+            self.backups.discard(self.backups.remove(number).slices)
+        await self.replicator.close()
+        await self.kernels.all_settled()
         self.norms.wake()
         await off_loop(self.entry.total, self.dense.close)
 
@@ -180,10 +315,6 @@ class ParameterStore:
         """Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
         _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
-
-    def record(self, index: int) -> SliceRecord:
-        """What is in the arrays of a quiescent slice that is served here."""
-        return self.applier.record(index, self.router.of(index).record(index))
 
     def waiting_for(self, call: Call) -> str:
         """Why the call's oldest slice is not answered yet."""

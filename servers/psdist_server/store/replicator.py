@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from random import Random
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import Final, Literal
 
 import structlog
 
-from psdist.errors import LimitExceededError, ReplicaMismatchError, StaleCopyError
+from psdist.errors import LimitExceededError, PsdistError, ReplicaMismatchError, StaleCopyError
 from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
@@ -37,11 +36,15 @@ from psdist_server.core.replication import (
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.stream_to_replica import Machine, StreamToReplica, now, state_message, update_message
-
-if TYPE_CHECKING:
-    from psdist_server.store.applier import Applier
-    from psdist_server.store.parameter_store import ParameterStore
+from psdist_server.store.slice_contents import SliceContents
+from psdist_server.store.stream_to_replica import (
+    Machine,
+    ReplicaNetwork,
+    StreamToReplica,
+    now,
+    state_message,
+    update_message,
+)
 
 _log = structlog.get_logger("psdist.server")
 
@@ -62,44 +65,37 @@ class ReplicaReport:
     fill: int = 0
 
 
-class ReplicaNetwork(Protocol):
-    """What a replicator needs of its server."""
-
-    rng: Random
-    lease_seconds: float
-    #: What may carry updates between servers besides gRPC: "shm", "tcp".
-    carriers: Collection[str]
-
-    def hello(self, parameters: str) -> pb.ReplicateRequest:
-        """The first message of a stream: the identity of this server, and the epoch of its map."""
-
-    def method(self, replica: Replica, name: str) -> Callable[..., Any]:
-        """The raw bidirectional method of another server. Raises ServerUnreachableError where it is not in the map."""
-
-    def host(self, replica: Replica) -> str:
-        """The host of another server. Raises ServerUnreachableError where it is not in the map."""
-
-    def report(self) -> None:
-        """There is something new to report."""
-
-
 class Replicator:
-    """The primary's side of the shards of one parameter store."""
+    """The primary's side of the shards of one parameter store.
+
+    fail: called with the error after which nothing here can be trusted.
+    fence: called with a shard of which a replica knows a newer primary.
+    replicated: called with the slice and lsn of an update that all required replicas have.
+    ship_waiting: called when there may be room for waiting updates.
+    """
 
     def __init__(
         self,
         entry: ParametersEntry,
         network: ReplicaNetwork,
-        store: ParameterStore,
         dense: DenseParameters,
         norms: NormBoard,
+        contents: SliceContents,
+        fail: Callable[[PsdistError], None],
+        fence: Callable[[int], None],
+        replicated: Callable[[int, int], None],
+        ship_waiting: Callable[[], None],
     ) -> None:
         self.name = entry.spec.name
         self.machines: dict[int, Machine] = {}
         self.network = network
-        self.store = store
+        self.contents = contents
         self._dense = dense
         self._norms = norms
+        self._fail = fail
+        self._fence = fence
+        self._replicated = replicated
+        self.ship_waiting = ship_waiting
         self._shard_count = max(1, len(entry.shards))
         #: The streams to servers that hold copies.
         self.streams: dict[Replica, StreamToReplica] = {}
@@ -107,10 +103,6 @@ class Replicator:
         self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
         #: By shard, what to call when all replicas have what this server began with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
-
-    def subscribe(self, updates: Applier) -> None:
-        """Names what carries out updates; once, before the first map."""
-        self.updates = updates
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
         """This server is the primary of a shard from now on; ``follow`` comes next."""
@@ -143,7 +135,7 @@ class Replicator:
             self.streams.pop(replica).close()
         if not self.streams:
             self.memory.close()
-        self.updates.ship_waiting()
+        self.ship_waiting()
 
     async def close(self) -> None:
         """Ends all streams."""
@@ -209,7 +201,7 @@ class Replicator:
                     self._compare(machine, self.streams[replica], index)
 
     def _compare(self, machine: Machine, stream: StreamToReplica, index: int) -> None:
-        version = self.store.record(index).version
+        version = self.contents.record(index).version
         digest = pb.ReplicateRequest.Digest(slice=index, version=version, digest=self._dense.digest(index))
         stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, digest=digest))
         machine.compared(stream.replica)
@@ -225,7 +217,7 @@ class Replicator:
                     stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, begin=begin))
                     stream.copy(machine)
                 case Replicated(index, lsn):
-                    self.updates.replicated(index, lsn)
+                    self._replicated(index, lsn)
         if machine.is_caught_up:
             for callback in self._caught_up.pop(machine.number, ()):
                 callback()
@@ -236,13 +228,21 @@ class Replicator:
 
     def copy_slice(self, stream: StreamToReplica, machine: Machine, index: int) -> None:
         """Sends a quiescent slice."""
-        record, arrays = self.store.record(index), self._dense.export(index)
+        record, arrays = self.contents.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
             state = state_message(record, square, index, number, len(arrays))
             stream.send(pb.ReplicateRequest(shard=machine.number, term=machine.term, state=state), array.copy())
         machine.copied(stream.replica, index)
         self._compare(machine, stream, index)
+
+    def lose(self, gradients: Sequence[Gradient]) -> None:
+        """Give up gradients that a replica may still read. If too many are lost in this way, another arena replaces
+        this one, and all replicas receive it on new streams."""
+        if self.memory.lose(gradients):
+            self.memory.renew()
+            for stream in self.streams.values():
+                stream.restart()
 
     def answered(self, stream: StreamToReplica, response: pb.ReplicateResponse) -> None:
         """Handles an answer of a replica."""
@@ -252,13 +252,13 @@ class Replicator:
                     peer = machine.peers.get(stream.replica)
                     waited = peer is not None and not peer.complete
                     self._carry_out(machine, machine.acknowledged(stream.replica, response.ack.lsn, now()))
-                    self.updates.ship_waiting()
+                    self.ship_waiting()
                     if waited and peer is not None and peer.complete:
                         self.network.report()
             case "filled":
                 if (machine := self._current(response.filled.shard, response.filled.term)) is not None:
                     self._carry_out(machine, machine.filled(stream.replica, response.filled.copy, now()))
-                    self.updates.ship_waiting()
+                    self.ship_waiting()
                     self.network.report()
             case "refused":
                 self._refused(stream, response.refused)
@@ -269,7 +269,7 @@ class Replicator:
             return
         error = status.from_detail(refused.error)
         if isinstance(error, ReplicaMismatchError):
-            self.store.fail_permanently(error)
+            self._fail(error)
             return
         if isinstance(error, LimitExceededError | StaleCopyError):
             if isinstance(error, StaleCopyError):
@@ -284,7 +284,7 @@ class Replicator:
         machine.refused(refused.term)
         for other in self.streams.values():
             other.refuse(machine.number)
-        self.store.router.fence_shard(machine.number)
+        self._fence(machine.number)
 
     def _current(self, number: int, term: int) -> Machine | None:
         machine = self.machines.get(number)

@@ -53,6 +53,8 @@ class ShardRouter:
         run: Callable[[Sequence[Effect]], None],
     ) -> None:
         self.machines: dict[int, BspShard | AsyncShard] = {}
+        #: Shards that are yet to be loaded from a snapshot.
+        self.unloaded: set[int] = set()
         self.calls = calls
         self._gradients = gradients
         self._counters = counters
@@ -71,15 +73,22 @@ class ShardRouter:
         """A new map, by which this server is the primary of the ``assigned`` shards."""
         self._epoch, self._assigned = epoch, assigned
 
-    def add(self, number: int, machine: BspShard | AsyncShard) -> None:
-        """This server is the primary of a shard from now on."""
+    def add(self, number: int, machine: BspShard | AsyncShard, *, is_loaded: bool = True) -> None:
+        """Start serving a shard. is_loaded: False if its slices are to be loaded from a snapshot."""
         self.machines[number] = machine
         self._indices = None
+        if not is_loaded:
+            self.unloaded.add(number)
+
+    def loaded(self, number: int) -> None:
+        """Record that all slices of a shard are loaded from the snapshot."""
+        self.unloaded.discard(number)
 
     def remove(self, number: int) -> None:
         """This server is the primary of a shard no more: ends the calls that wait for it."""
         del self.machines[number]
         self._indices = None
+        self.unloaded.discard(number)
         self.calls.fail_slices(self.slices_of(number), not_primary(number))
 
     def fence_shard(self, number: int) -> None:

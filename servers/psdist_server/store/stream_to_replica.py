@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from random import Random
+from typing import Any, Final, Protocol
 
 import grpc.aio
 import structlog
@@ -31,9 +32,8 @@ from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.kernels.arrays import Gradient
 from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
-
-if TYPE_CHECKING:
-    from psdist_server.store.replicator import Replicator
+from psdist_server.store.replica_memory import UpdateMemory
+from psdist_server.store.slice_contents import SliceContents
 
 _log = structlog.get_logger("psdist.server")
 
@@ -42,6 +42,52 @@ _RETRY_MIN_SECONDS: Final = 0.02
 _RETRY_MAX_SECONDS: Final = 1.0
 
 Machine = PrimaryReplication[Gradient]
+
+
+class ReplicaNetwork(Protocol):
+    """Access to the other servers."""
+
+    rng: Random
+    lease_seconds: float
+    #: Transports of updates between servers besides gRPC: "shm", "tcp".
+    carriers: Collection[str]
+
+    def hello(self, parameters: str) -> pb.ReplicateRequest:
+        """Return the first message of a stream: the identity of this server, and the epoch of its map."""
+
+    def method(self, replica: Replica, name: str) -> Callable[..., Any]:
+        """Return a raw bidirectional method of a server. Raises ServerUnreachableError if it is not in the map."""
+
+    def host(self, replica: Replica) -> str:
+        """Return the host of another server. Raises ServerUnreachableError if it is not in the map."""
+
+    def report(self) -> None:
+        """Report to the scheduler: there is something new."""
+
+
+class StreamPrimary(Protocol):
+    """The primary that a stream belongs to, and whose shards it carries."""
+
+    name: str
+    network: ReplicaNetwork
+    machines: dict[int, Machine]
+    memory: UpdateMemory
+    contents: SliceContents
+
+    def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
+        """Handle a newly opened stream, whose replica has ``held`` of the shard."""
+
+    def answered(self, stream: StreamToReplica, response: pb.ReplicateResponse) -> None:
+        """Handle an answer of the replica."""
+
+    def copy_slice(self, stream: StreamToReplica, machine: Machine, index: int) -> None:
+        """Send a quiescent slice."""
+
+    def lose(self, gradients: Sequence[Gradient]) -> None:
+        """Give up gradients that the replica may still read."""
+
+    def ship_waiting(self) -> None:
+        """Continue with updates that wait for room."""
 
 
 @dataclass(slots=True)
@@ -55,7 +101,7 @@ class _Confirm:
 class StreamToReplica:
     """Stream to ``replica``, for all shards that it copies."""
 
-    def __init__(self, replicator: Replicator, replica: Replica) -> None:
+    def __init__(self, replicator: StreamPrimary, replica: Replica) -> None:
         self.replica = replica
         #: Reason that the stream is not open.
         self.reason = ""
@@ -166,18 +212,10 @@ class StreamToReplica:
         if carrier is not None:
             self._refused.clear()  # Conditions have changed since they failed.
             carrier.close()
-            self._lose(carrier.unacknowledged())
+            self._replicator.lose(carrier.unacknowledged())
         if not self._closed:
-            self._replicator.updates.ship_waiting()  # Nothing is retained for an interrupted copy.
+            self._replicator.ship_waiting()  # Nothing is retained for an interrupted copy.
         return carrier is not None
-
-    def _lose(self, gradients: Sequence[Gradient]) -> None:
-        """Give up gradients that the replica may still read. If too many are lost in this way, replace the arena and
-        restart all streams to share the new one."""
-        if self._replicator.memory.lose(gradients):
-            self._replicator.memory.renew()
-            for stream in self._replicator.streams.values():
-                stream.restart()
 
     async def _session(self) -> None:
         replicator, network = self._replicator, self._replicator.network
@@ -255,7 +293,7 @@ class StreamToReplica:
             else:
                 done.set_result(None)
 
-        self._replicator.updates.when_quiescent(index, copy)
+        self._replicator.contents.when_quiescent(index, copy)
         await done
 
 

@@ -15,7 +15,7 @@ from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.store.parameter_store import ParameterStore
-from psdist_server.store.replicator import ReplicaNetwork
+from psdist_server.store.stream_to_replica import ReplicaNetwork
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 

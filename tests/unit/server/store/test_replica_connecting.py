@@ -23,8 +23,7 @@ from psdist.v1 import server_pb2 as pb
 from psdist.wire import frames
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.replicator import Replicator
-from psdist_server.store.stream_to_replica import StreamToReplica
+from psdist_server.store.stream_to_replica import StreamPrimary, StreamToReplica
 
 OTHER = Replica("server-1", 1)
 LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -85,10 +84,11 @@ def stream_to(peer: Peer, *carriers: str) -> Iterator[StreamToReplica]:
         host=lambda _: "127.0.0.1",
         carriers=carriers,
     )
-    updates = SimpleNamespace(ship_waiting=lambda: None)
-    replicator = SimpleNamespace(name="p", network=network, machines={}, updates=updates, memory=memory, streams={})
+    owner = SimpleNamespace(
+        name="p", network=network, machines={}, ship_waiting=lambda: None, memory=memory, lose=lambda _: None
+    )
     try:
-        yield StreamToReplica(cast(Replicator, replicator), OTHER)
+        yield StreamToReplica(cast(StreamPrimary, owner), OTHER)
     finally:
         memory.close()
 

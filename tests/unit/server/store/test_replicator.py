@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from random import Random
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,10 +17,9 @@ from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist_server.kernels.arrays import DenseParameters
-from psdist_server.store.applier import Applier
 from psdist_server.store.global_norm import NormBoard
-from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaReport, Replicator
+from psdist_server.store.slice_contents import SliceContents
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=4096)
@@ -62,9 +60,6 @@ class Told:
     def fence_shard(self, number: int) -> None:
         self.fenced_shards.append(number)
 
-    def ship_waiting(self) -> None:
-        pass
-
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
         """No slice stands still."""
 
@@ -74,9 +69,11 @@ class Primary:
 
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()
-        dense, store = cast(DenseParameters, None), cast(ParameterStore, SimpleNamespace(router=self.told))
-        self.replicator = Replicator(ENTRY, self.network, store, dense, NormBoard())
-        self.replicator.subscribe(cast(Applier, self.told))
+        dense, contents = cast(DenseParameters, None), cast(SliceContents, self.told)
+        fail, fence = cast(Callable[[PsdistError], None], None), self.told.fence_shard
+        self.replicator = Replicator(
+            ENTRY, self.network, dense, NormBoard(), contents, fail, fence, lambda *_: None, lambda: None
+        )
         for number in range(2):
             self.replicator.add(number, 3, [number])
         self.follow(*ENTRY.shards)

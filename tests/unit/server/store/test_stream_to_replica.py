@@ -15,8 +15,7 @@ from psdist.types import Replica, Shard, Slicing
 from psdist.v1 import server_pb2 as pb
 from psdist_server.core.replication import PrimaryReplication, ReplicaState
 from psdist_server.store.replica_memory import UpdateMemory
-from psdist_server.store.replicator import Replicator
-from psdist_server.store.stream_to_replica import Machine, StreamToReplica
+from psdist_server.store.stream_to_replica import Machine, StreamPrimary, StreamToReplica
 
 ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 
@@ -50,16 +49,17 @@ class Setup:
             host=lambda _: "",
             carriers=(),
         )
-        replicator = SimpleNamespace(
+        owner = SimpleNamespace(
             name="p",
             network=network,
             machines=self.machines,
-            updates=self.source,
+            contents=self.source,
             opened=self.opened,
             memory=UpdateMemory(Slicing(4, 1), shared=False),
-            streams={},
+            lose=lambda _: None,
+            ship_waiting=self.source.ship_waiting,
         )
-        self.stream = StreamToReplica(cast(Replicator, replicator), OTHER)
+        self.stream = StreamToReplica(cast(StreamPrimary, owner), OTHER)
 
     def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
         machine.opened(OTHER, held, 0.0)
