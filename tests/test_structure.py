@@ -60,9 +60,18 @@ PRODUCT = {module_name(path): path for path in MODULES if path.relative_to(ROOT)
 FACADE = "psdist"
 
 
-def imported(module: str, path: Path) -> set[str]:
-    """The modules of the product that a module imports when it runs."""
-    names = imports(module, parsed(path), package=path.name == "__init__.py")
+#: Import circles, those under ``TYPE_CHECKING`` included, that are yet to be broken. This list may only shrink.
+CIRCLES = (
+    {"psdist", "psdist.client.async_client", "psdist.client.context", "psdist.client.sync_client"},
+    {"psdist.chaos.injections", "psdist.chaos.run"},
+    {"psdist.torch.offloaded.layer", "psdist.torch.offloaded.turns"},
+    {"psdist_scheduler.snapshots.attempt", "psdist_scheduler.snapshots.worker_states"},
+)
+
+
+def imported(module: str, path: Path, *, with_typing: bool = False) -> set[str]:
+    """Return the modules of the product that a module imports. with_typing: include imports under ``TYPE_CHECKING``."""
+    names = imports(module, parsed(path), package=path.name == "__init__.py", with_typing=with_typing)
     found = {name if name in PRODUCT else name.rpartition(".")[0] for name in names}
     return {name for name in found if name in PRODUCT and not name.startswith("psdist.v1")} - {module}
 
@@ -142,8 +151,15 @@ def test_width_is_seen() -> None:
     assert isinstance(node, ast.ClassDef) and widths(node) == (2, 2)
 
 
+def test_imports_for_type_checkers_are_seen() -> None:
+    tree = ast.parse("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import psdist.types")
+    assert "psdist.types" in imports("a", tree, with_typing=True) - imports("a", tree)
+
+
 def test_modules_import_in_no_circle() -> None:
     assert not circles({module: imported(module, path) for module, path in PRODUCT.items() if module != FACADE})
+    found = circles({module: imported(module, path, with_typing=True) for module, path in PRODUCT.items()})
+    assert [circle for circle in found if not any(circle <= known for known in CIRCLES)] == []
 
 
 def test_folders_import_one_way() -> None:

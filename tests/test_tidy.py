@@ -108,9 +108,10 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(module: str, tree: ast.Module, *, package: bool = False) -> set[str]:
-    """Dotted names of all that a module imports, wherever in it; those for type checkers alone are no imports."""
-    typing_only = {id(inner) for node in ast.walk(tree) if _is_typing_block(node) for inner in ast.walk(node)}
+def imports(module: str, tree: ast.Module, *, package: bool = False, with_typing: bool = False) -> set[str]:
+    """Return the dotted names of all imports in a module. with_typing: include those under ``TYPE_CHECKING``."""
+    blocks = [] if with_typing else [node for node in ast.walk(tree) if _is_typing_block(node)]
+    typing_only = {id(inner) for node in blocks for inner in ast.walk(node)}
     found: set[str] = set()
     for node in ast.walk(tree):
         if id(node) in typing_only:
