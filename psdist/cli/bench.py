@@ -1,8 +1,8 @@
-"""``psdist bench``: what a training step costs on one's own cluster.
+"""``psdist bench``: the cost of a training step on the user's own cluster.
 
-Where a scheduler is named (a flag, or the environment of a launcher) it joins that run as a worker would; else it
-starts a cluster of its own on this machine. Several workers: ``psdist run --nproc-per-node 4 --no-python psdist bench``
-(the worker of rank 0 reports). The keys of the JSON form are stable.
+If a scheduler is named (a flag, or the environment of a launcher), it joins that run as a worker; otherwise it starts a
+cluster on this machine. Several workers: ``psdist run --nproc-per-node 4 --no-python psdist bench`` (the worker of rank
+0 reports). The keys of the JSON form are stable.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.types import WIRE_DTYPES
 
-#: Kernels that are in the cache are loaded sooner than that.
+#: Loading kernels from the cache takes less than this.
 _QUIET_SECONDS: Final = 3.0
 
 if TYPE_CHECKING:
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
 
 
 def command_line() -> CommandLine:
-    """The flags of ``psdist bench``."""
+    """Return the command line of ``psdist bench``."""
     return CommandLine(
         "psdist bench",
-        "Measures training steps: on the cluster of the environment or --scheduler, which waits for no other work, as "
-        "one of its workers; without one, on a cluster of its own on this machine.",
+        "Measures training steps: as a worker of the cluster that the environment or --scheduler names, which must be "
+        "idle; without one, on a separate cluster on this machine.",
         (
             Flag("--params", "elements of the model", integer(1), 25_000_000, "N"),
             Flag("--steps", "steps to measure", integer(1, 1_000_000), 20, "N"),
-            Flag("--wire-dtype", "how values travel: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
+            Flag("--wire-dtype", "dtype on the wire: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
                  "DTYPE"),
-            Flag("--compression", "of gradients: a codec's name; default: --wire-dtype", str, "", "NAME"),
-            Flag("--pull-compression", "of weights: a codec's name; default: --wire-dtype", str, "", "NAME"),
+            Flag("--compression", "codec of gradients (default: --wire-dtype)", str, "", "NAME"),
+            Flag("--pull-compression", "codec of weights (default: --wire-dtype)", str, "", "NAME"),
             Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
             Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
             Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
-            Flag("--copy", "plain calls with own arrays, instead of gradient buffers and weights read in place"),
-            Flag("--nservers", "servers, where it starts a cluster of its own", integer(1, 1024), 2, "N"),
+            Flag("--copy", "plain calls with separate arrays, instead of gradient buffers and weights read in place"),
+            Flag("--nservers", "servers, if it starts a cluster", integer(1, 1024), 2, "N"),
             SCHEDULER_FLAG,
             run_id_flag(),
             TOKEN_FILE_FLAG,
@@ -60,7 +60,7 @@ def command_line() -> CommandLine:
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Measures, and prints the result at rank 0; the exit status."""
+    """Measure, and print the result at rank 0; returns the exit status."""
     settings = BenchSettings(
         given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy, compression=given.compression,
         pull_compression=given.pull_compression,
@@ -96,20 +96,20 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
 
 
 def _compile_kernels() -> None:
-    """Compiles what is not in the cache: servers would do that beside the first steps, which are measured."""
+    """Compile kernels that are not in the cache. Otherwise servers would do so during the first, measured steps."""
     command = [sys.executable, "-m", "psdist_server.kernels"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as compiler:
         try:
             compiler.wait(_QUIET_SECONDS)
         except subprocess.TimeoutExpired:
-            text = "the kernels are compiled first, once on this machine, which may take half a minute"
+            text = "compiling kernels, once on this machine; this may take half a minute"
             print(stamped(text), file=sys.stderr, flush=True)
         if compiler.wait():
             raise subprocess.CalledProcessError(compiler.returncode, command)
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """The report for people."""
+    """Format the report for people."""
     own = f"{report['step_ms']:.2f} ms (fastest {report['fastest_ms']:.2f}, slowest {report['slowest_ms']:.2f})"
     moved = f"{report['bytes_per_step'] / 1e6:,.1f} MB a step, {report['gigabytes_per_second']:.2f} GB/s"
     what = f"{report['params']:,} parameters, {report['optimizer']}, {report['consistency']}, {report['wire_dtype']}"

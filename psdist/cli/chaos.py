@@ -1,6 +1,6 @@
 """``psdist chaos``: injects faults into real processes on this machine, and counts lost and repeated updates.
 
-Each run starts a scheduler, servers and workers of its own. ``--suite`` makes one run for each promise. Exit status 1
+Each run starts a separate scheduler, servers and workers. ``--suite`` makes one run for each promise. Exit status 1
 means that a promise was broken. The keys of the JSON form are stable.
 """
 
@@ -27,25 +27,25 @@ _PROGRAM = "psdist chaos"
 
 
 def command_line() -> CommandLine:
-    """The flags of ``psdist chaos``."""
+    """Return the command line of ``psdist chaos``."""
     from psdist.chaos.injections import FAULTS
 
     kinds = "; ".join(f"{name}: {fault.what}" for name, fault in FAULTS.items())
     return CommandLine(
         _PROGRAM,
-        "Injects faults into a run of its own on this machine, and counts lost and repeated updates.",
+        "Injects faults into a separate run on this machine, and counts lost and repeated updates.",
         (
-            Flag("--fault", "which fault (see below)", one_of(*FAULTS), "server-kill", "NAME"),
+            Flag("--fault", "fault to inject (see below)", one_of(*FAULTS), "server-kill", "NAME"),
             Flag("--kills", "number of faults, one after the other", integer(0, 100_000), 100, "N"),
             Flag("--consistency", "bsp, ssp or asp", one_of("bsp", "ssp", "asp"), "bsp", "NAME"),
             Flag("--nservers", "servers", integer(1, 64), 3, "N"),
             Flag("--nproc", "workers", integer(1, 64), 2, "N"),
             Flag("--replicas", "copies of each shard", integer(1, 3), 2, "R"),
-            Flag("--failure-timeout", "lease of servers, and of the workers that are frozen", seconds(0.05), 2.0,
+            Flag("--failure-timeout", "lease of servers, and of frozen workers", seconds(0.05), 2.0,
                  "SECONDS"),
-            Flag("--down", "how long a scheduler stays down and workers are busy; the longest that others are frozen "
-                 "or cut off", seconds(), 4.0, "SECONDS"),
-            Flag("--pace", "shortest time from one push to the next", seconds(), 0.002, "SECONDS"),
+            Flag("--down", "time for which a scheduler stays down and workers are busy; longest time for which others "
+                 "are frozen or cut off", seconds(), 4.0, "SECONDS"),
+            Flag("--pace", "shortest time between two pushes", seconds(), 0.002, "SECONDS"),
             Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
             Flag("--load", "busy processes for each core, beside the run", integer(0, 64), 0, "N"),
             Flag("--seed", "seed of targets and moments", integer(0), 0, "N"),
@@ -58,7 +58,7 @@ def command_line() -> CommandLine:
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Runs one case or the suite; the exit status."""
+    """Run one case or the suite; returns the exit status."""
     if given.nservers < given.replicas:
         raise ConfigurationError(f"--nservers {given.nservers} cannot hold --replicas {given.replicas} copies")
     return _suite(given) if given.suite else _single(given)
@@ -78,7 +78,7 @@ def _suite(given: Namespace) -> int:
     results = []
     for case in suite.CASES:
         if reason := case.missing():
-            _say(f"left out: {case.name}: {reason}")
+            _say(f"skipped {case.name}: {reason}")
             continue
         _say(f"== {case.name}: {case.target}")
         results.append(suite.Result(case, _run(case.settings(_settings(given)))))
@@ -93,7 +93,7 @@ def _run(settings: ChaosSettings) -> ChaosReport:
     from psdist.chaos.run import ChaosRun
 
     async def run() -> ChaosReport:
-        # The run is cancelled, so that it removes its processes and its network.
+        # Cancel the run, so that it removes its processes and its network.
         task = asyncio.create_task(ChaosRun(settings, _say).run())
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
         return await task

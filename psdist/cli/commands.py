@@ -2,7 +2,7 @@
 
 A command is a module, or a ``Leaf`` within one, with the same two functions: ``command_line()``, its flags, and
 ``run(given, environ)``, which returns the exit status. A module is imported only when its command is called, and
-``run`` imports grpc, numpy and rich only where it needs them, so that ``psdist run`` starts at once.
+``run`` imports grpc, numpy and rich only if it needs them, so that ``psdist run`` starts fast.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ T = TypeVar("T")
 
 
 class Leaf(NamedTuple):
-    """A command that has no module of its own."""
+    """A command without a module of its own."""
 
     command_line: Callable[[], CommandLine]
     run: Callable[[Namespace, Mapping[str, str]], int]
 
 
 class Command(NamedTuple):
-    """A row of a group: how the command is written, one line about it, and what gives its module, Leaf or Group."""
+    """A row of a group: usage, one line of help, and a function that returns the command's module, Leaf or Group."""
 
     usage: str
     help: str
@@ -46,7 +46,7 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Commands that are called by ``program`` and a word. aliases: other words for some of them."""
+    """Commands that are called by ``program`` and a word. aliases: alternative words for some of them."""
 
     program: str
     description: str
@@ -55,7 +55,7 @@ class Group:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Runs the command that ``argv`` names, and returns its exit status. A wrong name ends the program."""
+        """Run the command that ``argv`` names, and return its exit status. A wrong name ends the program."""
         word = argv[0] if argv else ""
         if word in ("", "-h", "--help", "help"):
             print(self._help(), file=sys.stdout if word else sys.stderr)
@@ -75,8 +75,8 @@ class Group:
 
 
 def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a command's module or Leaf. Wrong input, and every error of psdist, ends the program with a message and the
-    exit status that belongs to it."""
+    """Run a command's module or Leaf. Wrong input, and every error of psdist, ends the program with a message and the
+    matching exit status."""
     line: CommandLine = command.command_line()
     given = line.parse(argv, environ)
     try:
@@ -95,7 +95,7 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def show(form: str, result: T, table: Callable[[T], None]) -> None:
-    """Prints a result: as JSON where ``form`` is "json", else by ``table``."""
+    """Print a result: as JSON if ``form`` is "json", else by ``table``."""
     if form == "json":
         print(json.dumps(result, indent=2))
     else:
@@ -103,5 +103,5 @@ def show(form: str, result: T, table: Callable[[T], None]) -> None:
 
 
 def values(source: object, *names: str) -> dict[str, Any]:
-    """Attributes by name, for a JSON form in which they are called as in ``source``."""
+    """Return attributes by name, for a JSON form whose keys are the attribute names."""
     return {name: getattr(source, name) for name in names}

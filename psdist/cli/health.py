@@ -1,8 +1,8 @@
 """A probe for container engines: asks the standard gRPC health service of a scheduler or a server whether it serves.
 
 ``python -m psdist.cli.health HOST:PORT [SECONDS] [SERVICE]`` exits with 0 if it does, with 69 if it does not or nobody
-answers in time (3 s). SERVICE is psdist.live (start the process again if not), psdist.ready (it is in use), or left out
-(it takes calls). It needs no token and prints one line. The synchronous grpc is enough for one call and starts faster
+answers in time (3 s). SERVICE is psdist.live (restart the process if not), psdist.ready (it is in use), or omitted (it
+accepts calls). It needs no token and prints one line. The synchronous grpc is enough for one call and starts faster
 than a loop.
 """
 
@@ -21,14 +21,14 @@ _USAGE: Final = "usage: python -m psdist.cli.health HOST:PORT [SECONDS] [SERVICE
 
 
 def probe(address: str, timeout_seconds: float = TIMEOUT_SECONDS, service: str = "") -> str:
-    """``SERVING``, another state's name, or why there was no answer from ``address`` (host:port).
+    """Return ``SERVING``, another state's name, or why ``address`` (host:port) did not answer.
 
     service: the name that the health service is asked for; empty for the process.
     """
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    # A probe is answered by who listens here, never by a proxy that a variable names.
+    # Probe the process that listens here, never a proxy that a variable names.
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             request = health_pb2.HealthCheckRequest(service=service)
@@ -41,7 +41,7 @@ def probe(address: str, timeout_seconds: float = TIMEOUT_SECONDS, service: str =
 
 
 def main(argv: Sequence[str]) -> int:
-    """Probes, prints, and returns the exit status."""
+    """Probe, print, and return the exit status."""
     try:
         address, service = argv[0], argv[2] if argv[2:] else ""
         timeout_seconds = float(argv[1]) if argv[1:] else TIMEOUT_SECONDS

@@ -35,22 +35,22 @@ PSDIST: Final = Group(
     (
         Command("run", "scheduler, servers and workers on this machine: psdist run --nproc-per-node 2 train.py",
                 lambda: import_module("psdist.cli.run")),
-        Command("status", "what a run is doing",
+        Command("status", "show the state of a run",
                 lambda: import_module("psdist.cli.status")),
         Command("snapshot", "save, list, show, verify, export or delete snapshots of a run",
                 lambda: import_module("psdist.cli.snapshot").SNAPSHOT),
-        Command("scale", "more or fewer servers or workers while a run trains: psdist scale servers 3",
+        Command("scale", "add or remove servers or workers while a run trains: psdist scale servers 3",
                 lambda: import_module("psdist.cli.servers").SCALE),
         Command("drain", "move everything away from a server: psdist drain server-1",
                 lambda: import_module("psdist.cli.servers").DRAIN),
-        Command("bench", "what a training step costs, on a cluster or on this machine",
+        Command("bench", "measure the cost of a training step, on a cluster or on this machine",
                 lambda: import_module("psdist.cli.bench")),
-        Command("chaos", "inject faults into a run of its own and count what was lost",
+        Command("chaos", "inject faults into a separate run and count lost updates",
                 lambda: import_module("psdist.cli.chaos")),
         Command("warmup", "compile the kernels ahead of the first run on this machine",
                 lambda: Leaf(lambda: CommandLine("psdist warmup", "Compiles all kernels, once on a machine. "
-                             "Servers and workers do it by themselves where this was not called.", ()), _warm_up)),
-        Command("version", "the version of psdist",
+                             "Servers and workers compile those that are missing.", ()), _warm_up)),
+        Command("version", "print the version of psdist",
                 lambda: Leaf(lambda: CommandLine("psdist version", "Prints the version.", ()), _version)),
     ),
     "On several machines: psdist-scheduler, psdist-server and psdist-worker. Each command has --help.",
@@ -83,7 +83,7 @@ def worker() -> NoReturn:
 
 
 def _become(module: str, arguments: Sequence[str]) -> NoReturn:
-    # The programs are import roots of their own, which psdist never imports.
+    # psdist never imports the programs' packages.
     from psdist.launch.plan import program
 
     os.execv(sys.executable, [*program(module), *arguments])
@@ -108,7 +108,7 @@ def _end(command: Callable[[], int]) -> NoReturn:
         try:
             stream.flush()
         except OSError:
-            # Without this, Python complains once more when it closes the stream, and changes the status.
+            # Otherwise Python reports the error again when it closes the stream, and changes the status.
             discard(stream)
     raise SystemExit(status)
 

@@ -32,16 +32,16 @@ from psdist.wire.limits import REPLICAS_MAX
 SCRIPT_USAGE = "script.py [script arguments]"
 
 EPILOG = (
-    "Flags come before the script; what follows it is the script's. --some-flag can also be set by PSDIST_SOME_FLAG. "
+    "Flags come before the script; arguments after it are the script's. PSDIST_SOME_FLAG also sets --some-flag. "
     "Exit status: the script's; 128+n for signal n; 2 wrong use; 65 a script never connected; 69 no scheduler, or "
-    "a storage that cannot be read or written; 70 what a dead server held is lost; 74 the scripts succeeded, but the "
-    "snapshot at the end failed (only where --storage-path is given); 78 a script gave psdist wrong settings or "
-    "arguments. The same command with the same --run-id resumes from the newest snapshot."
+    "a storage that cannot be read or written; 70 the state of a dead server is lost; 74 the scripts succeeded, but "
+    "the snapshot at the end failed (only with --storage-path); 78 a script passed wrong settings or arguments to "
+    "psdist. The same command with the same --run-id resumes from the newest snapshot."
 )
 
 
 def processes(value: str) -> int:
-    """torchrun's --nproc-per-node: a number, or ``auto`` or ``cpu`` for the cores this process may use."""
+    """Convert torchrun's --nproc-per-node: a number, or ``auto`` or ``cpu`` for the cores this process may use."""
     if value in ("auto", "cpu"):
         return len(os.sched_getaffinity(0))
     if value == "gpu":
@@ -50,7 +50,7 @@ def processes(value: str) -> int:
 
 
 def signal_numbers(value: str) -> tuple[int, ...]:
-    """Signals by name, separated by commas."""
+    """Convert signal names, separated by commas."""
     numbers = []
     for name in value.split(","):
         try:
@@ -64,13 +64,13 @@ def signal_numbers(value: str) -> tuple[int, ...]:
 
 
 def script_flags() -> tuple[Flag, ...]:
-    """Flags that ``psdist run`` and ``psdist-worker`` share, spelled as torchrun spells them."""
+    """Return the flags that ``psdist run`` and ``psdist-worker`` share, spelled as torchrun spells them."""
     workers = grouped(
         "workers",
         Flag("--nproc-per-node", "workers on this machine: a number, auto or cpu", processes, 1, "N",
              variables=torchrun("nproc-per-node")),
-        Flag("--max-restarts", "restarts of each worker whose script fails; wrong settings or arguments of psdist are "
-             "not tried again", integer(0), 3, "N",
+        Flag("--max-restarts", "restarts of each worker whose script fails; none after wrong settings or arguments of "
+             "psdist", integer(0), 3, "N",
              variables=torchrun("max-restarts")),
         Flag("--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, "SECONDS",
              variables=torchrun("monitor-interval")),
@@ -84,7 +84,7 @@ def script_flags() -> tuple[Flag, ...]:
     )  # fmt: skip
     timeouts = grouped(
         TIMEOUTS_TITLE,
-        Flag("--stop-timeout", "longest wait for workers that were told to stop", seconds(), STOP_TIMEOUT_SECONDS,
+        Flag("--stop-timeout", "longest wait for workers to end after SIGTERM", seconds(), STOP_TIMEOUT_SECONDS,
              "SECONDS"),
         Flag("--start-timeout", "longest wait for the scheduler, by this program and by scripts", seconds(),
              START_TIMEOUT_SECONDS, "SECONDS"),
@@ -93,19 +93,19 @@ def script_flags() -> tuple[Flag, ...]:
         "output",
         Flag("--role", "name of the workers in the prefix of their lines", text, "worker", "NAME",
              variables=torchrun("role")),
-        Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and what scripts "
-             "report to metrics.jsonl", Path, None, "DIR",
+        Flag("--log-dir", "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and metrics that "
+             "scripts report to metrics.jsonl", Path, None, "DIR",
              variables=torchrun("log-dir")),
         Flag("--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams,
              {}, "N", "-r", torchrun("redirects")),
         Flag("--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", "-t",
              torchrun("tee")),
-        Flag("--tensorboard", "write TensorBoard files of what scripts report to DIR/RUN_ID (pip install "
+        Flag("--tensorboard", "write TensorBoard files of reported metrics to DIR/RUN_ID (pip install "
              "tensorboardX)", Path, None, "DIR"),
-        Flag("--progress", "a line of what scripts report: auto (in place on a terminal), plain or off",
+        Flag("--progress", "progress line of reported metrics: auto (in place on a terminal), plain or off",
              one_of(*get_args(ProgressName)), "auto", "HOW"),
-        Flag("--metrics-interval", "what scripts report is added up for so long", seconds(), METRICS_INTERVAL_SECONDS,
-             "SECONDS"),
+        Flag("--metrics-interval", "interval over which reported metrics are aggregated", seconds(),
+             METRICS_INTERVAL_SECONDS, "SECONDS"),
         Flag("--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
              variables=torchrun("local-ranks-filter")),
     )  # fmt: skip
@@ -113,7 +113,7 @@ def script_flags() -> tuple[Flag, ...]:
 
 
 def local_flags() -> tuple[Flag, ...]:
-    """Flags for what ``psdist run`` starts besides the workers."""
+    """Return the flags for the processes that ``psdist run`` starts besides the workers."""
     return (
         run_id_flag("name of the run (default: the time and a random number)"),
         *grouped(
@@ -123,8 +123,8 @@ def local_flags() -> tuple[Flag, ...]:
                  integer(1, REPLICAS_MAX), 1, "N"),
             Flag("--kernel-threads", "threads of each server (default: the cores divided by --nservers)",
                  integer(1, 1024), None, "N"),
-            Flag("--server-device", "where servers have weights and the optimizer's state: cpu, cuda or cuda:N. "
-                 "Several, with commas between them, are taken in turn", devices_text, ("cpu",), "NAMES",
+            Flag("--server-device", "device of weights and optimizer state: cpu, cuda or cuda:N. A comma-separated "
+                 "list is assigned to servers round-robin", devices_text, ("cpu",), "NAMES",
                  shown_default="cpu"),
         ),
         *timeout_flags(),
@@ -134,7 +134,7 @@ def local_flags() -> tuple[Flag, ...]:
 
 
 def command_line() -> CommandLine:
-    """The flags of ``psdist run``."""
+    """Return the command line of ``psdist run``."""
     return CommandLine(
         "psdist run",
         "Trains on this machine: starts a scheduler, servers, and workers that run the script.",
@@ -146,7 +146,7 @@ def command_line() -> CommandLine:
 
 
 def script_options(given: Namespace) -> ScriptOptions:
-    """The parsed ``script_flags``. Raises ConfigurationError for flags that exclude each other."""
+    """Return the parsed ``script_flags``. Raises ConfigurationError for flags that exclude each other."""
     if given.log_dir is None and any((given.redirects | given.tee).values()):
         raise ConfigurationError("-r/--redirects and -t/--tee write files: say where with --log-dir DIR")
     if given.module and given.no_python:
@@ -168,11 +168,11 @@ def script_options(given: Namespace) -> ScriptOptions:
 
 
 def local_options(given: Namespace) -> LocalOptions:
-    """The parsed flags of ``psdist run`` as its options. Raises ConfigurationError."""
+    """Return the parsed flags of ``psdist run`` as its options. Raises ConfigurationError."""
     if given.nservers < given.replicas:
         raise ConfigurationError(
             f"--replicas {given.replicas} needs at least as many servers, not --nservers {given.nservers}: copies of a "
-            "shard lie on different servers"
+            "shard are on different servers"
         )
     return LocalOptions(
         script=script_options(given),
@@ -191,15 +191,15 @@ def local_options(given: Namespace) -> LocalOptions:
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Trains on this machine; the exit status."""
+    """Train on this machine; returns the exit status."""
     options = local_options(given)
     hint_misplaced(command_line(), given)
     return run_local(options, environ)
 
 
 def hint_misplaced(line: CommandLine, given: Namespace) -> None:
-    """Says which of the launcher's flags stand after the script, where they have no effect."""
+    """Report launcher flags that stand after the script, where they have no effect."""
     if found := line.misplaced(given.command):
         hint = f"{', '.join(found)} after {given.command[0]} went to the script; flags come before it"
-        with suppress(OSError):  # It is no reason not to train.
+        with suppress(OSError):  # Train even if the hint cannot be printed.
             print(f"{line.program}: hint: {hint}", file=sys.stderr, flush=True)

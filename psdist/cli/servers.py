@@ -1,8 +1,8 @@
 """``psdist scale servers N``, ``psdist scale workers N`` and ``psdist drain SERVER``, while a run trains.
 
-The launcher of ``psdist run`` starts those that are missing; elsewhere the output says how to. Surplus servers are
-drained: everything is moved away from them first, so that nothing is lost. Surplus workers end after their push. All
-commands may be interrupted and repeated, since the scheduler remembers what was asked for. The keys of their JSON forms
+The launcher of ``psdist run`` starts missing servers and workers; without one, the output says how to. Surplus servers
+are drained: everything is moved away from them first, so that nothing is lost. Surplus workers end after their push.
+All commands may be interrupted and repeated, since the scheduler remembers the request. The keys of their JSON forms
 are stable.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from psdist.v1.scheduler_pb2 import DrainResponse, ScaleRequest
 
 
-#: A launcher is awaited so long.
+#: Longest wait for a launcher to connect.
 _LAUNCHER_SECONDS: Final = 4.0
 
 
@@ -33,9 +33,9 @@ _LAUNCHER_SECONDS: Final = 4.0
 def _scale_line() -> CommandLine:
     return CommandLine(
         "psdist scale",
-        "Changes how many servers or workers a run has. Training goes on meanwhile: shards move to new servers, and "
-        "away from surplus ones; new workers join at a later step, and surplus ones end after their push. The number "
-        "of workers is that of the launcher, psdist run: those of psdist-worker do not count, and end by themselves.",
+        "Changes the number of servers or workers while the run trains. Shards move to new servers, and away from "
+        "surplus ones; new workers join at a later step, and surplus ones end after their push. Only workers of the "
+        "launcher, psdist run, are counted and stopped, not those of psdist-worker.",
         target_flags(),
         words=("servers|workers", "N"),
         epilog="Examples: psdist scale servers 3; psdist scale workers 4",
@@ -53,8 +53,8 @@ def _scale(given: Namespace, environ: Mapping[str, str]) -> int:
     target, request = find_target(given, environ), _request(what, wanted)
     answer = _ask_to_scale(target, given.timeout, request)
     launchers, until = answer.launchers, time.monotonic() + _LAUNCHER_SECONDS
-    while not launchers and time.monotonic() < until:  # It begins to watch some seconds after its run does.
-        time.sleep(0.25)  # Nothing tells this command when it does.
+    while not launchers and time.monotonic() < until:  # It starts watching some seconds after its run starts.
+        time.sleep(0.25)  # No event announces it to this command.
         launchers = _ask_to_scale(target, given.timeout, request).launchers
     if what == "workers":
         report = {"workers_wanted": wanted, "workers_before": answer.workers_before, "launchers": launchers}
@@ -83,7 +83,7 @@ def _request(what: str, wanted: int) -> ScaleRequest:
 
 
 def _workers(report: Mapping[str, Any], target: SchedulerChoice) -> str:
-    """The report of ``psdist scale workers`` for people."""
+    """Format the report of ``psdist scale workers`` for people."""
     before, wanted = report["workers_before"], report["workers_wanted"]
     line = f"workers: {before} in the run, {wanted} wanted of its launcher"
     if report["launchers"]:
@@ -95,7 +95,7 @@ def _workers(report: Mapping[str, Any], target: SchedulerChoice) -> str:
 
 
 def sentences(report: Mapping[str, Any], target: SchedulerChoice) -> str:
-    """The report of ``psdist scale`` for people."""
+    """Format the report of ``psdist scale`` for people."""
     wanted, drained, missing = report["servers_wanted"], ", ".join(report["drained"]), report["missing"]
     lines = [f"servers: {report['servers_before']} before, {wanted} wanted"]
     if missing and report["launchers"]:
@@ -121,7 +121,7 @@ SCALE: Final = Leaf(_scale_line, _scale)
 def _drain_line() -> CommandLine:
     return CommandLine(
         "psdist drain",
-        "Moves everything away from a server while training goes on. Ends when the server holds nothing and may be "
+        "Moves everything away from a server while training continues. Ends when the server is empty and may be "
         "stopped; under psdist run the launcher stops it.",
         target_flags(),
         words=("SERVER",),

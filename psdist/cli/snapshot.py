@@ -1,8 +1,8 @@
 """``psdist snapshot``: takes a snapshot of a run, and lists, shows, verifies, exports and deletes those in a storage.
 
 Only ``save`` needs a run: the others read a directory or a URL. Results go to standard output, progress and warnings to
-standard error. Exit status 1 means that something is corrupt, missing, or cannot be read. The keys of the JSON forms
-are stable.
+standard error. Exit status 1 means that something is corrupt, missing, or unreadable. The keys of the JSON forms are
+stable.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _NAME: Final = Flag(
 
 
 def file_size(value: str) -> int:
-    """Bytes of ``5GB``, ``500 MiB`` or ``1000``."""
+    """Return the bytes of ``5GB``, ``500 MiB`` or ``1000``."""
     found = _SIZE.fullmatch(value.strip())
     if found is None or (found[3] and not found[2]):
-        raise ValueError(f"{value!r:.40} is no size: write 5GB, 500MiB or a number of bytes")
+        raise ValueError(f"{value!r:.40} is not a size: write 5GB, 500MiB or a number of bytes")
     power = " kmgt".index(found[2].lower()) if found[2] else 0
     size = int(float(found[1]) * (1024 if found[3] else 1000) ** power)
     if size < 1:
@@ -62,8 +62,8 @@ def file_size(value: str) -> int:
 
 @contextmanager
 def _progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that takes the bytes that are done, and all bytes. It shows a bar with the label ``what`` on
-    standard error, if that is a terminal."""
+    """Yield a function that takes the bytes done and the total. It shows a bar labelled ``what`` on standard error, if
+    that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -124,7 +124,7 @@ async def _verify(given: Namespace) -> int:
 
 
 async def _verify_one(storage: Storage, one: Any) -> dict[str, Any] | None:
-    """What is found; None where the run deleted it meanwhile."""
+    """Return the result for one snapshot; None if the run deleted it meanwhile."""
     values = snapshot_table.record(one)
     error = values["error"]
     if isinstance(one, Unreadable):
@@ -188,7 +188,7 @@ async def _delete(given: Namespace) -> int:
 
 
 def _beyond(records: Sequence[Any], keep_last: int) -> Sequence[Any]:
-    """Those of ``records`` (the newest first) that are older than the newest ``keep_last`` readable ones."""
+    """Return those of ``records`` (the newest first) that are older than the newest ``keep_last`` readable ones."""
     readable = [at for at, record in enumerate(records) if not isinstance(record, Unreadable)]
     if keep_last > len(readable):
         return ()
@@ -197,7 +197,7 @@ def _beyond(records: Sequence[Any], keep_last: int) -> Sequence[Any]:
 
 def _confirm(question: str) -> None:
     if not sys.stdin.isatty():
-        raise ConfigurationError("nobody can be asked whether they may be deleted: add --yes")
+        raise ConfigurationError("standard input is not a terminal, so the deletion cannot be confirmed: add --yes")
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise SystemExit(FAILURE)
@@ -209,12 +209,12 @@ def _confirm(question: str) -> None:
 def _open(given: Namespace) -> Storage:
     place = storage_text(given.words[0])
     if not place:
-        raise ConfigurationError(f"{given.words[0]!r:.80} is no storage: name a directory or a URL")
+        raise ConfigurationError(f"{given.words[0]!r:.80} is not a storage: name a directory or a URL")
     return open_storage(place)
 
 
 def _matches(given: Namespace, one: Any) -> bool:
-    """Whether a commit record, readable or not, is among those that the flags name."""
+    """Return True if the flags select a commit record, readable or not."""
     steps = getattr(one, "steps", {})
     name = getattr(one, "directory", "")
     if given.step is not None and given.step not in steps.values():
@@ -223,7 +223,7 @@ def _matches(given: Namespace, one: Any) -> bool:
 
 
 async def _records(storage: Storage, given: Namespace) -> list[Any]:
-    """The commit records that the flags name; of a step only the newest. Raises UnknownSnapshotError."""
+    """Return the commit records that the flags select; of a step only the newest. Raises UnknownSnapshotError."""
     found = await reader.commits(storage)
     chosen = [one for one in found if _matches(given, one)]
     if not chosen:
@@ -232,10 +232,10 @@ async def _records(storage: Storage, given: Namespace) -> list[Any]:
 
 
 async def _choose(storage: Storage, given: Namespace) -> CommittedSnapshot:
-    """The newest snapshot that the flags name and that is complete; newer ones that are not are told."""
+    """Return the newest complete snapshot that the flags select. Newer incomplete ones are reported."""
     async for found in reader.usable(storage, where=lambda commit: _matches(given, commit)):
         for skipped in found.skipped:
-            print(f"psdist: warning: passed over: {skipped}", file=sys.stderr, flush=True)
+            print(f"psdist: warning: skipped an unusable snapshot: {skipped}", file=sys.stderr, flush=True)
         return found
     raise _nothing(storage, given, await reader.commits(storage))
 
@@ -252,7 +252,7 @@ def _nothing(storage: Storage, given: Namespace | None = None, found: Sequence[A
 
 
 def _runs_below(url: str) -> list[str]:
-    """Names of directories in a local directory that have snapshots."""
+    """Return the names of directories in a local directory that have snapshots."""
     if "://" in url or not Path(url).is_dir():
         return []
     return sorted(path.parent.name for path in Path(url).glob("*/commits") if path.is_dir())
@@ -268,7 +268,7 @@ def _offline(
     *flags: Flag,
     epilog: str = " ",
 ) -> Leaf:
-    """A command that needs a storage only."""
+    """Return a command that needs a storage only."""
     line = CommandLine(f"{_PROGRAM} {name}", description, flags, words=("STORAGE",), epilog=epilog)
     return Leaf(lambda: line, lambda given, environ: asyncio.run(command(given)))
 
@@ -287,10 +287,10 @@ def _export_leaf() -> Leaf:
              one_of(*export.FORMATS), None, "FORMAT", twin=False),
         Flag("--dtype", f"dtype of floating-point tensors: {', '.join(export.DTYPES)} (default: each one's own)",
              one_of(*export.DTYPES), None, "DTYPE", twin=False),
-        Flag("--parameters", "only these, by name, separated by commas", text, "", "NAMES", twin=False),
-        Flag("--max-file-size", "begin another file past this size, such as 500MiB (default 5GB)", file_size, None,
+        Flag("--parameters", "only these parameter sets, by name, separated by commas", text, "", "NAMES", twin=False),
+        Flag("--max-file-size", "start another file past this size, such as 500MiB (default 5GB)", file_size, None,
              "SIZE", twin=False),
-        Flag("--overwrite", "replace files that are there", twin=False),
+        Flag("--overwrite", "replace existing files", twin=False),
         replace(_FORMAT, name="--report"),
         epilog="Example: psdist snapshot export psdist-runs/digits --out model.safetensors --dtype bfloat16",
     )  # fmt: skip
@@ -300,25 +300,24 @@ SNAPSHOT: Final = Group(
     _PROGRAM,
     "Snapshots of a run. STORAGE is the --storage-path of psdist run: a directory or a URL (s3://, gs://, az://).",
     (
-        Command("save", "take one of a run that is training, now", lambda: Leaf(
+        Command("save", "take a snapshot of a training run now", lambda: Leaf(
             lambda: CommandLine(
                 f"{_PROGRAM} save",
-                "Takes a snapshot of a run that is training, and waits until it is committed. Training goes on "
-                "meanwhile.",
+                "Takes a snapshot of a run and waits until it is committed. Training continues meanwhile.",
                 target_flags(),
             ),
             _save,
         )),
-        Command("list STORAGE", "what there is, the newest first", lambda: _offline(
+        Command("list STORAGE", "list the committed snapshots, the newest first", lambda: _offline(
             "list", "Lists the committed snapshots, the newest first.", _list, _FORMAT,
         )),
-        Command("show STORAGE", "what is in one: parameters, tensors, data sets, settings", lambda: _offline(
-            "show", "Shows what is in a snapshot.", _show, _STEP, _NAME, _FORMAT,
+        Command("show STORAGE", "show the content of one: parameters, tensors, data sets, settings", lambda: _offline(
+            "show", "Shows the content of a snapshot.", _show, _STEP, _NAME, _FORMAT,
         )),
         Command("verify STORAGE", "read every byte of every snapshot", lambda: _offline(
             "verify",
-            "Reads every byte of every snapshot, or of one, and compares it with what was written. Exit status 1: a "
-            "file is corrupt or missing, and its name is told; or there is no snapshot.",
+            "Reads every byte of every snapshot, or of one, and compares it with the recorded digests. Exit status 1: "
+            "a file, which is named, is corrupt or missing; or there is no snapshot.",
             _verify, _STEP, _NAME, _FORMAT,
         )),
         Command("export STORAGE", "weights as safetensors, npz or torch files: --out model.safetensors", _export_leaf),
@@ -326,10 +325,10 @@ SNAPSHOT: Final = Group(
             "delete",
             "Removes snapshots: its commit record first, then its files.",
             _delete, _STEP, _NAME,
-            Flag("--keep-last", "all but so many of the newest", integer(0), None, "N", twin=False),
+            Flag("--keep-last", "all but this number of the newest", integer(0), None, "N", twin=False),
             Flag("--yes", "do not ask", twin=False),
             _FORMAT,
-            epilog="Not for snapshots that a run that is training may go back to: its newest.",
+            epilog="Do not delete the newest snapshot of a training run: it may have to roll back to it.",
         )),
     ),
     "Each command has --help. Unless flags name a snapshot, show and export take the newest.",

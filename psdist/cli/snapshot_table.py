@@ -23,7 +23,8 @@ _SHOWN_TENSORS = 40
 
 
 def record(one: CommitRecord | Unreadable) -> dict[str, Any]:
-    """A commit record; ``error`` says why it cannot be used, empty where it can. Times in seconds, sizes in bytes."""
+    """Return a commit record. ``error`` says why it cannot be used, and is empty if it can. Times are in seconds, sizes
+    in bytes."""
     if isinstance(one, Unreadable):
         return {"sequence": one.sequence, "path": one.path, "error": one.error.message}
     names = ("bytes", "time", "seconds", "reason", "epoch", "manifest_digest")
@@ -37,7 +38,7 @@ def record(one: CommitRecord | Unreadable) -> dict[str, Any]:
 
 
 def described(found: CommittedSnapshot) -> dict[str, Any]:
-    """A snapshot and what is in it."""
+    """Return a snapshot and its content."""
     manifest = found.manifest
     return record(found.commit) | {
         **values(manifest, "psdist_version", "format"),
@@ -72,7 +73,7 @@ def _parameters(state: ParametersState) -> dict[str, Any]:
 
 
 def show_list(records: list[dict[str, Any]]) -> None:
-    """The list of snapshots."""
+    """Print the list of snapshots."""
 
     def row(one: dict[str, Any]) -> list[str | Text]:
         if one["error"]:
@@ -83,12 +84,12 @@ def show_list(records: list[dict[str, Any]]) -> None:
 
 
 def show_one(one: dict[str, Any]) -> None:
-    """A snapshot with its content."""
+    """Print a snapshot with its content."""
     console = make_console()
     console.print(Text(f"{one['directory']}: run {one['run_id']}, step {steps(one['steps'])}", style="bold"))
     taken = f"taken {moment(one['time'])} ({one['reason']}) in {one['seconds']:.1f} s, {size(one['bytes'])}"
     console.print(Text(f"number {one['sequence']}, {taken}, psdist {one['psdist_version']}, format {one['format']}"))
-    # No workers are left when the last snapshot of a run is taken.
+    # 0 workers: none are left when the last snapshot of a run is taken.
     settings = [f"{name} {value}" for name, value in sorted(one["configuration"].items()) if str(value) != "0"]
     if settings:
         console.print(Text(", ".join(settings)))
@@ -103,7 +104,7 @@ def show_one(one: dict[str, Any]) -> None:
 
 
 def show_verified(report: dict[str, Any]) -> None:
-    """What became of each snapshot that was verified."""
+    """Print the result for each snapshot that was verified."""
     console = make_console()
     for one in report["snapshots"]:
         if one["ok"]:
@@ -113,7 +114,7 @@ def show_verified(report: dict[str, Any]) -> None:
 
 
 def show_exported(report: dict[str, Any]) -> None:
-    """What was written."""
+    """Print the files that were written."""
     console = make_console()
     for file in report["files"]:
         console.print(Text(file))
@@ -127,7 +128,7 @@ def show_exported(report: dict[str, Any]) -> None:
 
 
 def show_deleted(report: dict[str, Any]) -> None:
-    """What is no more."""
+    """Print the snapshots that were deleted."""
     for name in report["deleted"]:
         print(f"deleted {name}")
     if not report["deleted"]:

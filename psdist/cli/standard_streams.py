@@ -1,7 +1,7 @@
-"""Standard input, output and error of a program: those that its caller has closed, and errors of writing them.
+"""Standard input, output and error of a program: streams closed by its caller, and errors of writing them.
 
-Cron wrappers and daemons start programs with closed streams. What such a program opens first would get the numbers 0
-to 2, and be read and written as if it were a standard stream.
+Cron wrappers and daemons start programs with closed streams. The first files that such a program opens would get the
+numbers 0 to 2, and be read and written as if they were standard streams.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class UnwritableError(OSError):
 
 
 class _Stream(io.TextIOWrapper):
-    """A standard stream that raises UnwritableError, and BrokenPipeError where its reader is gone."""
+    """A standard stream that raises UnwritableError, or BrokenPipeError if its reader is gone."""
 
     def __init__(self, stream: io.TextIOWrapper, title: str) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class _Stream(io.TextIOWrapper):
             write_through=stream.write_through,
         )
         self._title = title
-        # A stream that nobody refers to closes the buffer, which is now shared.
+        # An unreferenced stream would close the buffer, which is now shared.
         self._replaced = stream
 
     def write(self, text: str, /) -> int:
@@ -50,7 +50,7 @@ class _Stream(io.TextIOWrapper):
 
 
 def open_closed_streams() -> None:
-    """Opens /dev/null in place of each closed standard stream. A program calls it before it opens anything."""
+    """Open /dev/null in place of each closed standard stream. A program calls it before it opens anything."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
@@ -59,7 +59,7 @@ def open_closed_streams() -> None:
             if opened != descriptor:
                 os.dup2(opened, descriptor)
                 os.close(opened)
-            # Programs that take this one's place have it, too.
+            # A program that replaces this one by exec inherits it.
             os.set_inheritable(descriptor, True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
@@ -70,7 +70,7 @@ def open_closed_streams() -> None:
 
 
 def tell_errors_apart() -> None:
-    """From now on errors of writing standard output and error are UnwritableErrors, unlike those of other files."""
+    """Raise errors of writing standard output and error as UnwritableError from now on, unlike those of other files."""
     sys.stdout = _watched(sys.stdout, "standard output")
     sys.stderr = _watched(sys.stderr, "standard error")
 

@@ -1,4 +1,4 @@
-"""``psdist status``: shows what a run's scheduler reports, as tables or as JSON.
+"""``psdist status``: shows a scheduler's report on its run, as tables or as JSON.
 
 Without ``--scheduler`` the run is the one of the environment, else the one that runs on this machine. The keys of the
 JSON form are those of ``as_json``, and stable.
@@ -26,16 +26,16 @@ _WATCH_SECONDS: Final = 1.0
 
 
 def command_line() -> CommandLine:
-    """The flags of ``psdist status``."""
+    """Return the command line of ``psdist status``."""
     return CommandLine(
         "psdist status",
-        "Shows what a run is doing. Without flags: the run on this machine.",
+        "Shows the state of a run. Without flags: the run on this machine.",
         (*target_flags(), Flag("--watch", "show it again every second, until Ctrl-C", twin=False)),
     )
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Prints the status, with --watch every second; the exit status."""
+    """Print the status, with --watch every second; returns the exit status."""
     target = find_target(given, environ)
     if not given.watch:
         _print(given.format, fetch(target, given.timeout))
@@ -52,13 +52,13 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _watch(target: SchedulerChoice, timeout_seconds: float) -> int:
-    """Shows the status on a terminal until Ctrl-C. A scheduler that does not answer any more may be starting again: the
-    last status stays, with that above it."""
+    """Show the status on a terminal until Ctrl-C. If the scheduler stops answering, it may be restarting: the last
+    status stays, below a notice."""
     from psdist.cli.status_screen import Screen
 
     answer: scheduler_pb2.GetStatusResponse | None = fetch(target, timeout_seconds)
     since = time.monotonic()
-    # Without this SIGTERM would leave the terminal on its alternate screen.
+    # Otherwise SIGTERM would leave the terminal on its alternate screen.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(SIGNAL_BASE + number))
     try:
         with Screen() as screen:
@@ -86,7 +86,8 @@ def _print(form: str, answer: scheduler_pb2.GetStatusResponse) -> None:
 
 
 def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetStatusResponse:
-    """The scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's error."""
+    """Return the scheduler's answer. Raises SchedulerUnreachableError, which says what was tried, or the scheduler's
+    error."""
     with time_limit(target, timeout_seconds):
         from psdist.v1 import scheduler_pb2
 
@@ -101,7 +102,7 @@ def fetch(target: SchedulerChoice, timeout_seconds: float) -> scheduler_pb2.GetS
 
 
 def as_json(answer: scheduler_pb2.GetStatusResponse) -> dict[str, Any]:
-    """The answer with stable keys: times in seconds, sizes in bytes, elements as numbers."""
+    """Return the answer with stable keys: times in seconds, sizes in bytes, elements as numbers."""
     statistics = _statistics_by_server(answer)
     return {
         "run_id": answer.run_id,
@@ -146,14 +147,14 @@ def _member(member: scheduler_pb2.MemberStatus) -> dict[str, Any]:
 
 
 def _steps_per_second(rates: scheduler_pb2.WorkerRates) -> dict[str, float]:
-    """By parameters, the pushes of a worker that were answered per second; empty where it has not reported any."""
+    """Return, by parameter set, a worker's answered pushes per second; empty if it has not reported any."""
     if not rates.seconds:
         return {}
     return {name: round(count / rates.seconds, 3) for name, count in sorted(rates.pushes.items())}
 
 
 def _waiting_share(rates: scheduler_pb2.WorkerRates) -> float | None:
-    """The share of its time, from 0 to 1, in which a worker's script waited; None where that is not known."""
+    """Return the fraction of time, from 0 to 1, in which a worker's script waited; None if unknown."""
     return round(rates.waiting_seconds / rates.seconds, 3) if rates.seconds else None
 
 
@@ -175,7 +176,7 @@ def _parameters(
     counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
     holders = {shard.primary.server_id for shard in entry.shards if not shard.lost}
     primaries = [each for server, each in counted.items() if server in holders]
-    # No server has reported yet: after a restart of the scheduler it may be any.
+    # If no server has reported yet: after a restart of the scheduler the version may be any.
     unknown = None if one.state == "ready" else 0
     return {
         "name": name,
@@ -203,15 +204,16 @@ def _parameters(
 
 
 def _compression(counted: Iterable[server_pb2.ParametersStatistics], worker_id: str) -> float | None:
-    """How many times as large as a worker's pushes to these servers were they would have been in float32; None where
-    none of them was encoded."""
+    """Return the float32 size of a worker's pushes to these servers divided by their encoded size; None if none was
+    encoded."""
     found = [worker for each in counted for worker in each.workers if worker.worker_id == worker_id]
     pushed, saved = sum(one.push_bytes for one in found), sum(one.saved_bytes for one in found)
     return round((pushed + saved) / pushed, 2) if pushed and saved else None
 
 
 def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[scheduler_pb2.MemberStatus]) -> float:
-    """How fast the version grows: with the steps of any worker in BSP, with the pushes of all of them otherwise."""
+    """Return the growth rate of the version: the step rate of any worker in BSP, otherwise the sum of all workers'
+    pushes."""
     spec = one.entry.spec
     rates = [_steps_per_second(member.rates).get(spec.name, 0.0) for member in members]
     return max(rates, default=0.0) if spec.consistency.kind == "bsp" else round(sum(rates), 3)
@@ -220,7 +222,7 @@ def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[
 def _holders(
     entry: common_pb2.ParametersEntry, counted: Mapping[str, server_pb2.ParametersStatistics]
 ) -> list[dict[str, Any]]:
-    """The servers that hold something of the parameters, primaries first."""
+    """Return the servers that hold a part of the parameter set, primaries first."""
     primaries = [shard.primary.server_id for shard in entry.shards if not shard.lost]
     copies = [each.server_id for shard in entry.shards for each in (*shard.backups, *shard.filling)]
     return [
@@ -248,7 +250,7 @@ def _shard(number: int, shard: common_pb2.Shard) -> dict[str, Any]:
 
 
 def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
-    """A copy as the shard's primary sees it."""
+    """Return a copy as the shard's primary sees it."""
     return {
         "shard": one.shard,
         "primary": primary,
@@ -258,7 +260,8 @@ def _replica(primary: str, one: server_pb2.ReplicaStatistics) -> dict[str, Any]:
 
 
 def _weight_bytes(entry: common_pb2.ParametersEntry, server: str) -> int:
-    """Bytes of the weights (float32, without optimizer state) of all shards that the server has a copy of."""
+    """Return the bytes of the weights (float32, without optimizer state) of all shards that the server has a copy
+    of."""
     from psdist.wire import convert
 
     if not entry.spec.slice_elements:
@@ -293,7 +296,7 @@ def _snapshots(one: scheduler_pb2.SnapshotsStatus) -> dict[str, Any]:
 
 
 def snapshot_info(one: scheduler_pb2.SnapshotInfo) -> dict[str, Any]:
-    """A committed snapshot."""
+    """Return a committed snapshot."""
     return {
         **values(one, "directory", "sequence"),
         "steps": dict(sorted(one.steps.items())),

@@ -1,9 +1,9 @@
-"""The screen of ``psdist status --watch`` on a terminal: what matters first, in as many lines as there are.
+"""The screen of ``psdist status --watch`` on a terminal: the most important lines first, as many as fit.
 
 Headline and members come first, servers before workers, each in the order of their numbers. Then parameter sets, how
-workers reach servers (a line for each transport and reason), waits, and the newest events in the lines that are left.
-Each line is cut at the terminal's width. ``lines`` is pure; ``Screen`` shows them on the terminal's alternate screen,
-which leaves nothing in its history.
+workers reach servers (a line for each transport and reason), waits, and the newest events in the remaining lines. Each
+line is cut at the terminal's width. ``lines`` is pure; ``Screen`` shows them on the terminal's alternate screen, which
+leaves nothing in its history.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _GAP: Final = "  "
 
 
 class Screen:
-    """A terminal on which each status takes the place of the one before, without flicker."""
+    """A terminal on which each status replaces the previous one, without flicker."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -33,12 +33,12 @@ class Screen:
         self._shown: dict[str, Any] | None = None
 
     def show(self, status: dict[str, Any]) -> None:
-        """Shows the JSON form of a status."""
+        """Show the JSON form of a status."""
         self._shown = status
         self._update("")
 
     def show_trouble(self, text: str) -> None:
-        """Shows why there is no newer status, above the last one."""
+        """Show why there is no newer status, above the last one."""
         self._update(text)
 
     def _update(self, trouble: str) -> None:
@@ -56,9 +56,10 @@ class Screen:
 
 
 def lines(status: dict[str, Any] | None, width: int, height: int, trouble: str = "") -> list[Text]:
-    """The lines of a screen, at most ``height`` of at most ``width`` columns.
+    """Return the lines of a screen, at most ``height`` of at most ``width`` columns.
 
-    status: the JSON form; None before the first one. trouble: why it is not the newest; empty if it is.
+    status: the JSON form; None before the first one.
+    trouble: why it is not the newest; empty if it is.
     """
     first = [Text(trouble, "red")] if trouble else []
     if status is not None:
@@ -70,7 +71,7 @@ def lines(status: dict[str, Any] | None, width: int, height: int, trouble: str =
     room = height - len(found)
     found += events[-room:] if room > 0 else []
     for line in found:
-        line.plain = line.plain.replace("\n", " ")  # Reasons are what somebody else's error says.
+        line.plain = line.plain.replace("\n", " ")  # Reasons may quote errors of other libraries.
         line.no_wrap, line.overflow = True, "ellipsis"
         line.truncate(width, overflow="ellipsis")
     return found[:height]
@@ -83,7 +84,8 @@ def _head(status: dict[str, Any]) -> list[Text]:
 
 
 def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
-    """A line for each member. If they are too many, those that are not live come first, and others are counted."""
+    """Return a line for each member. If there are too many, those that are not live come first, and the others are
+    counted."""
     ordered = sorted(members, key=lambda member: (member["role"] != "server", _natural(member["id"])))
     rows = [
         (
@@ -104,12 +106,12 @@ def _members(members: list[dict[str, Any]], room: int) -> list[Text]:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key by which server-10 comes after server-9."""
+    """Return a sort key that puts server-10 after server-9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _aligned(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[Text]:
-    """Rows below their titles. The second column is a state, and has its colour."""
+    """Return rows below their titles. The second column is a state, shown in its colour."""
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
     found = [Text(_GAP.join(cell.ljust(size) for cell, size in zip(titles, widths, strict=True)), "bold")]
     for row in rows:
@@ -133,7 +135,7 @@ def _parameters(status: dict[str, Any]) -> list[Text]:
 
 
 def _transports(status: dict[str, Any]) -> list[Text]:
-    """One line per transport and reason, with its number of connections."""
+    """Return one line per transport and reason, with its number of connections."""
     ways = Counter((one["transport"], one["reason"]) for member in status["members"] for one in member["connections"])
     return [
         Text(f"{transport}: {count} connection{'s' * (count > 1)}" + (f", {reason}" if reason else ""))

@@ -24,15 +24,16 @@ SNAPSHOT_COLUMNS = ("snapshot", "step", "size", "taken", "in", "why")
 
 
 def make_console(file: IO[str] | None = None) -> Console:
-    """``file``, or standard output. In a pipe tables are wider than the 80 columns that rich assumes there."""
+    """Return a console for ``file``, or standard output. In a pipe, tables are wider than the 80 columns that rich
+    assumes."""
     return Console(file=file, highlight=False, width=None if (file or sys.stdout).isatty() else 160)
 
 
 def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
-    """Prints ``status``: the phase first, then members, parameters, waits and the newest events."""
+    """Print ``status``: the phase first, then members, parameters, waits and the newest events."""
     console = make_console(file)
     console.print(Text(f"{status['run_id']}: {status['phase']}", style="bold"))
-    # 0: nobody has set a number.
+    # 0: no number was set.
     wanted = f"servers wanted {status['servers_wanted']}, " if status["servers_wanted"] else ""
     wanted += f"copies of each shard {status['replicas']}"
     console.print(
@@ -60,8 +61,7 @@ def print_status(status: dict[str, Any], file: IO[str] | None = None) -> None:
 
 
 def make_table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without lines, and without columns in which nothing is. Its cells are shown as they are: nothing in them
-    is markup."""
+    """Return a table without lines and without empty columns. Cells are shown literally, without markup."""
     rows = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
     shown = [number for number in range(len(columns)) if not rows or any(row[number] for row in rows)]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -92,7 +92,7 @@ def _members(members: list[dict[str, Any]]) -> Table:
 
 
 def _role(member: dict[str, Any]) -> str:
-    """The role; of a worker its rank, and of a server its device, where it has one."""
+    """Return the role, with a worker's rank or a server's device, if it has one."""
     if member["rank"] is not None:
         return f"worker {member['rank']}"
     role: str = member["role"]
@@ -100,7 +100,7 @@ def _role(member: dict[str, Any]) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Something per second."""
+    """Format a rate per second."""
     return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.1f}"
 
 
@@ -132,7 +132,7 @@ def _copies(shard: dict[str, Any]) -> list[str]:
 
 
 def _shards(parameters: list[dict[str, Any]]) -> Table:
-    """Who holds which shard; one row for all of the same parameters that lie on the same servers."""
+    """Return the holders of shards; one row for all shards of one parameter set on the same servers."""
     rows: list[list[str | Text]] = []
     for one in parameters:
         places: dict[tuple[str, str], list[int]] = {}
@@ -148,7 +148,7 @@ def _shards(parameters: list[dict[str, Any]]) -> Table:
 
 
 def _behind(replicas: list[dict[str, Any]]) -> str:
-    """How far copies are behind their primaries."""
+    """Return how far copies are behind their primaries."""
     filling = [each for each in replicas if each["state"] == "filling"]
     said = [f"{each['server']} does not answer" for each in replicas if each["state"] == "unreachable"]
     if filling:
@@ -174,12 +174,12 @@ def _datasets(datasets: list[dict[str, Any]]) -> Table:
 
 
 def _snapshots(console: Console, snapshots: dict[str, Any]) -> None:
-    """Where they lie, what there is, and what is under way or went wrong."""
+    """Print the location of snapshots, the committed ones, and the running or failed attempt."""
     console.print(Text(f"snapshots: {snapshots['policy']}, in {snapshots['storage']}"))
     if committed := snapshots["committed"]:
         console.print(make_table(SNAPSHOT_COLUMNS, map(snapshot_row, committed[:_SHOWN_SNAPSHOTS])))
     if restored := snapshots["restored"]:
-        console.print(Text(f"the run went on from snapshot {restored['directory']}, step {steps(restored['steps'])}"))
+        console.print(Text(f"the run resumed from snapshot {restored['directory']}, step {steps(restored['steps'])}"))
     if attempt := snapshots["attempt"]:
         written = f", {size(attempt['bytes_done'])} of {size(attempt['bytes'])}" if attempt["bytes"] else ""
         waiting = f", waiting {attempt['waiting_for']}" if attempt["waiting_for"] else ""
@@ -191,25 +191,25 @@ def _snapshots(console: Console, snapshots: dict[str, Any]) -> None:
 
 
 def snapshot_row(one: dict[str, Any]) -> list[str]:
-    """The cells of a committed snapshot."""
+    """Return the cells of a committed snapshot."""
     taken, duration_text = moment(one["time"]), f"{one['seconds']:.1f} s"
     return [one["directory"], steps(one["steps"]), size(one["bytes"]), taken, duration_text, one["reason"]]
 
 
 def steps(by_parameters: dict[str, int]) -> str:
-    """``100``, or ``encoder 100, head 90`` where parameters are at different steps."""
+    """Return ``100``, or ``encoder 100, head 90`` if parameter sets are at different steps."""
     if len(set(by_parameters.values())) <= 1:
         return ", ".join(str(step) for step in set(by_parameters.values()))
     return ", ".join(f"{name} {step}" for name, step in by_parameters.items())
 
 
 def moment(time: float) -> str:
-    """Seconds since 1970 as local time."""
+    """Format seconds since 1970 as local time."""
     return datetime.fromtimestamp(time).strftime("%Y-%m-%d %H:%M:%S")
 
 
 def _connections(members: list[dict[str, Any]]) -> Table:
-    """How workers reach servers; one row for all parameters that one of them reaches in the same way."""
+    """Return how workers reach servers; one row for all parameter sets that a worker reaches in the same way."""
     reached: dict[tuple[str, str, str, str], list[str]] = {}
     for member in members:
         for one in member["connections"]:
@@ -233,7 +233,7 @@ def _state(state: str) -> Text:
 
 
 def duration(seconds: float) -> str:
-    """A number of seconds for people."""
+    """Format a number of seconds for people."""
     whole = int(seconds)
     hours, minutes = whole // 3600, whole // 60 % 60
     if hours:

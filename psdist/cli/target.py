@@ -1,4 +1,4 @@
-"""The scheduler that a command asks: named by flags or the environment, or found among the runs on this machine."""
+"""The scheduler that a command talks to: named by flags or the environment, or found among the runs on this machine."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class SchedulerChoice:
 
 
 def target_flags() -> tuple[Flag, ...]:
-    """Flags of every command that asks a scheduler."""
+    """Return the flags of every command that talks to a scheduler."""
     return (
         SCHEDULER_FLAG,
-        run_id_flag("which of the runs on this machine"),
+        run_id_flag("name of the run on this machine"),
         TOKEN_FILE_FLAG,
         FORMAT_FLAG,
         Flag("--timeout", "longest wait for an answer", seconds(0.01), 5.0, "SECONDS"),
@@ -46,8 +46,8 @@ def target_flags() -> tuple[Flag, ...]:
 
 
 def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice:
-    """The scheduler that the parsed ``target_flags`` mean. Raises InvalidArgumentError where several are possible,
-    SchedulerUnreachableError where there is none."""
+    """Return the scheduler that the parsed ``target_flags`` name. Raises InvalidArgumentError if several are possible,
+    SchedulerUnreachableError if there is none."""
     run_id, token_file = given.run_id, given.token_file
     address = given.scheduler or find_scheduler(environ)
     if not address and environ.get("PSDIST_SCHEDULER_FILE") and not run_id:
@@ -62,8 +62,8 @@ def find_target(given: Namespace, environ: Mapping[str, str]) -> SchedulerChoice
 
 
 def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
-    """The run of this name on this machine; the only one where the name is empty. Raises SchedulerUnreachableError
-    where there is none, InvalidArgumentError where there are several."""
+    """Return the run of this name on this machine; the only one if the name is empty. Raises SchedulerUnreachableError
+    if there is none, InvalidArgumentError if there are several."""
     records = RunRegistry(records_directory(environ)).live()
     names = ", ".join(record.run_id for record in records)
     matching = [record for record in records if run_id in ("", record.run_id)]
@@ -78,8 +78,8 @@ def choose_run(run_id: str, environ: Mapping[str, str]) -> RunRecord:
 
 @contextmanager
 def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None]:
-    """Ends the program with exit status 69 if what follows takes longer, whatever it waits for: on a busy machine that
-    may be the import of grpc, or a connection that does not close."""
+    """End the program with exit status 69 if the block takes longer than ``timeout_seconds``, for any reason: on
+    a busy machine that may be the import of grpc, or a connection that does not close."""
     text = (
         f"psdist: error: no answer of the scheduler at {target.address} within {timeout_seconds:g} s (--timeout), "
         "connecting included. Is this machine busy? Pass a longer --timeout"
@@ -90,7 +90,7 @@ def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None
             os.write(sys.stderr.fileno(), f"{text}\n".encode())
         os._exit(exit_codes.UNAVAILABLE)
 
-    # The call's own limit comes first if there is time for it, and says more.
+    # If there is time, the call's own limit fires first; its message says more.
     timer = threading.Timer(timeout_seconds + _CLOSING_SECONDS, give_up)
     timer.daemon = True
     timer.start()
@@ -101,8 +101,8 @@ def time_limit(target: SchedulerChoice, timeout_seconds: float) -> Iterator[None
 
 
 def ask(target: SchedulerChoice, timeout_seconds: float, talk: Callable[[Callable[..., Any]], Awaitable[T]]) -> T:
-    """What ``talk`` returns, which gets ``call`` of ``psdist.wire.scheduler_client``. Raises what the scheduler refuses
-    with, and SchedulerUnreachableError, which says what was tried."""
+    """Return the result of ``talk``, which gets ``call`` of ``psdist.wire.scheduler_client``. Raises the scheduler's
+    error, or SchedulerUnreachableError, which says what was tried."""
     import asyncio
 
     return asyncio.run(_ask(target, timeout_seconds, talk))

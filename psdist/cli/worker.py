@@ -20,7 +20,7 @@ from psdist.wire.limits import WORLD_MAX
 
 
 def nodes(value: str) -> tuple[int, int]:
-    """torchrun's --nnodes: ``N`` or ``MIN:MAX``."""
+    """Convert torchrun's --nnodes: ``N`` or ``MIN:MAX``."""
     match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", value)
     if match is None:
         raise ValueError(f"{value!r} is not understood: write N or MIN:MAX")
@@ -32,7 +32,7 @@ def nodes(value: str) -> tuple[int, int]:
 
 
 def rendezvous_backend(value: str) -> str:
-    """torchrun's --rdzv-backend. Those of torch that need no other service have the same meaning here."""
+    """Convert torchrun's --rdzv-backend. Backends of torch that need no other service have the same meaning here."""
     name = value.lower()
     if name.startswith("etcd"):
         raise ValueError(
@@ -41,7 +41,7 @@ def rendezvous_backend(value: str) -> str:
     return one_of("psdist", "c10d", "static")(name)
 
 
-#: Flags of torchrun without a counterpart here, and what to use in their place.
+#: Flags of torchrun without a counterpart here, with their replacement.
 _TORCHRUN_ONLY: Final = {
     "--rdzv-conf": "use --start-timeout SECONDS for the longest wait, and psdist-scheduler --join-grace for late nodes",
     "--use-agent-store": "leave it out: MASTER_ADDR and MASTER_PORT name a free port of rank 0's host",
@@ -56,7 +56,7 @@ _TORCHRUN_ONLY: Final = {
 
 
 def command_line() -> CommandLine:
-    """The flags of ``psdist-worker``."""
+    """Return the command line of ``psdist-worker``."""
     return CommandLine(
         "psdist-worker",
         "Runs this node's workers. Scheduler and servers run elsewhere.",
@@ -81,7 +81,7 @@ def command_line() -> CommandLine:
                      rendezvous_backend, "psdist", "NAME"),
                 Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
                      variables=torchrun("node-rank")),
-                Flag("--local-addr", "name of this node for the others", text, "", "HOST",
+                Flag("--local-addr", "address of this node for the other nodes", text, "", "HOST",
                      variables=torchrun("local-addr")),
                 Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
                      variables=torchrun("standalone")),
@@ -95,10 +95,10 @@ def command_line() -> CommandLine:
 
 
 def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Path | None]:
-    """Address or address file of the scheduler; the command line takes precedence over variables. Neither where only
-    the run is named.
+    """Return address or address file of the scheduler; the command line takes precedence over variables. Neither, if
+    only the run is named.
 
-    Raises ConfigurationError if not even that is, or a scheduler without its port.
+    Raises ConfigurationError if not even the run is named, or for a scheduler without a port.
     """
     for considered in (given.explicit, frozenset(vars(given))):
         if given.scheduler and "scheduler" in considered:
@@ -120,14 +120,17 @@ def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Pat
 
 
 def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
-    """The parsed flags as options. Raises ConfigurationError, and SchedulerUnreachableError if no run on this machine
-    has the name that was given in place of a scheduler."""
+    """Return the parsed flags as options.
+
+    Raises ConfigurationError, and SchedulerUnreachableError if the run that was named instead of a scheduler is not on
+    this machine.
+    """
     run_id, token_file = given.run_id or given.rdzv_id, given.token_file
     address, file = scheduler_of(given, environ)
     found = None if address or file is not None else choose_run(run_id, environ)
     if found is not None:
         file, token_file = found.address_file, token_file or Path(found.token_file)
-    # Workers of psdist run need no nodes, so those who join it may be any number.
+    # Workers of psdist run need no nodes, so any number may join.
     least, most = given.nnodes or (1, 1 if found is None else WORLD_MAX)
     if given.node_rank is not None and least != most:
         raise ConfigurationError(f"--node-rank needs a fixed number of nodes, not --nnodes {least}:{most}")
@@ -147,7 +150,7 @@ def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
-    """Runs the workers of this node, or with --standalone everything, without a look at the flags on a scheduler."""
+    """Run the workers of this node. With --standalone, run everything here and ignore flags that name a scheduler."""
     hint_misplaced(command_line(), given)
     if given.standalone:
         return run_local(LocalOptions(script_options(given), run_id=given.run_id or given.rdzv_id), environ)

@@ -1,10 +1,11 @@
-"""Values that configure a process, and the settings of a worker's script: text and environment in, checked values out.
+"""Configuration values of a process, and the settings of a worker's script: text and environment in, checked values
+out.
 
 The command lines of scheduler and server are in ``programs``. Nothing is connected or bound here. The only wait is
-``await_address``, for the file in which a scheduler that starts at the same time leaves its address.
+``await_address``: for the file in which a scheduler that starts at the same time writes its address.
 
-A token is never taken from a command line, where everybody could read it. The first of these that is set counts: an
-argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file that ``PSDIST_TOKEN_FILE`` names.
+A token is never taken from a command line, where every user could read it. The first of these that is set counts: an
+argument of the library, ``--token-file``, ``PSDIST_TOKEN``, the file named by ``PSDIST_TOKEN_FILE``.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
-#: How gradients and weights travel: "auto" shares memory with the servers of this host, and uses direct TCP connections
-#: to others, or gRPC where there can be none. "grpc" uses nothing else. "shm" and "tcp" fail where they cannot be had.
+#: Transport of gradients and weights. "auto": shared memory with servers on this host; TCP to others, or gRPC if a TCP
+#: connection fails. "grpc": gRPC only. "shm" and "tcp" fail if the transport is unavailable.
 TransportName = Literal["auto", "shm", "tcp", "grpc"]
 
-#: Where the progress of training is shown: "auto" in place on a terminal and else as plain lines, by the launcher; a
-#: script without one shows nothing. "plain" is lines everywhere, "off" nothing.
+#: Progress display of the launcher. "auto": in place on a terminal, else plain lines; a script without a launcher shows
+#: nothing. "plain": lines everywhere. "off": nothing.
 ProgressName = Literal["auto", "plain", "off"]
 
 START_TIMEOUT_SECONDS: Final = 60.0
-#: Reports of a script are added up for so long.
+#: Interval over which a script's reports are aggregated.
 METRICS_INTERVAL_SECONDS: Final = 1.0
-#: The longest silence after which a server, or a worker, still counts as a member.
+#: Leases: the longest silence after which a server, or a worker, still counts as a member.
 FAILURE_TIMEOUT_SECONDS: Final = 2.0
 WORKER_TIMEOUT_SECONDS: Final = 30.0
 DRAIN_TIMEOUT_SECONDS: Final = 30.0
@@ -53,7 +54,7 @@ _DEVICE: Final = re.compile(r"cpu|cuda(?::\d{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """What a launcher tells a worker's script. ``scheduler`` is empty where there is none."""
+    """Settings that a launcher passes to a worker's script. ``scheduler`` is empty if there is none."""
 
     scheduler: str
     token: str
@@ -67,8 +68,11 @@ class ClientSettings:
 
 @dataclass(frozen=True, slots=True)
 class MetricsSettings:
-    """What becomes of metrics that a script reports. pipe: to its launcher, as ``MetricsPipe`` takes it; empty without
-    one. interval_seconds: reports are added up for so long; 0 makes an interval of each."""
+    """Destination of the metrics that a script reports.
+
+    pipe: pipe to its launcher, as ``MetricsPipe`` takes it; empty without a launcher.
+    interval_seconds: reports are aggregated over this time; with 0 each report is an interval of its own.
+    """
 
     pipe: str = ""
     interval_seconds: float = METRICS_INTERVAL_SECONDS
@@ -79,7 +83,7 @@ class MetricsSettings:
 
 
 def device_text(value: str) -> str:
-    """Where a server has its weights: cpu, cuda or cuda:N, in any case. Raises InvalidArgumentError."""
+    """Return the device of a server's weights: cpu, cuda or cuda:N, in any case. Raises InvalidArgumentError."""
     name = value.strip().lower()
     if not _DEVICE.fullmatch(name):
         raise InvalidArgumentError(f"{value!r:.40} is neither cpu, cuda nor cuda:N, where N is the number of a device")
@@ -87,31 +91,34 @@ def device_text(value: str) -> str:
 
 
 def devices_text(value: str) -> tuple[str, ...]:
-    """Names of devices, with commas between them: those of servers, in turn. Raises InvalidArgumentError."""
+    """Return the devices in a comma-separated list, assigned to servers round-robin. Raises InvalidArgumentError."""
     return tuple(map(device_text, value.split(",")))
 
 
 def address_text(value: str) -> str:
-    """``value`` if it is an address; for flags."""
+    """Return ``value`` if it is an address; for flags."""
     parse_address(value)
     return value
 
 
 def check_run_id(value: str) -> str:
-    """Returns ``value`` if it is 1 to 64 of ``A-Z a-z 0-9 . _ -``, which is safe in a file name."""
+    """Return ``value`` if it is 1 to 64 of ``A-Z a-z 0-9 . _ -``, which is safe in a file name."""
     if not RUN_ID.fullmatch(value) or value.startswith("."):
         raise ConfigurationError(f"{value!r:.100} is not a run id: use 1 to 64 of the characters A-Z a-z 0-9 . _ -")
     return value
 
 
 def store_file(value: str) -> Path | None:
-    """The value of ``--store`` as a path; None for ``memory`` and for nothing."""
+    """Return the value of ``--store`` as a path; None for ``memory`` and for an empty value."""
     return None if value in ("", "memory") else Path(value)
 
 
 def default_store(environ: Mapping[str, str], run_id: str, port: int) -> Path | None:
-    """The store of a scheduler that can be started again as the same one: its run and its port are given. Two that run
-    at the same time differ in one of them, or in their hosts, which may share a home directory."""
+    """Return the store of a scheduler that can be restarted under the same identity, i.e. with a given run and port;
+    else None.
+
+    Two schedulers that run at the same time differ in run, port or host. Hosts may share a home directory.
+    """
     if not run_id or not port:
         return None
     base = environ.get("XDG_STATE_HOME", "")
@@ -120,7 +127,8 @@ def default_store(environ: Mapping[str, str], run_id: str, port: int) -> Path | 
 
 
 def storage_text(value: str) -> str:
-    """The value of ``--storage-path`` as an absolute path or a URL; empty for ``none``. Raises ConfigurationError."""
+    """Return the value of ``--storage-path`` as an absolute path or a URL; empty for ``none``. Raises
+    ConfigurationError."""
     if not value or value == _NO_STORAGE:
         return ""
     scheme, separator, rest = value.partition("://")
@@ -133,7 +141,8 @@ def storage_text(value: str) -> str:
 
 
 def check_token(value: str, source: str) -> str:
-    """Returns the token without surrounding blanks. Raises ConfigurationError, whose message never has the token."""
+    """Return the token without surrounding blanks. Raises ConfigurationError, whose message never contains the
+    token."""
     token = value.strip()
     if not token or len(token) > TOKEN_CHARACTERS_MAX or not token.isascii() or not token.isprintable():
         raise ConfigurationError(
@@ -143,7 +152,7 @@ def check_token(value: str, source: str) -> str:
 
 
 def find_token(environ: Mapping[str, str], argument: str | None = None, token_file: Path | None = None) -> str:
-    """The token, by the order in the module's docstring; empty if none is set. Raises ConfigurationError."""
+    """Return the token, by the order in the module's docstring; empty if none is set. Raises ConfigurationError."""
     if argument:
         return check_token(argument, "the argument")
     if token_file is not None:
@@ -156,9 +165,12 @@ def find_token(environ: Mapping[str, str], argument: str | None = None, token_fi
 
 
 def create_token_file(environ: Mapping[str, str], token_file: Path | None = None) -> None:
-    """Writes a new random token (256 bits) to the file that ``find_token`` would read, where there is no such file;
-    only this user may read it. Does nothing where ``PSDIST_TOKEN`` has a token that comes first. Raises
-    ConfigurationError where no file is named, or it cannot be written."""
+    """Write a new random token (256 bits) to the file that ``find_token`` would read, unless that file exists. Only
+    this user may read it.
+
+    Does nothing if a token in ``PSDIST_TOKEN`` takes precedence. Raises ConfigurationError if no file is named, or it
+    cannot be written.
+    """
     if token_file is None and environ.get("PSDIST_TOKEN"):
         return
     path = token_file or Path(environ.get("PSDIST_TOKEN_FILE", ""))
@@ -179,7 +191,7 @@ def _create_token_file(path: Path) -> None:
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(f"{secrets.token_urlsafe(32)}\n")
-        # In one step, and never over another file: of several starters, all read the token of the first.
+        # Atomic, and never replaces a file: if several processes start together, all read the first one's token.
         with suppress(FileExistsError):
             os.link(unfinished, path)
     finally:
@@ -199,7 +211,7 @@ def _read_token(path: Path, source: str) -> str:
 
 
 def read_address(path: Path) -> str:
-    """The address in a scheduler's address file; empty until the file exists. Raises ConfigurationError."""
+    """Return the address in a scheduler's address file; empty until the file exists. Raises ConfigurationError."""
     try:
         with path.open("rb") as file:
             value = file.read(ADDRESS_FILE_BYTES_MAX).decode("ascii", "replace").strip()
@@ -213,7 +225,7 @@ def read_address(path: Path) -> str:
 
 
 def await_address(path: Path, timeout_seconds: float = START_TIMEOUT_SECONDS) -> str:
-    """The address in a scheduler's address file; blocks until the file exists.
+    """Block until a scheduler's address file exists, and return its address.
 
     Raises SchedulerUnreachableError after ``timeout_seconds``.
     """
@@ -230,7 +242,8 @@ def await_address(path: Path, timeout_seconds: float = START_TIMEOUT_SECONDS) ->
 
 
 def find_scheduler(environ: Mapping[str, str]) -> str:
-    """The scheduler's address from ``PSDIST_SCHEDULER`` or ps-lite's ``DMLC_PS_ROOT_URI`` and ``_PORT``; else empty."""
+    """Return the scheduler's address from ``PSDIST_SCHEDULER`` or ps-lite's ``DMLC_PS_ROOT_URI`` and ``_PORT``; else
+    ""."""
     address = environ.get("PSDIST_SCHEDULER", "")
     if not address and environ.get("DMLC_PS_ROOT_URI") and environ.get("DMLC_PS_ROOT_PORT"):
         address = f"{environ['DMLC_PS_ROOT_URI']}:{environ['DMLC_PS_ROOT_PORT']}"
@@ -250,8 +263,10 @@ def client_settings(
     run_id: str | None = None,
     transport: str | None = None,
 ) -> ClientSettings:
-    """Settings of a worker's client from ``environ``; arguments take precedence. Raises ConfigurationError for a wrong
-    value. A scheduler that only ``PSDIST_SCHEDULER_FILE`` names is not looked for, since that may take long."""
+    """Return the settings of a worker's client from ``environ``; arguments take precedence. Raises ConfigurationError.
+
+    A scheduler named only by ``PSDIST_SCHEDULER_FILE`` is not resolved here, since that may take long.
+    """
     if scheduler:
         parse_address(scheduler)
     chosen_run = run_id or environ.get("PSDIST_RUN_ID", "")
@@ -272,7 +287,8 @@ def client_settings(
 
 
 def start_timeout(environ: Mapping[str, str]) -> float:
-    """Time limit in seconds for a script to find its scheduler: its launcher's, but enough for one attempt.
+    """Return a script's time limit in seconds for finding its scheduler: its launcher's, but long enough for one
+    attempt.
 
     Raises ConfigurationError for a wrong value.
     """
@@ -281,7 +297,7 @@ def start_timeout(environ: Mapping[str, str]) -> float:
 
 
 def metrics_settings(environ: Mapping[str, str]) -> MetricsSettings:
-    """What becomes of a script's metrics, from ``environ``. Raises ConfigurationError for a wrong value."""
+    """Return the settings for a script's metrics from ``environ``. Raises ConfigurationError for a wrong value."""
     seconds = _number(environ, "PSDIST_METRICS_INTERVAL", METRICS_INTERVAL_SECONDS)
     progress = environ.get("PSDIST_PROGRESS") or "auto"
     if progress not in get_args(ProgressName):

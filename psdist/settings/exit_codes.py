@@ -1,7 +1,8 @@
 """Exit statuses of all programs of psdist. The numbers are stable; 64 and up follow ``sysexits.h``.
 
-Where a worker's script fails, its own status is passed on instead; for a worker killed by signal n that is 128 + n.
-``TABLE`` says which program ends with which status, why, and what to do then; docs/use.md has the same table.
+If a worker's script fails, its own status is passed on instead; for a worker killed by signal n that is 128 + n.
+``TABLE`` lists for each status the programs that end with it, the cause and the remedy; docs/use.md shows the same
+table.
 """
 
 from __future__ import annotations
@@ -16,29 +17,29 @@ OK: Final = 0
 FAILURE: Final = 1
 #: The command line is wrong; nothing was started.
 USAGE: Final = 2
-#: A script ended without having connected, while others wait for it; or the run ended before all had come.
+#: A script ended without connecting while others wait for it; or the run ended before all members had joined.
 NEVER_CONNECTED: Final = 65
-#: A worker came, or came again, when training that it cannot join had begun: it is not started again, and the others go
-#: on without it.
+#: A worker joined (or rejoined) after training that it cannot join had begun. It is not restarted; the others continue
+#: without it.
 LATE: Final = 66
 #: No scheduler answers, an address cannot be bound, or the storage of the snapshots cannot be read or written.
 UNAVAILABLE: Final = 69
-#: What a dead server held is lost, no snapshot can be loaded, the scheduler's record of the run is gone, or servers or
-#: the scheduler die again and again. A fenced server ends with it too.
+#: The state of a dead server is lost, no snapshot can be loaded, the scheduler's record of the run is gone, or servers
+#: or the scheduler keep dying. A fenced server ends with it too.
 INFRASTRUCTURE: Final = 70
-#: The CUDA device of a server failed while it was used. What it held is lost; the run goes on from its copies.
+#: The CUDA device of a server failed while in use. Its contents are lost; the run continues from other copies.
 DEVICE_LOST: Final = 71
 #: The scripts succeeded, but the snapshot at the end failed.
 UNSAVED: Final = 74
-#: A script gave psdist wrong settings or arguments, or called what it had closed; the token is wrong, or there is no
-#: CUDA device as it was asked for: it would fail again, so it is not started again.
+#: A script passed wrong settings or arguments to psdist, or used an object after closing it; the token is wrong; or the
+#: requested CUDA device does not exist. A restart would fail the same way, so there is none.
 CONFIGURATION: Final = 78
 #: Add the number of the signal that ended the command (130 is Ctrl-C, 143 is SIGTERM).
 SIGNAL_BASE: Final = 128
 
 
 def of_ended_run(error: BaseException) -> int:
-    """The exit status of every process of a run that ended with ``error``."""
+    """Return the exit status that every process of a run ends with after ``error``."""
     return NEVER_CONNECTED if isinstance(error, RunNotStartedError) else INFRASTRUCTURE
 
 
@@ -51,7 +52,8 @@ Role = Literal["scheduler", "server", "script", "launcher", "command"]
 class ExitStatus:
     """One row of the table.
 
-    roles: programs that end with it. remedy: what an engineer should do.
+    roles: programs that end with this status.
+    remedy: action for the engineer.
     """
 
     status: int

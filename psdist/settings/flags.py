@@ -1,8 +1,8 @@
 """Flags: one row each, which gives the option, its underscore spelling, its environment variables and its help.
 
-The value of a flag is the first that is set of: the command line, ``PSDIST_<FLAG>``, the flag's other variables
-(``PET_<FLAG>`` if torchrun has the flag), the default. All are converted by the same function, and a message about a
-wrong value says where it came from. Wrong input ends the program with status 2 before anything is done.
+A flag takes the first of these values that is set: the command line, ``PSDIST_<FLAG>``, the flag's other variables
+(``PET_<FLAG>`` if torchrun has the flag), the default. One function converts all of them, and an error names the source
+of the value. Wrong input ends the program with status 2 before anything is done.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 from psdist.errors import ConfigurationError, InvalidArgumentError
 from psdist.settings import exit_codes
 
-#: Headings of the help: the flags that matter first, those of no group, and all flags where there are no groups.
+#: Headings of the help: the most used flags, those without a group, and all flags if there are no groups.
 _FIRST_TITLE = "most used"
 _OTHER_TITLE = "other flags"
 _ONLY_TITLE = "flags"
@@ -28,10 +28,10 @@ _FALSE = frozenset({"", "0", "false", "no", "off"})
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag. ``convert`` turns its text into its value, or raises ValueError; without it the flag is a switch.
+    """A flag. ``convert`` turns its text into its value or raises ValueError; a flag without ``convert`` is a switch.
 
-    shown_default: the default as one would write it, where its ``str`` is something else. group: the heading of the
-    help that the flag stands under.
+    shown_default: the default as a user would write it, if its ``str`` differs.
+    group: heading under which the help lists the flag.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Flag:
 
     @property
     def default_text(self) -> str:
-        """The default as the help shows it; empty where there is nothing to show."""
+        """The default as the help shows it; empty if there is nothing to show."""
         if self.shown_default or self.default is None or isinstance(self.default, bool | Mapping):
             return self.shown_default
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
@@ -59,7 +59,7 @@ class Flag:
 
     @property
     def environment(self) -> tuple[str, ...]:
-        """Variables that set this flag, the strongest first."""
+        """Variables that set this flag, in order of precedence."""
         return (*((f"PSDIST_{self.dest.upper()}",) if self.twin else ()), *self.variables)
 
     @property
@@ -70,12 +70,12 @@ class Flag:
 
 
 def grouped(group: str, *flags: Flag) -> tuple[Flag, ...]:
-    """The flags, under one heading of the help."""
+    """Return the flags under one heading of the help."""
     return tuple(replace(flag, group=group) for flag in flags)
 
 
 def torchrun(flag: str) -> tuple[str, ...]:
-    """The variable that sets ``flag`` for torchrun."""
+    """Return the variable that sets ``flag`` for torchrun."""
     return ("PET_" + flag.lstrip("-").replace("-", "_").upper(),)
 
 
@@ -83,14 +83,14 @@ def torchrun(flag: str) -> tuple[str, ...]:
 
 
 def text(value: str) -> str:
-    """A text that is not empty."""
+    """Convert a text that must not be empty."""
     if not value:
         raise ValueError("is empty")
     return value
 
 
 def integer(minimum: int, maximum: int = 1 << 31) -> Callable[[str], int]:
-    """A whole number in [minimum, maximum]."""
+    """Return a converter for a whole number in [minimum, maximum]."""
 
     def convert(value: str) -> int:
         try:
@@ -107,7 +107,7 @@ def integer(minimum: int, maximum: int = 1 << 31) -> Callable[[str], int]:
 
 
 def seconds(minimum: float = 0.0) -> Callable[[str], float]:
-    """A finite number of seconds, at least ``minimum``."""
+    """Return a converter for a finite number of seconds, at least ``minimum``."""
 
     def convert(value: str) -> float:
         try:
@@ -122,7 +122,7 @@ def seconds(minimum: float = 0.0) -> Callable[[str], float]:
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """One of a few words, in any case."""
+    """Return a converter for one of a few words, in any case."""
 
     def convert(value: str) -> str:
         if value.lower() not in choices:
@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
-    """Prints what is wrong, and ends the program with ``code``."""
+    """Print the error and end the program with ``code``."""
     hint = f"\nTry: {program} --help" if code == exit_codes.USAGE else ""
     print(f"{program}: error: {message}{hint}", file=sys.stderr, flush=True)
     raise SystemExit(code)
@@ -157,7 +157,10 @@ def fail(program: str, message: str, code: int = exit_codes.USAGE) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class CommandLine:
-    """A program's flags. ``script`` is the usage of the script that follows them; empty if none may follow."""
+    """A program's flags.
+
+    script: usage of the script that follows the flags; empty if none may follow.
+    """
 
     program: str
     description: str
@@ -168,12 +171,12 @@ class CommandLine:
     words: tuple[str, ...] = ()
     #: Names of the flags that the help shows first.
     first: tuple[str, ...] = ()
-    #: Flags of a similar program that this one lacks, and what to use in their place.
+    #: Flags of a similar program that this one lacks, with their replacement.
     elsewhere: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, argv: Sequence[str], environ: Mapping[str, str]) -> argparse.Namespace:
-        """The values of all flags; ``command``, the script that follows them; ``words``, the other arguments; and
-        ``explicit``, the flags that the command line names. Wrong input ends the program with status 2."""
+        """Return the values of all flags, ``command`` (the script that follows them), ``words`` (the other arguments)
+        and ``explicit`` (the flags given on the command line). Wrong input ends the program with status 2."""
         own, command = self.split(argv) if self.script else (list(argv), [])
         if unknown := self.unknown(own):
             fail(self.program, unknown)
@@ -188,9 +191,9 @@ class CommandLine:
         return argparse.Namespace(**values)
 
     def split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """Splits ``argv`` into the program's own flags, and the script with its arguments.
+        """Split ``argv`` into the program's own flags, and the script with its arguments.
 
-        The script is the first word that is neither a flag nor a flag's value; a bare ``--`` before it is dropped.
+        The script is the first word that is neither a flag nor a flag's value. A bare ``--`` before it is dropped.
         """
         takes_value = {name for flag in self.flags if flag.convert is not None for name in flag.spellings}
         position = 0
@@ -204,7 +207,7 @@ class CommandLine:
         return list(argv[:position]), list(argv[position:])
 
     def unknown(self, own: Sequence[str]) -> str:
-        """What to say of the first long flag that this program lacks; empty if there is none."""
+        """Return an error for the first unknown long flag; empty if there is none."""
         known = {name: flag for flag in self.flags for name in flag.spellings}
         position = 0
         while position < len(own) and own[position] != "--":
@@ -216,7 +219,7 @@ class CommandLine:
         return ""
 
     def _instead(self, word: str) -> str:
-        """What to use in the place of an unknown flag, as the end of a sentence."""
+        """Return a suggestion for an unknown flag, as the end of a sentence; empty if nothing is similar."""
         if word in self.elsewhere:
             return f": {self.elsewhere[word]}"
         names = [flag.name for flag in self.flags]
@@ -224,7 +227,7 @@ class CommandLine:
         return f": did you mean {near[0]}?" if near else ""
 
     def misplaced(self, command: Iterable[str]) -> list[str]:
-        """Long flags of this program among the arguments of the script, where this program ignores them."""
+        """Return this program's long flags among the arguments of the script, where this program ignores them."""
         known = {name for flag in self.flags for name in flag.spellings if name.startswith("--")}
         words = (word.split("=", 1)[0] for word in list(command)[1:])
         return list(dict.fromkeys(word for word in words if word in known))
@@ -249,8 +252,8 @@ class CommandLine:
         return parser
 
     def _groups(self) -> dict[str, list[Flag]]:
-        """The flags by heading: those of ``first``, in its order, then groups in the order of their first flag, and
-        last those of no group, where ``--help`` is added."""
+        """Return the flags by heading: ``first`` in its order, then groups in the order of their first flag, then flags
+        without a group. ``--help`` joins the last."""
         by_name = {flag.name: flag for flag in self.flags}
         rest = _OTHER_TITLE if self.first or any(flag.group for flag in self.flags) else _ONLY_TITLE
         groups = {_FIRST_TITLE: [by_name.pop(name) for name in self.first]} if self.first else {}

@@ -1,4 +1,4 @@
-"""Checks of what a program needs of this machine, before it starts anything: open files, addresses, temporary space.
+"""Checks of this machine's resources before a program starts anything: open files, address space, temporary space.
 
 Without them the same shortage shows later, in one of several processes, as an error of whichever call came first.
 """
@@ -25,23 +25,23 @@ _TEMPORARY_BYTES: Final = 1 << 20
 
 
 def require_for_launcher(children: int) -> None:
-    """Raises ConfigurationError if this process may not start ``children`` processes."""
+    """Raise ConfigurationError if this process may not start ``children`` processes."""
     _require_files(_FILES_OF_LAUNCHER + children * _FILES_OF_CHILD, f"to start {children} processes")
     _require_addresses()
 
 
 def require_for_service() -> None:
-    """Raises ConfigurationError if this process cannot be a scheduler or a server."""
+    """Raise ConfigurationError if this process cannot be a scheduler or a server."""
     _require_files(_FILES_OF_SERVICE, "for the connections of a few members")
     _require_addresses()
 
 
 def make_private_directory(prefix: str) -> Path:
-    """A new directory for this run's files, which only this user may read. Raises ConfigurationError."""
+    """Create a directory for this run's files that only this user may read. Raises ConfigurationError."""
     try:
         directory = Path(tempfile.mkdtemp(prefix=prefix))
     except OSError as error:
-        # tempfile looks for a directory that it can write, and names all that it tried.
+        # tempfile looks for a writable directory; its message lists all that it tried.
         raise ConfigurationError(
             f"there is no room for this run's files: {error.strerror or error}. Free some space, or set TMPDIR to a "
             "directory on another disk"

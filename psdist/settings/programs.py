@@ -1,4 +1,4 @@
-"""The command lines of ``psdist-scheduler`` and ``psdist-server``, and the flags that other programs share with them.
+"""Command lines of ``psdist-scheduler`` and ``psdist-server``, and flags that other programs share with them.
 
 ``scheduler_settings`` and ``server_settings`` turn a command line and the environment into a frozen dataclass. Wrong
 input ends the program with status 2. Nothing is connected or bound here.
@@ -45,7 +45,11 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramSettings:
-    """Settings of both programs. An empty ``run_id`` takes the scheduler's; an empty ``token`` is none."""
+    """Settings of both programs.
+
+    run_id: empty to take the scheduler's.
+    token: empty for none.
+    """
 
     host: str
     port: int
@@ -73,49 +77,50 @@ class SchedulerSettings(ProgramSettings):
     #: File of the store; None keeps it in memory.
     store_path: Path | None
     address_file: Path | None
-    #: Where snapshots lie: an absolute path or a URL; empty for none.
+    #: Location of snapshots: an absolute path or a URL; empty for none.
     storage: str = ""
     policy: SavePolicy = field(default_factory=SavePolicy)
-    #: Start a new run; refused where the storage has snapshots.
+    #: Start a new run; refused if the storage has snapshots.
     fresh: bool = False
-    #: Where the storage cannot be written, start all the same and save nothing.
+    #: If the storage cannot be written, start anyway and save nothing.
     storage_optional: bool = False
-    #: Nobody asked for this store: a directory for it that cannot be made is only warned of.
+    #: The store is the default one: if its directory cannot be created, only warn.
     store_optional: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings(ProgramSettings):
-    """Settings of ``psdist-server``. Where ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
+    """Settings of ``psdist-server``. If ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
 
     scheduler: str
     scheduler_file: Path | None
     start_timeout_seconds: float
     server_id: str
     kernel_threads: int | None
-    #: Longest wait, once it is told to stop, until its shards have been moved to other servers.
+    #: Longest wait after SIGTERM for its shards to be moved to other servers.
     drain_timeout_seconds: float
-    #: How updates travel between servers.
+    #: Transport of updates between servers.
     transport: TransportName = "auto"
-    #: Port of direct connections; 0 takes a free one.
+    #: Port of the TCP transport; 0 takes a free one.
     data_port: int = 0
-    #: Where weights and the optimizer's state lie: "cpu", "cuda" or "cuda:N".
+    #: Device of weights and optimizer state: "cpu", "cuda" or "cuda:N".
     device: str = "cpu"
 
     @property
     def carriers(self) -> tuple[str, ...]:
-        """What may carry updates between servers besides gRPC, the best first."""
+        """Transports for updates between servers in order of preference, besides gRPC."""
         return tuple(name for name in ("shm", "tcp") if self.transport in ("auto", name))
 
     def scheduler_address(self) -> str:
-        """``host:port`` of the scheduler; blocks until its file is there. Raises SchedulerUnreachableError."""
+        """Return ``host:port`` of the scheduler; blocks until its address file exists. Raises
+        SchedulerUnreachableError."""
         if self.scheduler or self.scheduler_file is None:
             return self.scheduler
         return await_address(self.scheduler_file, self.start_timeout_seconds)
 
 
 def check_machine(program: str) -> None:
-    """Ends the program with status 69 if this machine does not let a service run."""
+    """End the program with status 69 if this machine's limits do not allow a service to run."""
     try:
         preflight.require_for_service()
     except ConfigurationError as error:
@@ -123,7 +128,8 @@ def check_machine(program: str) -> None:
 
 
 def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
-    """Settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if wrong."""
+    """Return the settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if
+    wrong."""
     environ = os.environ if environ is None else environ
     line = scheduler_line()
     given = line.parse(argv, environ)
@@ -152,7 +158,8 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
 
 
 def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> ServerSettings:
-    """Settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if wrong."""
+    """Return the settings of ``psdist-server`` from its command line, without the program's name. Exits with 2 if
+    wrong."""
     environ = os.environ if environ is None else environ
     line = server_line()
     given = line.parse(argv, environ)
@@ -175,13 +182,13 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
 
 
 def _settings(cls: type[T], given: Namespace, **others: Any) -> T:
-    """Settings of which those that are not in ``others`` are called like their flag."""
+    """Build the settings. Those not in ``others`` have the name of their flag."""
     names = {field.name for field in fields(cls)} - others.keys()
     return cls(**{name: getattr(given, name) for name in names}, **others)
 
 
 def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:
-    """The token. Refuses to bind beyond this machine without ``--insecure``, or without a token."""
+    """Return the token. Refuses to bind beyond this machine without ``--insecure``, or without a token."""
     try:
         token = find_token(environ, token_file=given.token_file)
         if not is_loopback(given.host) and not given.insecure:
@@ -206,15 +213,15 @@ def _name_text(value: str) -> str:
 
 SCHEDULER_FLAG: Final = Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT")
 SCHEDULER_FILE_FLAG: Final = Flag(
-    "--scheduler-file", "file in which the scheduler leaves its address", Path, None, "FILE"
+    "--scheduler-file", "file in which the scheduler writes its address", Path, None, "FILE"
 )
-# PSDIST_TOKEN_FILE is weaker than PSDIST_TOKEN, so it is no twin of this flag: see find_token.
+# PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see find_token.
 TOKEN_FILE_FLAG: Final = Flag(
     "--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False
 )
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
-#: Headings of flags that several programs have.
+#: Headings of flags that several programs share.
 TIMEOUTS_TITLE: Final = "timeouts"
 _NETWORK_TITLE: Final = "network and security"
 
@@ -226,12 +233,12 @@ _LISTEN_FLAGS: Final = grouped(
 
 
 def run_id_flag(help_text: str = "name of the run; refused if the scheduler serves another") -> Flag:
-    """The flag with a run's name."""
+    """Return the flag for a run's name."""
     return Flag("--run-id", help_text, check_run_id, "", "NAME")
 
 
 def log_level_flag(help_text: str, default: str) -> Flag:
-    """The flag with the level from which on messages are shown."""
+    """Return the flag for the least level that is logged."""
     return Flag("--log-level", help_text, one_of("debug", "info", "warning", "error"), default, "LEVEL")
 
 
@@ -239,7 +246,7 @@ def _process_flags() -> tuple[Flag, ...]:
     return (
         *grouped(
             _NETWORK_TITLE,
-            Flag("--advertise", "address that others reach this process by", address_text, "", "HOST:PORT"),
+            Flag("--advertise", "address at which others reach this process", address_text, "", "HOST:PORT"),
             Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
             TOKEN_FILE_FLAG,
         ),
@@ -253,18 +260,19 @@ def _process_flags() -> tuple[Flag, ...]:
 
 
 def timeout_flags() -> tuple[Flag, ...]:
-    """The leases, for every program that starts a scheduler."""
+    """Return the lease flags, for every program that starts a scheduler."""
     return grouped(
         TIMEOUTS_TITLE,
         Flag("--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
              "SECONDS"),
-        Flag("--worker-timeout", "silence after which a worker is expelled; it must be longer than a script holds the "
-             "interpreter. A worker that died is noticed at once", seconds(0.05), WORKER_TIMEOUT_SECONDS, "SECONDS"),
+        Flag("--worker-timeout", "silence after which a worker is expelled; must be longer than a script holds the "
+             "interpreter. The death of a worker is noticed immediately", seconds(0.05), WORKER_TIMEOUT_SECONDS,
+             "SECONDS"),
     )  # fmt: skip
 
 
 def storage_flags(default: str) -> tuple[Flag, ...]:
-    """Flags on snapshots, for every program that starts a scheduler.
+    """Return the snapshot flags, for every program that starts a scheduler.
 
     default: the default storage, for the help.
     """
@@ -273,18 +281,18 @@ def storage_flags(default: str) -> tuple[Flag, ...]:
         Flag("--storage-path", f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). "
              "A run of the same --run-id resumes from the newest snapshot there", storage_text, None, "PATH"),
         Flag("--save-interval", "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only "
-             "(default: 10m, where there is a storage)", parse_interval, None, "EVERY"),
-        Flag("--keep-last", "number of newest snapshots that are kept", integer(1, KEEP_MAX), 3, "N"),
+             "(default: 10m if there is a storage)", parse_interval, None, "EVERY"),
+        Flag("--keep-last", "number of newest snapshots to keep", integer(1, KEEP_MAX), 3, "N"),
         Flag("--keep-every", "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS"),
         Flag("--no-save-at-end", "take no snapshot when the run ends"),
-        Flag("--fresh", "start a new run; refused where there are snapshots already"),
+        Flag("--fresh", "start a new run; refused if the storage has snapshots"),
     )  # fmt: skip
 
 
 def save_policy(given: Namespace, stored: bool) -> SavePolicy:
-    """The policy in the parsed ``storage_flags``. Raises ConfigurationError.
+    """Return the policy in the parsed ``storage_flags``. Raises ConfigurationError.
 
-    stored: whether there is a storage.
+    stored: True if there is a storage.
     """
     if given.save_interval and any(given.save_interval) and not stored:
         raise ConfigurationError("--save-interval needs a storage: pass --storage-path with a directory or URL")
@@ -294,7 +302,7 @@ def save_policy(given: Namespace, stored: bool) -> SavePolicy:
 
 
 def scheduler_line() -> CommandLine:
-    """The flags of ``psdist-scheduler``."""
+    """Return the command line of ``psdist-scheduler``."""
     return CommandLine(
         "psdist-scheduler",
         "Keeps the membership and the cluster map of one run.",
@@ -307,29 +315,29 @@ def scheduler_line() -> CommandLine:
             *timeout_flags(),
             *grouped(
                 TIMEOUTS_TITLE,
-                Flag("--join-grace", "wait for late workers when parameters are made", seconds(), 0.0, "SECONDS"),
-                Flag("--idle-timeout", "end, and the servers before, when no worker has been there for so long, after "
-                     "some were; what was trained is saved first. Longer than a worker's restart; 0 never ends",
+                Flag("--join-grace", "wait for late workers when parameters are created", seconds(), 0.0, "SECONDS"),
+                Flag("--idle-timeout", "end the run, servers first, after this time without workers, once there were "
+                     "some; a last snapshot is saved first. Must be longer than a worker's restart; 0 never ends",
                      seconds(), 0.0, "SECONDS"),
-                Flag("--start-timeout", "end everywhere if the workers and servers to wait for have not come within "
-                     "this time, as when scripts fail before psdist.init(); 0 waits for ever", seconds(), 0.0,
+                Flag("--start-timeout", "end the run everywhere if the required workers and servers have not joined "
+                     "within this time, as when scripts fail before psdist.init(); 0 waits for ever", seconds(), 0.0,
                      "SECONDS"),
             ),
-            Flag("--store", "SQLite file by which a restarted scheduler continues the run, or memory for none "
+            Flag("--store", "SQLite file from which a restarted scheduler continues the run, or memory for none "
                  "(default: a file below $XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It "
-                 "is deleted when the run has ended in order", str, None, "FILE"),
+                 "is deleted when the run ends in order", str, None, "FILE"),
             Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
             *storage_flags("none"),
-            Flag("--storage-optional", "where the storage cannot be written, warn and take no snapshots"),
+            Flag("--storage-optional", "if the storage cannot be written, warn and take no snapshots"),
             *_process_flags(),
-            Flag("--create-token", "where the token's file does not exist, write a new random token to it"),
+            Flag("--create-token", "if the token's file does not exist, write a new random token to it"),
         ),
         first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
     )  # fmt: skip
 
 
 def server_line() -> CommandLine:
-    """The flags of ``psdist-server``."""
+    """Return the command line of ``psdist-server``."""
     return CommandLine(
         "psdist-server",
         "Holds a share of the parameters and of the optimizer's state.",
@@ -339,22 +347,22 @@ def server_line() -> CommandLine:
             *_LISTEN_FLAGS,
             *grouped(
                 _NETWORK_TITLE,
-                Flag("--data-port", "port of direct connections (the transport tcp); 0 takes a free one",
+                Flag("--data-port", "port of the TCP transport; 0 takes a free one",
                      integer(0, 65535), 0, "PORT"),
             ),
-            Flag("--server-id", "id of this server (default: the name of its host, with a number from the second "
+            Flag("--server-id", "id of this server (default: its host's name, with a number appended from the second "
                  "server of a host on; server-N on loopback)", _name_text, "", "ID"),
-            Flag("--kernel-threads", "threads that apply updates (default: one per core, shared with servers that "
-                 "are on this host already)", integer(1, 1024), None, "N"),
-            Flag("--transport", "how servers keep copies of shards: auto, shm, tcp, or grpc, which is used where the "
-                 "others cannot be had", one_of(*get_args(TransportName)), "auto", "NAME"),
-            Flag("--device", "where weights and the optimizer's state lie, and updates are made: cpu, cuda or cuda:N",
+            Flag("--kernel-threads", "threads that apply updates (default: one per core, shared with servers already "
+                 "on this host)", integer(1, 1024), None, "N"),
+            Flag("--transport", "transport of updates to copies of shards: auto, shm, tcp or grpc, the fallback if the "
+                 "others are unavailable", one_of(*get_args(TransportName)), "auto", "NAME"),
+            Flag("--device", "device that holds weights and optimizer state and applies updates: cpu, cuda or cuda:N",
                  device_text, "cpu", "NAME"),
             *grouped(
                 TIMEOUTS_TITLE,
                 Flag("--start-timeout", "longest wait for the scheduler: its address file, its name, its answer",
                      seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
-                Flag("--drain-timeout", "when told to end, longest wait for its shards to be moved to other servers",
+                Flag("--drain-timeout", "after SIGTERM, longest wait for its shards to be moved to other servers",
                      seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
             ),
             run_id_flag(),

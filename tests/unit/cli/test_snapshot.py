@@ -123,14 +123,14 @@ def test_export_takes_the_newest_or_the_one_that_is_named(storage: str, tmp_path
     assert "--overwrite" in capsys.readouterr().err
 
 
-def test_a_newest_snapshot_that_is_not_whole_is_passed_over_aloud(
+def test_an_incomplete_newest_snapshot_is_skipped_with_a_warning(
     storage: str, commits: list[CommitRecord], tmp_path: Path, capsys: Output
 ) -> None:
     manifest = Path(storage) / "snapshots" / commits[2].directory / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-1])
     assert call("export", storage, "--out", str(tmp_path / "model")) == 0
     error = capsys.readouterr().err
-    assert "warning: passed over" in error and f"{commits[2].directory}/manifest.json" in error
+    assert "warning: skipped an unusable snapshot" in error and f"{commits[2].directory}/manifest.json" in error
     assert np.all(safetensors.numpy.load_file(tmp_path / "model")["w"] == 20)
 
 
@@ -193,7 +193,7 @@ def test_records_that_cannot_be_read_do_not_count_as_kept(
         ([], 2, ["usage: psdist snapshot COMMAND"]),
         (["frob"], 2, ["'frob'", "verify"]),
         (["list"], 2, ["STORAGE"]),
-        (["list", "none"], 2, ["no storage"]),
+        (["list", "none"], 2, ["not a storage"]),
         (["list", "ftp://x"], 2, ["s3://"]),
         (["list", "RUNS/nowhere"], 1, ["nowhere has no snapshots"]),
         (["verify", "RUNS"], 1, ["has no snapshots; below it are the runs digits"]),
