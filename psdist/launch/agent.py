@@ -1,4 +1,4 @@
-"""The agent of one node (``psdist-worker``): finds its ranks, then runs and restarts the node's workers.
+"""The agent of one node (``psdist-worker``): determines its ranks, then runs and restarts the node's workers.
 
 Scheduler and servers run elsewhere; the agent neither starts nor stops them. Ranks come from the user (``node_rank``)
 or from the scheduler (rendezvous), and are kept over restarts.
@@ -40,16 +40,19 @@ from psdist.settings import exit_codes, preflight
 from psdist.settings.config import await_address, parse_address
 from psdist.settings.exit_codes import SIGNAL_BASE
 
-#: Longest wait for the scheduler to take note that this agent gave up.
+#: Longest wait for the scheduler to acknowledge that this agent gave up.
 _GIVE_UP_SECONDS: Final = 5.0
 _REASON_CHARACTERS: Final = 200
-#: A wait that lasts is printed again after this time.
+#: A wait that continues is printed again after this time.
 _REPEAT_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """Settings of ``psdist-worker``. ``node_rank`` None asks the scheduler; else ``nodes_min == nodes_max``."""
+    """Settings of ``psdist-worker``.
+
+    node_rank: None to ask the scheduler; otherwise ``nodes_min == nodes_max``.
+    """
 
     script: ScriptOptions
     scheduler: str = ""
@@ -63,10 +66,10 @@ class AgentOptions:
 
 
 def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -> int:
-    """Runs this node's workers to their end and returns the status for the shell.
+    """Run this node's workers to their end and return the status for the shell.
 
-    Raises ConfigurationError, before anything was started, if the script cannot be run; SchedulerUnreachableError, or
-    the scheduler's error, where it assigns no ranks.
+    Raises ConfigurationError, before anything was started, if the script cannot be run. Raises
+    SchedulerUnreachableError, or the scheduler's error, if it assigns no ranks.
     """
     environ = dict(os.environ if environ is None else environ)
     script = options.script
@@ -103,7 +106,7 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
 
 
 def why_given_up(finish: Finish, has_connected: bool) -> str:
-    """Why other nodes need not wait for this one's workers; empty if the scheduler knows, or nobody has to.
+    """Return why other nodes need not wait for this one's workers; empty if the scheduler knows, or nobody has to.
 
     has_connected: True if a worker of this node ever registered.
     """
@@ -154,12 +157,13 @@ def _request(options: AgentOptions, link: SchedulerAddress) -> RankRequest:
 
 
 def _unknown_run() -> str:
-    """The name of a run's files if no rendezvous names the run: another one for each start, so that none are mixed."""
+    """Return a name for a run's files if no rendezvous names the run. It is unique per start, so that no two runs
+    mix."""
     return f"run-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
 
 
 def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
-    """Address for torch.distributed: one on which the script of rank 0 can listen.
+    """Return the address for torch.distributed, on which the script of rank 0 can listen.
 
     Without a rendezvous the nodes cannot agree on one, so it is taken from the user's environment.
     """
@@ -172,14 +176,14 @@ def _master(place: Place, scheduler: str, environ: Mapping[str, str]) -> str:
 
 
 class WaitReport:
-    """Tells which of the scheduler's reasons to print: it repeats one every two seconds, as a sign of life."""
+    """Filter for the scheduler's wait reasons, which it repeats every two seconds as a sign of life."""
 
     def __init__(self) -> None:
         self._text = ""
         self._printed = -math.inf
 
     def is_due(self, text: str, now: float) -> bool:
-        """True for a new reason, and for the same one once a minute."""
+        """Return True for a new reason, and for the same one once a minute."""
         if text == self._text and now < self._printed + _REPEAT_SECONDS:
             return False
         self._text, self._printed = text, now
@@ -187,7 +191,7 @@ class WaitReport:
 
 
 def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place:
-    """Asks the scheduler in a process of its own, and prints whom it waits for. Raises the scheduler's error."""
+    """Ask the scheduler in a separate process, and print the reasons of a wait. Raises the scheduler's error."""
     argv = (*program("psdist.launch.rendezvous"), json.dumps(asdict(request)))
     process = spawn(argv, environment, stderr=None)
     assert process.stdout is not None
@@ -198,7 +202,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
             if "waiting_for" in values and not report.is_due(values["waiting_for"], time.monotonic()):
                 continue
             if "waiting_for" in values:
-                # Who cannot be told that this node waits can be trained with all the same.
+                # Training does not depend on whether this notice can be printed.
                 with contextlib.suppress(OSError):
                     print(stamped(f"waiting {values['waiting_for']}"), file=sys.stderr, flush=True)
             elif "error" in values:
@@ -220,10 +224,10 @@ async def _supervise(
     metrics: RunMetrics,
     name: str,
 ) -> tuple[Finish, bool]:
-    """Runs the workers. Returns how they ended, and whether any of them ever registered."""
+    """Run the workers. Returns how they ended, and True if any of them ever registered."""
     loop_monitor.watch("agent", environ)
     script = options.script
-    # Nodes may share the file system: the names of the files have the ranks.
+    # Nodes may share the file system, so file names contain the ranks.
     output = open_output(workers, name, lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
         ProcessPlan(

@@ -1,4 +1,5 @@
-"""Says which workers have not called ``psdist.init()`` yet: a long import, or loading of a data set, is silent. Pure.
+"""Reports which workers have not called ``psdist.init()`` yet: a long import, or loading of a data set, is silent.
+Pure.
 
 The first notice comes after ``FIRST_SECONDS``, further ones after pauses that double, up to ``LONGEST_PAUSE_SECONDS``.
 """
@@ -18,11 +19,11 @@ class ConnectNotice:
 
     def __init__(self) -> None:
         self._pause = FIRST_SECONDS
-        #: When the next notice is due; None while nobody is waited for.
+        #: When the next notice is due; None if no worker is missing.
         self._due: float | None = None
 
     def text(self, ranks: Sequence[int], now: float) -> str:
-        """The notice that is due now; empty if there is none. ranks: workers that have not registered yet."""
+        """Return the notice that is due now; empty if there is none. ranks: workers that have not registered yet."""
         if not ranks:
             self._due, self._pause = None, FIRST_SECONDS
         elif self._due is None:

@@ -1,8 +1,8 @@
 """A cluster for one script: a scheduler and servers as children of this process, which end with it.
 
-``psdist.init()`` starts it if there is no launcher. The children end in order by ``close``, else by the lifeline: a
-pipe whose other end only the parent holds, and no process that it forks. There are no worker processes and no restarts,
-which are in ``local``.
+``psdist.init()`` starts it if there is no launcher. ``close`` ends the children in order; otherwise the lifeline does:
+a pipe whose other end only the parent holds, and no process that it forks. There are no worker processes and no
+restarts; those are in ``local``.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _STOP_SECONDS: Final = 5.0
 
 
 class EmbeddedCluster:
-    """A running scheduler with ``servers`` servers on free loopback ports. A second ``close`` does nothing.
+    """A running scheduler with ``servers`` servers on free loopback ports. A second ``close`` has no effect.
 
     replicas: copies of each shard, on different servers; with 2 nothing is lost when one server dies.
     failure_timeout, worker_timeout: seconds of silence after which a server, and a worker, counts as lost. The death of
-        a process is noticed at once, because its connections break.
+        a process is noticed immediately, because its connections break.
     storage: directory or URL for snapshots; None for none. A run of the same ``run_id`` resumes from the newest there.
-        ``policy`` says when they are taken, except that ``close`` takes none; ``fresh`` refuses older ones.
-    run_id: name of the run; None makes one.
+    policy: when snapshots are taken; ``close`` never takes one.
+    fresh: True to refuse a storage that has snapshots.
+    run_id: name of the run; None generates one.
 
     Raises SchedulerUnreachableError if the scheduler does not come up, ConfigurationError for values out of range.
     """
@@ -69,7 +70,7 @@ class EmbeddedCluster:
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
         snapshots: SnapshotPlan | None = None
         if storage is not None and (place := storage_text(os.fspath(storage))):
-            # When this process ends, the servers are gone already.
+            # At the end of this process the servers are already gone.
             snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
         self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
         lifeline, self._lifeline_end = (_above_standard_streams(descriptor) for descriptor in os.pipe())
@@ -105,7 +106,7 @@ class EmbeddedCluster:
             self.processes.append(_spawn(spec, plan.lifeline))
 
     def _await_scheduler(self) -> str:
-        """The scheduler's address. Raises an error as soon as it has died."""
+        """Return the scheduler's address. Raises an error as soon as it has died."""
         path = self._directory / "scheduler"
         for _ in range(int(START_TIMEOUT_SECONDS * 10)):
             with suppress(SchedulerUnreachableError):
@@ -117,7 +118,7 @@ class EmbeddedCluster:
         return await_address(path, 0.0)
 
     def close(self) -> None:
-        """Ends the children and removes their directory."""
+        """End the children and remove their directory."""
         processes, self.processes = self.processes, []
         _stop(processes[1:])  # servers first: without a scheduler they would try to reach it
         _stop(processes[:1])
@@ -125,13 +126,13 @@ class EmbeddedCluster:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def let_go(self) -> None:
-        """Closes this process's end of the lifeline. When all have, the children end."""
+        """Close this process's end of the lifeline. Once all holders have, the children end."""
         if self._lifeline_end >= 0:
             os.close(self._lifeline_end)
             self._lifeline_end = -1
 
 
-#: Weakly, since a hook of forks is never removed.
+#: Weak references, since a fork hook is never removed.
 _clusters: Final[weakref.WeakSet[EmbeddedCluster]] = weakref.WeakSet()
 
 
@@ -145,8 +146,8 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def _above_standard_streams(descriptor: int) -> int:
-    """The descriptor, or another of the same file where its number is that of a standard stream, which this process was
-    started without. A child would get its own standard stream in that place."""
+    """Return the descriptor, or a duplicate if its number is that of a standard stream that this process was started
+    without. A child would replace such a descriptor with its own standard stream."""
     if descriptor > 2:
         return descriptor
     try:
@@ -156,7 +157,7 @@ def _above_standard_streams(descriptor: int) -> int:
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:
-    """Sends SIGTERM to all at once, and SIGKILL to those that do not end."""
+    """Send SIGTERM to all children, and SIGKILL to those that do not end."""
     for child in children:
         child.terminate()
     for child in children:
@@ -181,7 +182,7 @@ def _spawn(spec: ProcessSpec, lifeline: int) -> subprocess.Popen[bytes]:
 
 
 def _inherited(descriptor: int) -> int | None:
-    """What a child gets as a standard stream: this process's own, or /dev/null where that is closed."""
+    """Return the standard stream for a child: this process's own, or /dev/null if that is closed."""
     try:
         os.fstat(descriptor)
     except OSError:

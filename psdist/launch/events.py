@@ -1,4 +1,4 @@
-"""The processes of a run by key, the table of those that run, and the events and effects of the supervisor. Pure."""
+"""Process keys, the table of running processes, and the events and effects of the supervisor. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ProcessKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RunningProcess:
-    """A process that runs. quick_deaths: how many of its starts before this one ended soon, in a row."""
+    """A running process. quick_deaths: how many of its previous starts, in a row, ended soon."""
 
     started: float
     attempt: int = 0
@@ -33,7 +33,7 @@ class RunningProcess:
 
 
 class ProcessTable:
-    """The processes that run. ``ever_connected``: whether any worker ever registered at the scheduler."""
+    """The running processes. ``ever_connected``: True if any worker ever registered at the scheduler."""
 
     def __init__(self, keys: Iterable[ProcessKey], now: float) -> None:
         self._running = {key: RunningProcess(now) for key in keys}
@@ -43,25 +43,25 @@ class ProcessTable:
         return key in self._running
 
     def of(self, role: Role) -> dict[ProcessKey, RunningProcess]:
-        """The processes of a role."""
+        """Return the processes of a role."""
         return {key: process for key, process in self._running.items() if key.role == role}
 
     def attempt(self, key: ProcessKey) -> int:
-        """Which start of this process runs, from 0."""
+        """Return the number of this process's current start, from 0."""
         return self._running[key].attempt if key in self._running else 0
 
     def start(self, key: ProcessKey, now: float, attempt: int = 0, quick_deaths: int = 0) -> None:
-        """Adds a process that is started now."""
+        """Add a process that is started now."""
         self._running[key] = RunningProcess(now, attempt, quick_deaths=quick_deaths)
 
     def connect(self, key: ProcessKey) -> None:
-        """Notes that a worker, which may have ended, registered."""
+        """Record that a worker, which may have ended, registered."""
         self.ever_connected = True
         if key in self._running:
             self._running[key] = replace(self._running[key], connected=True)
 
     def remove(self, key: ProcessKey) -> RunningProcess:
-        """Removes a process that ended."""
+        """Remove a process that ended."""
         return self._running.pop(key)
 
 
@@ -70,7 +70,7 @@ class ProcessTable:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A process ended. ``returncode`` is -n for signal n; ``connected`` says whether a worker had ever registered."""
+    """A process ended. ``returncode`` is -n for signal n; ``connected`` is True if a worker had ever registered."""
 
     key: ProcessKey
     returncode: int
@@ -93,7 +93,7 @@ class Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """The run cannot go on, although no process ended: for example, the scheduler does not come up."""
+    """The run cannot continue although no process ended: for example, the scheduler does not come up."""
 
     message: str
     status: int
@@ -102,7 +102,7 @@ class RunFailed:
 
 @dataclass(frozen=True, slots=True)
 class ServersWanted:
-    """The scheduler wants ``servers`` servers besides those that are ``draining``, and those in ``stop`` stopped."""
+    """The scheduler wants ``servers`` servers, not counting those in ``draining``, and the ones in ``stop`` stopped."""
 
     servers: int
     draining: tuple[int, ...] = ()
@@ -111,7 +111,7 @@ class ServersWanted:
 
 @dataclass(frozen=True, slots=True)
 class WorkersWanted:
-    """The scheduler wants ``workers`` workers here. Those that are started get ranks from ``next_rank`` on."""
+    """The scheduler wants ``workers`` workers here. New ones get ranks from ``next_rank`` on."""
 
     workers: int
     next_rank: int = 0
@@ -130,7 +130,7 @@ Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | WorkersWa
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a process, perhaps again; ``attempt`` counts from 0."""
+    """Start or restart a process; ``attempt`` counts from 0."""
 
     key: ProcessKey
     attempt: int
@@ -164,7 +164,7 @@ Effect = Start | Kill | Say | Finish
 
 
 def describe(returncode: int) -> str:
-    """How a process ended, in words: an exit code, or the name of a signal."""
+    """Describe how a process ended: an exit code, or the name of a signal."""
     if returncode >= 0:
         return f"exit code {returncode}"
     try:
@@ -174,10 +174,10 @@ def describe(returncode: int) -> str:
 
 
 def status_of(returncode: int) -> int:
-    """The status that a shell shows for ``returncode``: 128 + n for signal n."""
+    """Return the status that a shell shows for ``returncode``: 128 + n for signal n."""
     return returncode if returncode >= 0 else exit_codes.SIGNAL_BASE - returncode
 
 
 def enumerate_keys(keys: Iterable[ProcessKey]) -> str:
-    """Names of processes, separated by commas."""
+    """Return names of processes, separated by commas."""
     return ", ".join(map(str, keys))

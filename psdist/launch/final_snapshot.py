@@ -1,9 +1,8 @@
 """Asks a run's scheduler for a snapshot, and reports its progress.
 
-A launcher runs ``python -m psdist.launch.final_snapshot REASON`` before it stops the servers. It is a program of its
-own, because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit status 0 means
-that everything that was trained is in a snapshot, or there was nothing to save. 1 means that it is not; the last line
-says why.
+A launcher runs ``python -m psdist.launch.final_snapshot REASON`` before it stops the servers. It is a separate program,
+because the launcher must not import grpc. Scheduler, run and token come from the environment. Exit status 0 means that
+the whole training state is in a snapshot, or there was nothing to save. 1 means that it is not; the last line says why.
 """
 
 from __future__ import annotations
@@ -20,16 +19,19 @@ if TYPE_CHECKING:
 
 #: Time between two lines on the progress.
 _SAY_SECONDS: Final = 2.0
-#: After so long without progress the run ends without this snapshot.
+#: After this time without progress the run ends without this snapshot.
 _STILL_SECONDS: Final = 300.0
 
 
 async def request(
     call: Callable[..., Any], run_id: str, reason: str, on_answer: Callable[[scheduler_pb2.SaveSnapshotResponse], None]
 ) -> scheduler_pb2.SaveSnapshotResponse | None:
-    """Requests a snapshot and waits until it is committed. Returns the last answer, None if there was none.
+    """Request a snapshot and wait until it is committed. Returns the last answer, or None if there was none.
 
-    call: of ``psdist.wire.scheduler_client``. on_answer: gets every answer. Raises grpc.aio.AioRpcError.
+    call: of ``psdist.wire.scheduler_client``.
+    on_answer: called with every answer.
+
+    Raises grpc.aio.AioRpcError.
     """
     from psdist.v1 import scheduler_pb2
     from psdist.wire.scheduler_client import last_answer
@@ -40,7 +42,7 @@ async def request(
 
 
 def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
-    """A committed snapshot as text: its step, its size, and how long it took."""
+    """Describe a committed snapshot: its step, its size, and how long it took."""
     saved = answer.committed
     steps = sorted(set(saved.steps.values()))
     where = f"step {steps[0]}" if len(steps) == 1 else "steps " + ", ".join(map(str, steps))
@@ -50,13 +52,13 @@ def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
 
 
 def progress_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
-    """The progress as text."""
+    """Describe the progress."""
     text = f"{size(answer.bytes_done)} of {size(answer.bytes)} written" if answer.bytes else "preparing"
     return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
 
 
 def size(count: int) -> str:
-    """A number of bytes as text, in binary units."""
+    """Format a number of bytes in binary units."""
     value, unit = float(count), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if value < 1024 or unit == "TiB":
@@ -76,7 +78,7 @@ class SaveProgress:
         self.moved: Callable[[], None] = lambda: None
 
     def __call__(self, answer: scheduler_pb2.SaveSnapshotResponse) -> None:
-        """Takes an answer."""
+        """Process an answer."""
         if answer.HasField("committed"):
             return
         if (text := progress_text(answer)) != self.last:
@@ -108,7 +110,7 @@ async def _save(address: str, run_id: str, token: str, reason: str) -> int:
                 answer = await request(call, run_id, reason, progress)
     except grpc.aio.AioRpcError as error:
         problem = status.from_call(error, "scheduler")
-        if isinstance(problem, NoStorageError):  # The run reported that when it began.
+        if isinstance(problem, NoStorageError):  # The run reported that at its start.
             return 0
         _say(f"no snapshot was taken: {problem.message}")
         return 1
@@ -127,7 +129,7 @@ def _say(text: str) -> None:
 
 
 def main() -> int:
-    """Saves the run of the environment, and returns the exit status."""
+    """Save the run of the environment, and return the exit status."""
     import asyncio
 
     from psdist.settings.config import find_scheduler, find_token, read_address

@@ -1,8 +1,8 @@
 """A whole run on this machine: scheduler, servers and workers, on free ports, in a private directory.
 
 The directory (mode 0700, removed at the end) holds the token, the scheduler's address and its store. All processes are
-started at once and find each other by the address file. While the run lives, a record of it leads ``psdist status`` to
-it. Snapshots lie elsewhere, and stay: a later run of the same id resumes from them.
+started together and find each other by the address file. While the run is alive, ``psdist status`` finds it by its
+record. Snapshots are stored elsewhere, and stay: a later run of the same id resumes from them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from psdist.settings.config import (
 )
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
-#: Where snapshots lie by default, below the working directory; in it, a directory for each run.
+#: Default location of snapshots, below the working directory; it contains a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
-#: Workers and servers start first: one more program would only delay the first step.
+#: Let workers and servers start first: one more program would only delay the first step.
 _LISTEN_DELAY_SECONDS: Final = 2.0
 
 
@@ -62,9 +62,10 @@ _LISTEN_DELAY_SECONDS: Final = 2.0
 class LocalOptions:
     """Settings of ``psdist run``.
 
-    storage: an absolute path or a URL for snapshots. "" means none. None means a directory of the run in
-        ``STORAGE_DIRECTORY``, or no snapshots where that cannot be written. policy: when they are taken. fresh: the
-        storage must have none.
+    storage: an absolute path or a URL for snapshots; "" for none. None means a directory of the run in
+        ``STORAGE_DIRECTORY``, or no snapshots if that cannot be written.
+    policy: when snapshots are taken.
+    fresh: True if the storage must have none.
     """
 
     script: ScriptOptions
@@ -74,7 +75,7 @@ class LocalOptions:
     failure_timeout_seconds: float = FAILURE_TIMEOUT_SECONDS
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
     kernel_threads: int | None = None
-    #: Where servers have weights and the optimizer's state, in turn.
+    #: Devices of weights and optimizer state, assigned to servers round-robin.
     devices: tuple[str, ...] = ("cpu",)
     log_level: str = "warning"
     storage: str | None = ""
@@ -82,20 +83,20 @@ class LocalOptions:
     fresh: bool = False
 
     def snapshots(self, run_id: str) -> SnapshotPlan | None:
-        """Where and when snapshots are taken; None if none are."""
+        """Return where and when snapshots are taken; None if none are."""
         storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
         return SnapshotPlan(storage, self.policy, self.fresh, self.storage is None) if storage else None
 
 
 def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
-    """Runs a script to its end and returns the status for the shell (see ``psdist.settings.exit_codes``).
+    """Run a script to its end and return the status for the shell (see ``psdist.settings.exit_codes``).
 
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """
     environ = dict(os.environ if environ is None else environ)
     options.script.check()
     token = find_token(environ) or secrets.token_urlsafe(32)
-    # Names that are made here sort by time.
+    # Generated names sort by time.
     run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
     preflight.require_for_launcher(options.script.processes + options.servers + 2)  # the scheduler, and what watches it
     directory = preflight.make_private_directory(DIRECTORY_PREFIX)
@@ -113,7 +114,7 @@ def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -
 
 
 def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
-    """Fills a run's private directory. Returns how its processes find each other there."""
+    """Fill a run's private directory. Returns the scheduler's address file and token file there."""
     (directory / "connected").mkdir(mode=0o700)
     token_file = directory / "token"
     descriptor = os.open(token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -214,7 +215,7 @@ async def _supervise(
         copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
         output.say(
             f"run {run_id}: {plural(options.servers, 'server')}, {plural(script.processes, 'worker')}{copies}; "
-            f"to look at it: psdist status --run-id {run_id}"
+            f"to watch it: psdist status --run-id {run_id}"
         )
         told = services.snapshots is not None and _report_storage(
             output, services.snapshots, asked=bool(options.storage)
@@ -227,7 +228,7 @@ async def _supervise(
         if services.snapshots is not None and _has_commits(services.snapshots):
             where = f"snapshots are in {services.snapshots.storage}"
             if status > exit_codes.SIGNAL_BASE:
-                output.say(f"{where}; to go on: psdist run --run-id {run_id}, with the same arguments")
+                output.say(f"{where}; to resume: psdist run --run-id {run_id}, with the same arguments")
             elif not told:
                 output.say(where)
         return status
@@ -237,7 +238,7 @@ async def _supervise(
 
 
 def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> str:
-    """The command by which another terminal adds workers to the run, or why there is none."""
+    """Return the command by which another terminal adds workers to the run, or why there is none."""
     if all(record.run_id != run_id for record in registry.live()):
         directory = registry.directory
         return f"the run is not found by its id: {directory} cannot be written, or is not this user's alone (mode 0700)"
@@ -249,23 +250,25 @@ def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> s
 
 
 def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> bool:
-    """Prints where snapshots lie, if the user ``asked`` for them, or if a directory has some; whether it did."""
+    """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
+    printed."""
     there = _has_commits(snapshots)
     if asked or there:
-        goes_on = ", from the newest of which this run resumes" if there and not snapshots.fresh else ""
+        goes_on = "; this run resumes from the newest" if there and not snapshots.fresh else ""
         output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
     return asked or there
 
 
 def _has_commits(snapshots: SnapshotPlan) -> bool:
-    """Whether the storage is a directory with snapshots. A bucket is not asked: the launcher has no client for it."""
+    """Return True if the storage is a directory with snapshots. A bucket is not checked: the launcher has no client for
+    it."""
     with contextlib.suppress(OSError):
         return "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
     return False
 
 
 class _ScaleRequests:
-    """Reports what the scheduler wants of this launcher: servers and workers started or stopped, or the end."""
+    """Reports the scheduler's requests to this launcher: start or stop servers and workers, or end the run."""
 
     def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
         self._link = services.link
@@ -277,11 +280,11 @@ class _ScaleRequests:
         self._closed = False
 
     def start(self, address: str) -> None:
-        """Begins to watch soon, until ``close``."""
+        """Start watching after ``_LISTEN_DELAY_SECONDS``, until ``close``."""
         asyncio.get_running_loop().call_later(_LISTEN_DELAY_SECONDS, self._start, address)
 
     async def close(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self._closed = True
         if self._child is not None:
             self._child.kill(signal.SIGKILL)
@@ -311,7 +314,7 @@ class _ScaleRequests:
             if wanted.lost:
                 self._on_event(RunFailed(wanted.lost, exit_codes.INFRASTRUCTURE))
             else:
-                # 0: nobody has set a number, so the one that the run began with holds.
+                # 0: no number was set, so the initial one holds.
                 servers = wanted.servers or self._servers
                 self._on_event(ServersWanted(servers, _numbers(wanted.draining), _numbers(wanted.stop)))
                 if wanted.workers:
@@ -330,7 +333,7 @@ class _AddressWatch:
         self._on_address = on_address
         self._deadline: float | None = None
         self._found = False
-        #: Of the scheduler; 0 until it is known.
+        #: The scheduler's port; 0 until it is known.
         self.port = 0
         self.on_found: Callable[[str], None] = lambda address: None
 
@@ -358,7 +361,7 @@ class _AddressWatch:
 
 
 def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None], mute: bool = True) -> Output:
-    """Console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
+    """Open console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
     routing, role = workers.script.routing, workers.script.role
     if routing.directory is not None:
         routing = replace(routing, directory=routing.directory / run_id)
@@ -369,7 +372,8 @@ def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None]
 
 
 def open_metrics(script: ScriptOptions, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
-    """Where the metrics of this node's workers go. Raises ConfigurationError for a directory that cannot be used."""
+    """Open the destinations of the metrics of this node's workers. Raises ConfigurationError if a directory cannot be
+    used."""
     directory = script.routing.directory
     if directory is not None:
         directory = directory / name
@@ -385,7 +389,7 @@ def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:
 
 
 def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -> None:
-    """Prints where the logs are, and what was set that the user did not ask for."""
+    """Print the location of the logs, and settings that the user did not ask for."""
     if output.directory is not None:
         output.say(f"logs in {output.directory}")
     if workers.limits_threads(environ):
@@ -393,5 +397,5 @@ def announce(output: Output, workers: WorkersPlan, environ: Mapping[str, str]) -
 
 
 def plural(count: int, noun: str) -> str:
-    """``2 workers``."""
+    """Return a count with its noun: ``2 workers``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,8 +1,8 @@
 """The output of a run: the lines of its processes with a prefix, log files, and the launcher's own messages.
 
-The lines of a process go to the stream that they came from, behind a prefix such as ``[worker 0]``, and with a log
-directory also to a file of the process. Its last lines are kept, to show at the end why it failed, if the console did
-not have them.
+The lines of a process go to the stream that they came from, after a prefix such as ``[worker 0]``, and with a log
+directory also to a file of the process. Its last lines are kept. If the process fails and the console did not show
+them, they are printed at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SERVICE_COLOUR: Final = 90
 
 #: Returns to the beginning of the line, and erases it.
 _ERASE: Final = "\r\x1b[K"
-#: Of a terminal that does not know.
+#: Width of a terminal that does not report one.
 _COLUMNS: Final = 80
 
 STDOUT, STDERR = 1, 2
@@ -38,11 +38,12 @@ _TITLES: Final = {STDOUT: "standard output", STDERR: "standard error"}
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where the output of workers goes.
+    """Destinations of the workers' output.
 
-    directory: for one file of each process. redirects, tees: streams (1, 2; 3 is both) that go only to the file, and to
-    file and console, by local rank; the key None is for all others. With a directory and neither of the two, everything
-    goes to both. shown_ranks: the local ranks that are shown on the console; None for all.
+    directory: for one file of each process.
+    redirects, tees: streams (1, 2; 3 is both) that go only to the file, and to file and console, by local rank; the key
+        None is for all others. With a directory and neither of the two, everything goes to both.
+    shown_ranks: the local ranks that are shown on the console; None for all.
     """
 
     directory: Path | None = None
@@ -51,7 +52,7 @@ class Routing:
     shown_ranks: frozenset[int] | None = None
 
     def to_file(self, local_rank: int | None, stream: int) -> bool:
-        """Whether a stream is written to the file of its process."""
+        """Return True if a stream is written to the file of its process."""
         if self.directory is None:
             return False
         if local_rank is None or not (self.redirects or self.tees):
@@ -59,7 +60,7 @@ class Routing:
         return bool((_mask(self.redirects, local_rank) | _mask(self.tees, local_rank)) & stream)
 
     def to_console(self, local_rank: int | None, stream: int) -> bool:
-        """Whether a stream is shown on the console."""
+        """Return True if a stream is shown on the console."""
         if local_rank is None:
             return True
         if self.shown_ranks is not None and local_rank not in self.shown_ranks:
@@ -73,7 +74,7 @@ def _mask(masks: Mapping[int | None, int], local_rank: int) -> int:
 
 
 def parse_streams(value: str) -> dict[int | None, int]:
-    """Parses torchrun's ``-r`` and ``-t``: ``3``, or ``0:3,1:2`` by local rank. Raises ConfigurationError."""
+    """Parse torchrun's ``-r`` and ``-t``: ``3``, or ``0:3,1:2`` by local rank. Raises ConfigurationError."""
     masks: dict[int | None, int] = {}
     for item in value.split(","):
         rank, separator, streams = item.rpartition(":")
@@ -90,7 +91,7 @@ def parse_streams(value: str) -> dict[int | None, int]:
 
 
 def parse_ranks(value: str) -> frozenset[int]:
-    """Parses local ranks, separated by commas. Raises ConfigurationError."""
+    """Parse local ranks, separated by commas. Raises ConfigurationError."""
     items = [item.strip() for item in value.split(",")]
     if not all(item.isascii() and item.isdigit() for item in items):
         raise ConfigurationError(f"{value!r} is not understood: write local ranks separated by commas, such as 0,2")
@@ -98,9 +99,10 @@ def parse_ranks(value: str) -> frozenset[int]:
 
 
 class Output:
-    """Console and files of one run. ``local_rank`` maps a worker's rank to its place on this node.
+    """Console and files of one run. Output that cannot be written is lost and reported once; it never ends the
+    training.
 
-    What cannot be written, to the console or to a file, is lost and said once. It ends no training.
+    local_rank: maps a worker's rank to its place on this node.
     """
 
     def __init__(
@@ -117,14 +119,14 @@ class Output:
         self._worker_label = worker_label
         self._on_broken = on_broken
         self._mute_stopping_services = mute_stopping_services
-        #: Set when the run ends: from then on servers and scheduler only report that their peers end.
+        #: True once the run ends: from then on servers and scheduler only report that their peers end.
         self.stopping = False
         self._files: dict[ProcessKey, IO[str]] = {}
         self._broken = False
         self._lossy: set[int] = set()
         self._unwritable: set[ProcessKey] = set()
         self._tails: dict[ProcessKey, deque[tuple[int, str]]] = {}
-        #: The line that stands below all others on a terminal.
+        #: The line shown below all others on a terminal.
         self._progress = ""
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
@@ -133,26 +135,26 @@ class Output:
             routing.directory.mkdir(parents=True, exist_ok=True)
 
     def say(self, message: str) -> None:
-        """Prints a message of the launcher to standard error."""
+        """Print a message of the launcher to standard error."""
         self._write(STDERR, stamped(message) + "\n")
 
     @property
     def is_terminal(self) -> bool:
-        """Whether standard error is a terminal on which ``show_progress`` can replace a line."""
+        """True if standard error is a terminal on which ``show_progress`` can replace a line."""
         return sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def show_progress(self, message: str) -> None:
-        """Shows a message of the launcher below all other lines of a terminal, in place of the one before, cut off at
-        the terminal's width. Empty removes it."""
+        """Show a message below all other lines of a terminal, replacing the previous one. It is cut off at the
+        terminal's width. An empty message removes it."""
         self._progress = stamped(message) if message else ""
         self._write(STDERR, "" if message else _ERASE)
 
     def begin(self, key: ProcessKey) -> None:
-        """Forgets the last lines of a process, which starts, perhaps again."""
+        """Clear the kept lines of a process that is being started or restarted."""
         self._tails[key] = deque(maxlen=_TAIL_LINES)
 
     def lines(self, key: ProcessKey, stream: int, lines: list[str]) -> None:
-        """Shows, files and keeps lines of a process."""
+        """Show, file and keep lines of a process."""
         self._tails[key].extend((stream, line) for line in lines)
         rank = self._local_rank(key.number) if key.role == "worker" else None
         muted = self.stopping and self._mute_stopping_services and key.role in ("server", "scheduler")
@@ -163,8 +165,8 @@ class Output:
             self._append(key, lines)
 
     def report(self, key: ProcessKey) -> None:
-        """Shows why a process failed, of lines that the console did not have: its traceback if it printed one, else its
-        last lines."""
+        """Show why a process failed, from lines that the console did not show: its traceback if it printed one, else
+        its last lines."""
         rank = self._local_rank(key.number) if key.role == "worker" else None
         hidden = frozenset(stream for stream in (STDOUT, STDERR) if not self._routing.to_console(rank, stream))
         shown = last_words(list(self._tails.get(key, ())), hidden)
@@ -173,7 +175,7 @@ class Output:
             self._write(STDERR, "".join(f"  | {line}\n" for line in shown))
 
     def close(self) -> None:
-        """Closes the files, and lets go of what the console did not take."""
+        """Close the files, and discard lines that the console did not accept."""
         files, self._files = self._files, {}
         for key, file in files.items():
             try:
@@ -185,7 +187,7 @@ class Output:
             try:
                 target.flush()
             except (OSError, ValueError):
-                # Else the same error would come once more when Python ends, and change the exit status.
+                # Otherwise the same error would recur at interpreter exit and change the exit status.
                 discard(target)
 
     def _append(self, key: ProcessKey, lines: list[str]) -> None:
@@ -201,7 +203,7 @@ class Output:
     def _warn_of_file(self, key: ProcessKey, error: OSError) -> None:
         if key not in self._unwritable:
             self._unwritable.add(key)
-            self.say(f"the log file of {key} cannot be written any more: {error.strerror}")
+            self.say(f"the log file of {key} can no longer be written: {error.strerror}")
 
     def _file(self, key: ProcessKey) -> IO[str]:
         if key not in self._files:
@@ -226,7 +228,7 @@ class Output:
             target.write(text)
             target.flush()
         except (BrokenPipeError, ValueError):
-            # The reader is gone (psdist run ... | head), which ends the run as it ends any program.
+            # The reader is gone (psdist run ... | head): end the run, as any program would end.
             if not self._broken:
                 self._broken = True
                 self._on_broken()
@@ -243,8 +245,8 @@ def _target(stream: int) -> TextIO:
 
 
 def discard(stream: TextIO) -> None:
-    """Gives a stream /dev/null for what it still holds, and for all that is written to it from now on."""
-    # Some streams of tests and notebooks have no descriptor.
+    """Redirect a stream, and the data it still buffers, to /dev/null."""
+    # Streams of tests and notebooks may have no descriptor.
     with contextlib.suppress(OSError, ValueError):
         target = stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -253,7 +255,7 @@ def discard(stream: TextIO) -> None:
 
 
 def _columns() -> int:
-    """Characters of a line on the terminal."""
+    """Return the width of the terminal in characters."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
     except (OSError, ValueError):
@@ -261,16 +263,16 @@ def _columns() -> int:
 
 
 def stamped(message: str) -> str:
-    """The line of a message of the launcher, with the time."""
+    """Return a launcher message as a line with the time."""
     return f"{time.strftime('%H:%M:%S')} psdist: {message}"
 
 
 def last_words(tail: list[tuple[int, str]], hidden: frozenset[int]) -> list[str]:
-    """The lines, of a process's last (stream, line) pairs, that show why it failed, as far as their stream is
-    ``hidden`` from the console."""
+    """Return the lines that show why a process failed, from its last (stream, line) pairs. Only streams that are
+    ``hidden`` from the console count."""
     errors = [line for stream, line in tail if stream == STDERR]
     starts = [number for number, line in enumerate(errors) if line.lstrip().startswith(_TRACEBACK)]
     if starts:
-        # From the first one that is kept, since chained tracebacks print the cause first. What follows belongs to it.
+        # Start at the first one that is kept: chained tracebacks print the cause first. All later lines belong to it.
         return errors[starts[0] :][-_TRACEBACK_LINES:] if STDERR in hidden else []
     return [line for stream, line in tail if stream in hidden][-_SHOWN_LINES:]

@@ -1,7 +1,7 @@
 """The user's script, and command lines and environments of a run's processes. Nothing is started here.
 
-A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) beside psdist's own. Such variables
-of an outer run or a user's shell are replaced or removed, so that a run inside a run finds its own scheduler.
+A worker gets torchrun's environment (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK`` ...) in addition to psdist's own. Such
+variables of an outer run or a user's shell are replaced or removed, so that a run inside a run finds its own scheduler.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS,
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-#: Variables that give a process its place in a run. None is inherited from outside.
+#: Variables that define a process's place in a run. None is inherited from outside.
 _OWNED: Final = (
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
     *("PSDIST_WORKER_ID", "PSDIST_SERVER_ID", "PSDIST_CONNECTED_FILE", "PSDIST_LIFELINE_FD", "PSDIST_STORAGE_PATH"),
@@ -38,7 +38,7 @@ _OWNED: Final = (
 
 
 class ScriptKind(Enum):
-    """What the first word of the command names."""
+    """Meaning of the first word of the command."""
 
     FILE = "file"
     MODULE = "module"
@@ -49,8 +49,10 @@ class ScriptKind(Enum):
 class ScriptOptions:
     """The script that the workers of this machine run, and how they are watched.
 
-    command: a file, module or program (``kind``), then its arguments. restarts_max: of each worker. signals: those that
-    end the run in order. interval_seconds: between two checks of the workers.
+    command: a file, module or program (``kind``), then its arguments.
+    restarts_max: of each worker.
+    signals: those that end the run in order.
+    interval_seconds: between two checks of the workers.
     """
 
     command: tuple[str, ...]
@@ -67,13 +69,13 @@ class ScriptOptions:
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """The command line of a worker: by this Python without output buffering, or as a program of its own."""
+        """The command line of a worker: this Python without output buffering, or the program itself."""
         if self.kind is ScriptKind.PROGRAM:
             return self.command
         return (sys.executable, "-u", *(("-m",) if self.kind is ScriptKind.MODULE else ()), *self.command)
 
     def check(self) -> None:
-        """Raises ConfigurationError, which says what is wrong, if the script cannot be run."""
+        """Raise ConfigurationError, with the reason, if the script cannot be run."""
         if not self.command:
             raise ConfigurationError("no script given: name one after the flags, such as train.py")
         checks = {ScriptKind.FILE: _check_file, ScriptKind.MODULE: _check_module, ScriptKind.PROGRAM: _check_program}
@@ -86,7 +88,7 @@ def _check_program(name: str) -> None:
 
 
 def _check_module(name: str) -> None:
-    # Only the first part is looked up: a search for the rest would run the package's own code in the launcher.
+    # Look up the first part only: a search for the rest would run the package's own code in the launcher.
     top = name.partition(".")[0]
     if top in sys.builtin_module_names:
         return
@@ -106,10 +108,11 @@ def _check_file(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerAddress:
-    """How processes find the scheduler and authenticate to it.
+    """Address of the scheduler, and the token for it.
 
-    address, file: its address, or the file in which it leaves that. token_file: empty where the token is in their
-    environment already.
+    address: its address; empty if ``file`` is given.
+    file: the file in which the scheduler writes its address.
+    token_file: None if the token is already in the environment of the processes.
     """
 
     address: str = ""
@@ -118,7 +121,7 @@ class SchedulerAddress:
     run_id: str = ""
 
     def environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """``base`` with this scheduler in place of any other."""
+        """Return ``base`` with this scheduler in place of any other."""
         values = {name: value for name, value in base.items() if name not in _OWNED}
         if self.address:
             values["PSDIST_SCHEDULER"] = self.address
@@ -134,7 +137,7 @@ class SchedulerAddress:
 
 @dataclass(frozen=True, slots=True)
 class WorkersPlan:
-    """The workers of one node, and where they are in the world."""
+    """The workers of one node, and their place in the world."""
 
     script: ScriptOptions
     link: SchedulerAddress
@@ -143,7 +146,7 @@ class WorkersPlan:
     first_rank: int = 0
     world_size: int = 1
     node_rank: int = 0
-    #: What workers need in their environment to report metrics.
+    #: Variables that workers need to report metrics.
     metrics: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -152,15 +155,16 @@ class WorkersPlan:
         return range(self.first_rank, self.first_rank + self.script.processes)
 
     def limits_threads(self, base: Mapping[str, str]) -> bool:
-        """Whether the workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and it is not set."""
+        """Return True if workers get OMP_NUM_THREADS=1, as under torchrun: several share the cores, and it is not
+        set."""
         return self.script.processes > 1 and not base.get("OMP_NUM_THREADS")
 
     def connected_file(self, rank: int, attempt: int) -> Path:
-        """The file that the client library creates once it has registered."""
+        """Return the file that the client library creates once it has registered."""
         return self.connected_directory / f"{rank}.{attempt}"
 
     def spec(self, rank: int, attempt: int, base: Mapping[str, str]) -> ProcessSpec:
-        """The worker ``rank`` at its start number ``attempt``, counted from 0. Ranks beyond ``ranks`` were
+        """Return the process of worker ``rank`` at its start number ``attempt``, from 0. Ranks beyond ``ranks`` were
         added while the run trained."""
         local_rank = rank - self.first_rank
         world_size = str(max(self.world_size, rank + 1))
@@ -191,9 +195,10 @@ class WorkersPlan:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotPlan:
-    """Where a run's snapshots lie, an absolute path or a URL, and when they are taken.
+    """Location of a run's snapshots, an absolute path or a URL, and when they are taken.
 
-    fresh: it is a new run, and the storage must have none. optional: where none can be written, the run takes none.
+    fresh: True for a new run, whose storage must have no snapshots.
+    optional: True if the run takes no snapshots when the storage cannot be written.
     """
 
     storage: str
@@ -202,7 +207,7 @@ class SnapshotPlan:
     optional: bool = False
 
     def flags(self) -> tuple[str, ...]:
-        """The flags of the scheduler's command line."""
+        """Return the flags of the scheduler's command line."""
         policy = self.policy
         return (
             *("--storage-path", self.storage, "--save-interval", policy.interval or "0"),
@@ -227,17 +232,18 @@ class ServicesPlan:
     kernel_threads: int
     log_level: str
     replicas: int = 1
-    #: Longest wait of a server that is told to stop, until its shards have been moved to others.
+    #: Longest wait of a server after SIGTERM for its shards to be moved to others.
     drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
     snapshots: SnapshotPlan | None = None
     worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
-    #: Where servers have weights and the optimizer's state, in turn.
+    #: Devices of weights and optimizer state, assigned to servers round-robin.
     devices: tuple[str, ...] = ("cpu",)
-    #: Where they listen: this machine's loopback address.
+    #: Address on which they listen: this machine's loopback address.
     host: str = "127.0.0.1"
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
-        """The scheduler, which leaves its address in the link's file. A restarted one keeps its ``port``."""
+        """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
+        ``port``."""
         argv = (
             *program("psdist_scheduler"),
             *("--host", self.host, "--port", str(port), "--run-id", self.link.run_id),
@@ -245,7 +251,7 @@ class ServicesPlan:
             *("--replicas", str(self.replicas)),
             *("--failure-timeout", f"{self.failure_timeout_seconds:g}"),
             *("--worker-timeout", f"{self.worker_timeout_seconds:g}", "--join-grace", "0"),
-            # The launcher sees how its own workers end, and PSDIST_START_TIMEOUT is theirs.
+            # The launcher sees how its own workers end, and PSDIST_START_TIMEOUT is meant for them.
             *("--start-timeout", "0"),
             *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
             *(self.snapshots.flags() if self.snapshots is not None else ()),
@@ -254,7 +260,7 @@ class ServicesPlan:
         return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base))
 
     def server(self, number: int, base: Mapping[str, str]) -> ProcessSpec:
-        """One server."""
+        """Return the process of one server."""
         argv = (
             *program("psdist_server"),
             *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
@@ -267,7 +273,7 @@ class ServicesPlan:
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
 
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
-        """The process that has the last snapshot taken."""
+        """Return the process that requests the last snapshot."""
         return ProcessSpec(
             ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
         )
@@ -277,17 +283,17 @@ class ServicesPlan:
 
 
 def server_number(server_id: str) -> int | None:
-    """The number of a server of this plan by its id; None for servers that somebody else started."""
+    """Return the number of a server of this plan by its id; None for servers that somebody else started."""
     number = server_id.removeprefix("server-")
     return int(number) if number != server_id and number.isascii() and number.isdigit() else None
 
 
 def kernel_threads_of_each(servers: int) -> int:
-    """Kernel threads for each server, so that all of them together have one for each core."""
+    """Return the kernel threads for each server, so that together they have one for each core."""
     return max(1, len(os.sched_getaffinity(0)) // servers)
 
 
 def program(module: str) -> tuple[str, ...]:
-    """The command of one of our own programs, without arguments."""
+    """Return the command of one of psdist's own programs, without arguments."""
     # -P: a file in the user's directory that is named like a standard module must not break our programs.
     return (sys.executable, "-P", "-m", module)

@@ -1,8 +1,8 @@
-"""A child process: spawned in a session of its own, its lines passed on, its descendants killed with it. Linux only.
+"""A child process: spawned in its own session, its lines passed on, its descendants killed with it. Linux only.
 
-An exit is noticed by a pidfd while the child is still a zombie, so that its process group cannot have been reused when
-the rest of the group is killed; asyncio's own child watchers reap too early for that. A child dies with the launcher by
-PR_SET_PDEATHSIG, and its process group by the reaper.
+A pidfd reports the exit while the child is still a zombie, so that its process group cannot have been reused when the
+rest of the group is killed; asyncio's own child watchers reap too early for that. PR_SET_PDEATHSIG kills a child when
+the launcher dies, and the reaper kills its process group.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from psdist.launch.events import ProcessKey
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
 
 _READ_BYTES: Final = 64 << 10
-#: How long output is read after the exit: a descendant outside the process group may hold the pipes open.
+#: Longest time that output is read after the exit: a descendant outside the process group may hold the pipes open.
 _DRAIN_SECONDS: Final = 0.5
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class ProcessSpec:
     """A process to start: its command line and its whole environment.
 
-    signals_group: SIGTERM is for its descendants, too, as for a shell script, which does not pass it on.
+    signals_group: True if SIGTERM also goes to its descendants, as for a shell script, which does not pass it on.
     """
 
     key: ProcessKey
@@ -52,7 +52,7 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[str]:
-        """Takes bytes. Returns the lines that are complete now, without their ends."""
+        """Add bytes. Returns the lines that are now complete, without their line ends."""
         text = (self._rest + data).replace(b"\r\n", b"\n")
         # A trailing \r may be the first half of \r\n.
         held = b"\r" if text.endswith(b"\r") else b""
@@ -64,15 +64,17 @@ class LineSplitter:
         return [part.decode("utf-8", "replace") for part in parts]
 
     def close(self) -> list[str]:
-        """Returns the unfinished line at the end of the stream."""
+        """Return the unfinished line at the end of the stream."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest.decode("utf-8", "replace")] if rest else []
 
 
 class Child:
-    """A running process. ``on_lines(stream, lines)`` gets its output; ``on_exit(returncode)`` comes last.
+    """A running process.
 
-    inherited: a descriptor that it gets under the same number.
+    on_lines: called with (stream, lines) for its output.
+    on_exit: called last, with the return code.
+    inherited: a descriptor that the process inherits under the same number.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Child:
             self._follow(number, stream)
 
     def kill(self, signum: int) -> None:
-        """Sends a signal to the process; SIGKILL goes to its whole group, and so do others where the spec says so."""
+        """Send a signal to the process. SIGKILL goes to its whole group; so do other signals if the spec says so."""
         # A script trains on after SIGTERM, so the processes of its data loaders must live: torch raises without them.
         send = os.killpg if self.spec.signals_group or signum == signal.SIGKILL else os.kill
         if self._returncode is None:
@@ -154,9 +156,9 @@ def spawn(
     inherited: int | None = None,
     stderr: int | None = subprocess.PIPE,
 ) -> subprocess.Popen[bytes]:
-    """Starts a process in a session of its own that dies with this process. It has no input; its output is piped.
+    """Start a process in its own session that dies with this process. It has no input; its output is piped.
 
-    inherited: a descriptor that it gets under the same number.
+    inherited: a descriptor that the process inherits under the same number.
     """
     parent = os.getpid()
 
@@ -179,7 +181,7 @@ def spawn(
 
 
 class ReaperProcess:
-    """The launcher's side of the reaper, which knows all process groups of the run."""
+    """The launcher's side of the reaper, which tracks all process groups of the run."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -192,15 +194,15 @@ class ReaperProcess:
         )
 
     def add(self, group: int) -> None:
-        """Adds a process group, which must not outlive the launcher."""
+        """Add a process group, which must not outlive the launcher."""
         self._write(b"+%d\n" % group)
 
     def remove(self, group: int) -> None:
-        """Removes a process group, which has ended."""
+        """Remove a process group, which has ended."""
         self._write(b"-%d\n" % group)
 
     def close(self) -> None:
-        """Ends the reaper, which kills the groups that are left."""
+        """End the reaper, which kills the remaining groups."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
@@ -208,7 +210,7 @@ class ReaperProcess:
 
     def _write(self, line: bytes) -> None:
         assert self._process.stdin is not None
-        # Without its reaper a run is only less well protected.
+        # A run continues without its reaper, only less well protected.
         with contextlib.suppress(OSError):
             self._process.stdin.write(line)
             self._process.stdin.flush()

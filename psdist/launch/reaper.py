@@ -1,4 +1,4 @@
-"""The reaper: a small process that kills what is left of a run when the launcher ends.
+"""The reaper: a small process that kills the remaining processes of a run when the launcher ends.
 
 The launcher writes ``+PGID`` and ``-PGID`` lines to its standard input. When that pipe ends, for whatever reason, the
 reaper kills the process groups that are still listed. So even a launcher killed by SIGKILL leaves no process behind,
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 
 def follow(lines: Iterable[bytes]) -> set[int]:
-    """The process groups that were added and not removed when ``lines`` end."""
+    """Return the process groups that were added and not removed when ``lines`` end."""
     groups: set[int] = set()
     for line in lines:
         sign, number = line[:1], line[1:].strip()
@@ -30,7 +30,7 @@ def follow(lines: Iterable[bytes]) -> set[int]:
 
 
 def main() -> None:
-    """Waits for the launcher's end, and kills what it left."""
+    """Wait for the launcher's end, and kill the remaining process groups."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     for group in follow(sys.stdin.buffer):

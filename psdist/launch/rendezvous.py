@@ -1,9 +1,9 @@
-"""Asks the scheduler for this node's ranks, in a process of its own, because the agent must not import grpc.
+"""Asks the scheduler for this node's ranks, in a separate process, because the agent must not import grpc.
 
 ``python -m psdist.launch.rendezvous REQUEST``, where REQUEST is a ``RankRequest`` in JSON; the token comes from the
 environment. It prints one JSON object per line: ``{"waiting_for": ...}`` as often as needed, then the ``Place``, or
-``{"error": ..., "code": ...}``. A scheduler that does not answer is asked again until the request's time is over.
-A request with ``gave_up`` prints nothing: it tells the scheduler that the agent ends.
+``{"error": ..., "code": ...}``. If the scheduler does not answer, it retries until the request's time is over. A
+request with ``gave_up`` prints nothing: it tells the scheduler that the agent ends.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _SILENCE_SECONDS: Final = 5.0
 class RankRequest:
     """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
 
-    local_address: how the other nodes reach this one; if it is empty, that is found.
-    gave_up: why the agent ends, if that is what the scheduler shall hear instead.
+    local_address: this node's address for the other nodes; empty to detect it.
+    gave_up: why the agent ends, if that is reported instead of asking for ranks.
     """
 
     scheduler: str
@@ -47,7 +47,7 @@ class RankRequest:
 class Place:
     """The place of a node in the world.
 
-    master_address: host:port where the script of rank 0 may listen, for torch.distributed; empty if nobody said.
+    master_address: host:port where the script of rank 0 may listen, for torch.distributed; empty if unknown.
     run_id: of the scheduler's run.
     """
 
@@ -64,7 +64,7 @@ def _print(values: dict[str, Any]) -> None:
 
 
 class _Silence:
-    """Says every few seconds whom this node waits for, and why, until the scheduler answers."""
+    """Prints every few seconds the reason for this node's wait, until the scheduler answers."""
 
     def __init__(self, request: RankRequest) -> None:
         self._text = f"for a scheduler to answer at {request.scheduler}"
@@ -73,7 +73,7 @@ class _Silence:
         self._next()
 
     def end(self) -> None:
-        """Somebody answered, or nobody waits any more."""
+        """Stop printing: the scheduler answered, or the wait is over."""
         self._timer.cancel()
 
     def _next(self) -> None:
@@ -97,7 +97,7 @@ async def _ask(request: RankRequest, token: str) -> Place:
         silence.reason = reason
 
     try:
-        # Before gRPC looks the name up: after a failure that waits for up to two minutes before it looks again.
+        # Resolve the name first: after a failed lookup, gRPC waits up to two minutes before the next one.
         host, _ = addresses.parse_address(request.scheduler)
         peers = await addresses.await_name(host, request.timeout_seconds, on_failure)
         silence.reason = ""
@@ -142,7 +142,7 @@ async def _rendezvous(
 
 
 async def _give_up(request: RankRequest, token: str) -> None:
-    """Tells the scheduler, if it answers in time, that this agent ends."""
+    """Tell the scheduler, if it answers in time, that this agent ends."""
     import grpc
 
     from psdist.v1 import scheduler_pb2
@@ -156,13 +156,13 @@ async def _give_up(request: RankRequest, token: str) -> None:
         gave_up=request.gave_up,
     )
     async with scheduler_at(request.scheduler, token) as call:
-        with suppress(grpc.aio.AioRpcError):  # Its own exit status says more than that nobody could be told.
+        with suppress(grpc.aio.AioRpcError):  # The agent's exit status matters more than this report.
             async for _ in call("Rendezvous", message, request.timeout_seconds):
                 return
 
 
 def main() -> None:
-    """Prints the answer to the request of the command line."""
+    """Print the answer to the request of the command line."""
     from psdist.errors import PsdistError
     from psdist.settings.config import find_token
 

@@ -1,12 +1,12 @@
-"""Records of the runs on this machine, by which ``psdist status`` finds them: one JSON file for each run.
+"""Records of the runs on this machine, with which ``psdist status`` finds them: one JSON file for each run.
 
 A launcher removes its record at its end. Records are in ``$XDG_RUNTIME_DIR/psdist/runs``, as ``RUN_ID.json``, mode
-0600; where this user has no such directory, in ``psdist-runs-UID`` in the directory for temporary files. They name the
-file with the token. A record is stale if its launcher is dead: its pid is gone, or belongs to a process that started at
-another time. The first process that reads a stale record removes it, and the private directory of its run.
+0600. If this user has no such directory, they are in ``psdist-runs-UID`` in the directory for temporary files. They
+name the file with the token. A record is stale if its launcher is dead: its pid is gone, or belongs to a process that
+started at another time. The first process that reads a stale record removes it, and the private directory of its run.
 
-Anybody may create names in the directory for temporary files. So nothing is read or written unless the directory, and
-the file, belong to this user, and nobody else has any right to them.
+Anybody may create names in the directory for temporary files. So nothing is read or written unless directory and file
+belong to this user and are accessible to nobody else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from psdist.errors import ConfigurationError
 from psdist.wire.limits import RUN_RECORD_BYTES_MAX
 
 DIRECTORY_PREFIX: Final = "psdist-"
-#: In a run's private directory, the file in which the scheduler leaves its address.
+#: In a run's private directory, the file in which the scheduler writes its address.
 ADDRESS_FILE: Final = "scheduler"
 
 
@@ -43,15 +43,15 @@ class RunRecord:
 
     @property
     def address_file(self) -> Path:
-        """The file in which the scheduler leaves its address."""
+        """The file in which the scheduler writes its address."""
         return Path(self.directory, ADDRESS_FILE)
 
 
 def records_directory(environ: Mapping[str, str]) -> Path:
-    """The directory of the records of this user."""
+    """Return the directory of this user's records."""
     base = environ.get("XDG_RUNTIME_DIR", "")
     if os.path.isabs(base):
-        # After su it is that of another user.
+        # After su it belongs to another user.
         with contextlib.suppress(OSError):
             if os.stat(base).st_uid == os.geteuid():
                 return Path(base, "psdist", "runs")
@@ -59,13 +59,13 @@ def records_directory(environ: Mapping[str, str]) -> Path:
 
 
 class RunRegistry:
-    """The records in one directory. Where that cannot be written, or is not private, runs are not found by name."""
+    """The records in one directory. If it cannot be written, or is not private, runs are not found by name."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def claim(self, run_id: str, token_file: Path, directory: Path) -> RunRecord:
-        """Records a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
+        """Record a run of this process. Raises ConfigurationError if a live one on this machine has the name."""
         with contextlib.suppress(OSError):
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for other in self.live():
@@ -79,19 +79,19 @@ class RunRegistry:
         return record
 
     def listening(self, record: RunRecord, address: str) -> RunRecord:
-        """Adds the scheduler's address."""
+        """Add the scheduler's address."""
         listening = replace(record, address=address)
         self._write(listening)
         return listening
 
     def remove(self, run_id: str) -> None:
-        """Removes a record."""
+        """Remove a record."""
         with contextlib.suppress(OSError):
             if self._is_private():
                 self._path(run_id).unlink()
 
     def live(self) -> list[RunRecord]:
-        """Runs whose launcher lives, by name; stale records are swept."""
+        """Return the runs whose launcher is alive, sorted by name. Stale records are removed."""
         found = []
         for path, record in self._records():
             if record is not None and record.pid_started == _started(record.pid) != 0:
@@ -137,12 +137,12 @@ _SAMPLE: Final = asdict(RunRecord("", "", "", "", 0, 0))
 
 
 def _is_mine(info: os.stat_result) -> bool:
-    """Whether a file belongs to this user, and nobody else has any right to it."""
+    """Return True if a file belongs to this user and is accessible to nobody else."""
     return info.st_uid == os.geteuid() and not info.st_mode & 0o077
 
 
 def _read_private(path: Path) -> bytes:
-    """The content of a record. Raises OSError, also where the file is another's, or others may use it."""
+    """Return the content of a record. Raises OSError, also if the file is not this user's alone."""
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         info = os.fstat(file.fileno())
         if not (stat.S_ISREG(info.st_mode) and _is_mine(info)):
@@ -163,10 +163,10 @@ def _sweep(path: Path, record: RunRecord | None) -> None:
 
 
 def _started(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none, or it is a zombie."""
+    """Return a process's start time in clock ticks since boot; 0 if it does not exist or is a zombie."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-            # The command's name, in parentheses, may hold anything.
+            # The command's name, in parentheses, may contain anything.
             values = file.read().rpartition(")")[2].split()
         return 0 if values[0] in "ZX" else int(values[19])
     except (OSError, IndexError, ValueError):

@@ -1,8 +1,8 @@
-"""Carries out what the supervisor decides: starts and signals processes, watches files and the clock, ends the program.
+"""Carries out the supervisor's decisions: starts and signals processes, watches files and the clock, ends the program.
 
-It runs in one asyncio loop without threads, and nothing else waits. Whatever happens, ``Runner.run`` returns only when
-every process that it started is gone. The program ends soon after it: from then on it ignores the signals, which come
-too late to change how the run ended.
+It runs in one asyncio loop without threads and never blocks. Whatever happens, ``Runner.run`` returns only when every
+process that it started is gone. The program ends soon after it: from then on it ignores the signals, which come too
+late to change how the run ended.
 """
 
 from __future__ import annotations
@@ -35,10 +35,12 @@ from psdist.launch.supervisor import Supervisor
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """The processes that a run begins with.
+    """The processes that a run starts with.
 
-    spec: the command of a process's attempt. connected: whether a rank's attempt has registered. lifeline: a pipe that
-    servers and the scheduler inherit, and end with. metrics: a pipe that workers inherit, and report by.
+    spec: the command of a process's attempt.
+    connected: returns True if a rank's attempt has registered.
+    lifeline: a pipe that servers and the scheduler inherit, and end with.
+    metrics: a pipe that workers inherit, and report on.
     """
 
     ranks: range
@@ -52,7 +54,7 @@ class ProcessPlan:
 
     @property
     def keys(self) -> list[ProcessKey]:
-        """All, in the order of their start."""
+        """All processes, in the order of their start."""
         return [
             *(ProcessKey("scheduler", number) for number in range(self.schedulers)),
             *(ProcessKey("server", number) for number in range(self.servers)),
@@ -61,9 +63,10 @@ class ProcessPlan:
 
 
 class Runner:
-    """One run. ``on_tick`` is called every ``interval_seconds``; it may return a failure.
+    """One run.
 
-    signals: those that end the run. SIGHUP does not where this process was started to ignore it, as by ``nohup``.
+    on_tick: called every ``interval_seconds``; it may return a failure.
+    signals: those that end the run. SIGHUP is excluded if this process was started to ignore it, as by ``nohup``.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Runner:
         self._plan = plan
         self._output = output
         self._interval = interval_seconds
-        # Only of SIGHUP does that mean something: shells start the background jobs of a script without SIGINT.
+        # Ignore only SIGHUP: shells start the background jobs of a script with SIGINT ignored, too.
         ignored = {signal.SIGHUP} if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else set()
         self._signals = tuple(signum for signum in signals if signum not in ignored)
         self._on_tick = on_tick
@@ -88,7 +91,7 @@ class Runner:
         self._notice = ConnectNotice()
 
     async def run(self) -> Finish:
-        """Runs everything to its end and returns how it ended. Why it failed is printed."""
+        """Run everything to its end and return how it ended. Prints the cause of a failure."""
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
@@ -116,12 +119,12 @@ class Runner:
         return self._supervisor.table.ever_connected
 
     def interrupt(self, signum: int) -> None:
-        """Acts as if the signal had come."""
+        """Act as if the signal had arrived."""
         self._loop.call_soon(self.happened, Interrupted(signum))
 
     def happened(self, event: Event) -> None:
-        """Takes an event while the run lasts."""
-        # An effect may cause an event at once (a process that cannot be started), which is handled after the others.
+        """Handle an event while the run lasts."""
+        # An effect may cause an event (a process that cannot be started), which is handled after those in the queue.
         self._events.append(event)
         if self._handling:
             return
@@ -198,8 +201,8 @@ class Runner:
             self._output.say(text)
 
     def _ignore_signals(self) -> None:
-        # Without this a signal during the rest of the program would end it with another status than that of the run.
-        # They are blocked meanwhile, because a handler that is removed leaves Python's own.
+        # Otherwise a signal during the rest of the program would end it with a status other than that of the run.
+        # Block them meanwhile, because removing a handler restores Python's own.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)
         for signum in self._signals:
             self._loop.remove_signal_handler(signum)
@@ -207,6 +210,6 @@ class Runner:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _kill_all(self) -> None:
-        # Any are left only after a defect of the launcher itself.
+        # Children are left only after a defect of the launcher itself.
         for child in self._children.values():
             child.kill(signal.SIGKILL)

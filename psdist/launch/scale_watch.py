@@ -1,8 +1,8 @@
-"""Watches how many servers and workers the scheduler wants, in a process of its own: the launcher must not import grpc.
+"""Watches how many servers and workers the scheduler wants, in a separate process: the launcher must not import grpc.
 
 ``python -m psdist.launch.scale_watch SCHEDULER RUN_ID``; the token comes from the environment. It prints a
-``ScaleRequest`` in JSON, one per line, at once and after every change. A scheduler that does not answer is asked again
-until this process is killed.
+``ScaleRequest`` in JSON, one per line: first the current one, then one after every change. If the scheduler does not
+answer, it retries until this process is killed.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ _RETRY_SECONDS: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class ScaleRequest:
-    """What the scheduler wants of the launcher.
+    """The number of servers and workers that the scheduler wants from the launcher.
 
-    servers, workers: their numbers; 0 if none was set. draining: ids of servers that are being drained, which do not
-        count. stop: ids of those that are drained and are to be stopped.
-    lost: why the run cannot go on; empty while it can. next_rank: the rank of the next worker that is started.
+    servers, workers: their numbers; 0 if none was set.
+    draining: ids of servers that are being drained; they are not counted in ``servers``.
+    stop: ids of drained servers to be stopped.
+    lost: why the run cannot continue; empty while it can.
+    next_rank: the rank of the next worker that is started.
     """
 
     servers: int
@@ -35,7 +37,7 @@ class ScaleRequest:
 
     @classmethod
     def from_line(cls, line: str) -> ScaleRequest | None:
-        """Parses a line of this process; None for any other line."""
+        """Parse a line of this process; returns None for any other line."""
         try:
             return cls(**json.loads(line))
         except (ValueError, TypeError):
@@ -68,7 +70,7 @@ async def _follow(scheduler: str, run_id: str, token: str) -> None:
 
 
 def main() -> None:
-    """Watches the scheduler of the command line until this process is killed."""
+    """Watch the scheduler of the command line until this process is killed."""
     from psdist.settings.config import find_token
 
     asyncio.run(_follow(sys.argv[1], sys.argv[2], find_token(os.environ)))

@@ -1,13 +1,13 @@
 """The end of a run: its processes are stopped group by group, after a last snapshot. Pure.
 
-The groups are the workers, the servers and the scheduler, in this order. Where there is a storage, one more process
-runs between workers and servers: the ``snapshot``, which saves what was trained. Stopping is SIGTERM, then SIGKILL
-when the group's time is over. The snapshot has no time limit. It is left out if no worker ever connected, and if the
+The groups are the workers, the servers and the scheduler, in this order. If there is a storage, one more process runs
+between workers and servers: the ``snapshot``, which saves the training state. Stopping is SIGTERM, then SIGKILL when
+the group's time is over. The snapshot has no time limit. It is skipped if no worker ever connected, and if the
 scheduler is gone.
 
 After a worker failed, the others have ``FAILURE_STOP_SECONDS``: the error is known, and a job that has failed should
-not hold its machine. Half of that time is for the common end, then a second SIGTERM interrupts scripts that make no
-call of psdist.
+not hold its machine. Half of that time is for the coordinated shutdown, then a second SIGTERM interrupts scripts that
+make no call of psdist.
 
 Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown begins, except
 that a run that succeeded ends with ``UNSAVED`` if its snapshot fails.
@@ -36,9 +36,9 @@ from psdist.launch.events import (
 from psdist.settings import exit_codes
 
 GRACE_SECONDS: Final = 5.0
-#: Workers end in agreement, after the pushes that are under way, which takes longer.
+#: Workers need longer: their shutdown is coordinated, after the pushes in progress.
 STOP_TIMEOUT_SECONDS: Final = 30.0
-#: Time of the other workers to end after one failed.
+#: Time for the other workers to end after one failed.
 FAILURE_STOP_SECONDS: Final = 1.0
 #: The groups in the order in which they are stopped.
 STOP_ORDER: Final[tuple[Role, ...]] = ("worker", "snapshot", "server", "scheduler")
@@ -47,14 +47,14 @@ _SNAPSHOT: Final = ProcessKey("snapshot", 0)
 
 @dataclass(frozen=True, slots=True)
 class RunPolicy:
-    """What a run does when processes end.
+    """Reactions of a run to the end of its processes.
 
     restarts_max: restarts of each worker.
-    grace_seconds, stop_timeout_seconds: how long servers and the scheduler, and workers, are given to end.
-    elastic: whether a worker that failed for good leaves the others to go on.
-    durable: whether what a server holds may outlive it, so that the run may go on without it.
-    copies: whether other servers have it, so that the run surely does.
-    saves: whether a snapshot is taken at the end.
+    grace_seconds, stop_timeout_seconds: time for servers and the scheduler, and for workers, to end.
+    elastic: True if the others continue after a worker failed for good.
+    durable: True if a server's state may outlive it, so that the run may continue without it.
+    copies: True if other servers hold that state, so that the run certainly continues.
+    saves: True if a snapshot is taken at the end.
     """
 
     restarts_max: int = 3
@@ -70,7 +70,7 @@ class _Phase(Enum):
     RUNNING = "running"
     #: The group was sent SIGTERM, or the snapshot was started.
     STOPPING = "stopping"
-    #: It was said who is waited for, or the workers were sent SIGTERM again.
+    #: The processes that are awaited were reported, or the workers were sent SIGTERM again.
     REPORTED = "reported"
     #: The group was sent SIGKILL.
     KILLED = "killed"
@@ -92,39 +92,39 @@ class Shutdown:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether the run is ending."""
+        """True if the run is ending."""
         return self._phase is not _Phase.RUNNING
 
     @property
     def snapshot_is_ahead(self) -> bool:
-        """Whether a snapshot is still to be started."""
+        """True if a snapshot is still to be started."""
         return self._saves and self._table.ever_connected and self._stage < STOP_ORDER.index("snapshot")
 
     def begin(self, end: Finish, now: float) -> list[Effect]:
-        """Begins to stop everything. The run ends with ``end``, whose culprit may be a worker that failed."""
+        """Begin to stop everything. The run ends with ``end``, whose culprit may be a worker that failed."""
         self._end = end
         self._worker_failed = end.culprit is not None and end.culprit.role == "worker"
         return self._stop_from(0, now)
 
     def leave_snapshot_out(self) -> None:
-        """Takes no snapshot, if none was started yet."""
+        """Skip the snapshot, if it was not started yet."""
         self._saves = False
 
     def on_exited(self, event: Exited, now: float) -> list[Effect]:
-        """Takes the end of a process, which the table has no longer."""
+        """Handle the end of a process, which was already removed from the table."""
         effects: list[Effect] = []
         if event.key == _SNAPSHOT and event.returncode != 0:
             self._end = replace(self._end, status=self._end.status or exit_codes.UNSAVED)
-            # Where the snapshot failed by itself, its last line says why.
+            # If the snapshot process failed on its own, its last line says why.
             how = f": the last one was {describe(event.returncode)}" if event.returncode < 0 else ""
-            lost = f"what was trained since the last snapshot is not saved{how}"
+            lost = f"progress since the last snapshot is not saved{how}"
             effects.append(Say(f"{lost}; the run ends with exit status {self._end.status}"))
         if not self._table.of(STOP_ORDER[self._stage]):
             effects += self._stop_from(self._stage + 1, now)
         return effects
 
     def on_time(self, now: float) -> list[Effect]:
-        """Says who is waited for when that takes long, and kills whoever takes too long."""
+        """Report processes that take long to end, and kill those that take too long."""
         role = STOP_ORDER[self._stage]
         late, limit = list(self._table.of(role)), self._limit_seconds(role)
         if role == "snapshot" or self._phase in (_Phase.KILLED, _Phase.OVER):
@@ -151,7 +151,7 @@ class Shutdown:
         return min(most, FAILURE_STOP_SECONDS) if self._worker_failed else most
 
     def _stop_from(self, stage: int, now: float) -> list[Effect]:
-        """Stops the first group from ``stage`` on that has a process."""
+        """Stop the first group from ``stage`` on that has a process."""
         for self._stage in range(stage, len(STOP_ORDER)):
             role = STOP_ORDER[self._stage]
             effects: list[Effect] = [Kill(key, signal.SIGTERM) for key in self._table.of(role)]

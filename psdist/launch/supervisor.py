@@ -1,26 +1,26 @@
 """Decides what the exit of a process means for its run. Pure: events in, effects out, ``now`` is an argument.
 
-While the run goes on:
+During the run:
 
-* A worker that fails is started again with its rank, up to ``restarts_max`` times, unless its settings are wrong, or
-  its first start ended with an exception before it had connected: each other start would end so, too. Then everything
-  is stopped, and the first worker that was not started again is the *cause*: the run ends with its status.
-* In an elastic run the others go on instead. It succeeds if one of them does; else the first that failed is the cause.
-  A worker that came too late to take part is left out in the same way in every run.
-* A worker that succeeds without ever having connected is the cause if a running worker is connected, which would wait
-  for it for ever.
-* The scheduler is started again, and so is a server if others have a copy of its shards, or a snapshot has them
-  (``durable``). A process that ends by itself ``QUICK_DEATHS_ALLOWED`` times in a row, each time soon after its start,
-  is the cause. Without a copy a server that fails is the cause; one that succeeds has handed its shards over. A
-  scheduler that refuses its settings, or cannot begin with them, is the cause at once, and so is a server.
-* Servers are started, and drained ones are stopped, as the scheduler wants (``ServerScaling``). So are workers
-  (``WorkerScaling``): who is stopped ends in order, after its push.
+* A failed worker is restarted with its rank, up to ``restarts_max`` times. It is not restarted if its settings are
+  wrong, or if its first start raised an exception before it had connected: every restart would end the same way. Then
+  everything is stopped, and the first worker that was not restarted is the *cause*: the run ends with its status.
+* In an elastic run the other workers continue instead. The run succeeds if one of them does; otherwise the first one
+  that failed is the cause. In every run, a worker that joined too late to take part is left out in the same way.
+* A worker that succeeds without ever having connected is the cause if a connected worker is running, which would wait
+  for it forever.
+* The scheduler is restarted, and so is a server whose shards survive in other copies or in a snapshot (``durable``). A
+  process that exits on its own ``QUICK_DEATHS_ALLOWED`` times in a row, each time soon after its start, is the cause.
+  Without a copy, a server that fails is the cause; one that succeeds has handed its shards over. A scheduler or server
+  that rejects its settings, or cannot start with them, is the cause immediately.
+* The scheduler requests servers to be started and drained ones to be stopped (``ServerScaling``). The same holds for
+  workers (``WorkerScaling``): a stopped worker ends in order, after its push.
 * When all workers have succeeded, the run does.
 
-How everything is stopped then is in ``shutdown``. No snapshot is taken where servers or the scheduler are the cause.
-The user's first signal begins the shutdown, and changes nothing where that is under way already. Another one kills all
-processes at once, and leaves the snapshot out. One that comes within ``REPEAT_SECONDS`` of the first is its repeat, and
-is ignored. Nothing that happens during the shutdown changes the cause.
+``shutdown`` describes how everything is stopped then. No snapshot is taken if servers or the scheduler are the cause.
+The user's first signal starts the shutdown; it changes nothing if one is already running. A second one kills all
+processes immediately and skips the snapshot, unless it arrives within ``REPEAT_SECONDS`` of the first: then it counts
+as a repeat and is ignored. Nothing that happens during the shutdown changes the cause.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ from psdist.launch.events import (
 from psdist.launch.shutdown import STOP_ORDER, RunPolicy, Shutdown
 from psdist.settings import exit_codes
 
-#: A server or scheduler that ends so many times in a row, each within QUICK_SECONDS of its start, is given up.
+#: A server or scheduler that exits this many times in a row, each within QUICK_SECONDS of its start, is given up.
 QUICK_DEATHS_ALLOWED: Final = 5
 QUICK_SECONDS: Final = 10.0
 #: One stop may arrive several times: ``timeout`` signals its child, and then the group that the child is in.
 REPEAT_SECONDS: Final = 1.0
-#: So many servers are started in so many seconds, at most, while a run trains: many at once would take the processor
-#: from it, and could not be called off.
+#: Rate limit for servers started while a run trains: many together would take the processor from it, and could not be
+#: cancelled.
 STARTS_AT_ONCE: Final = 4
 STARTS_SECONDS: Final = 1.0
-#: Exit statuses with which every attempt of a worker would end, and what is said of them.
+#: Exit statuses that every attempt of a worker would end with, and the explanation that is printed.
 _RECURRING: Final = {
     exit_codes.CONFIGURATION: " (wrong settings or use of psdist: not restarted)",
     exit_codes.LATE: " (training that it cannot join had begun: not restarted)",
@@ -71,12 +71,12 @@ _RECURRING: Final = {
     exit_codes.NEVER_CONNECTED: " (the run ended before it had started: not restarted)",
 }
 _BEFORE_CONNECTING: Final = " (it failed before psdist.init() had connected, as it would again: not restarted)"
-#: Nobody sends these to itself: they do not predict how soon the process ends after its next start.
+#: Signals that come from outside: they do not predict how soon the process ends after its next start.
 _FROM_OUTSIDE: Final = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 
 
 class StoppingProcesses:
-    """Processes that were sent SIGTERM because fewer are wanted, and when each is killed.
+    """Processes that were sent SIGTERM because fewer are wanted, with the time at which each is killed.
 
     Invariant: such a process stays in the table of processes until it has ended.
     """
@@ -86,49 +86,51 @@ class StoppingProcesses:
 
     @property
     def keys(self) -> set[ProcessKey]:
-        """Those that have not ended yet."""
+        """Processes that have not ended yet."""
         return set(self._deadlines)
 
     def stop(self, key: ProcessKey, deadline: float, text: str) -> list[Effect]:
-        """Has a process end, and be killed at ``deadline``. The text is for people."""
+        """Send SIGTERM to a process, and SIGKILL at ``deadline``. text: message for people."""
         self._deadlines[key] = deadline
         return [Say(f"{key} {text}"), Kill(key, signal.SIGTERM)]
 
     def has_stopped(self, key: ProcessKey) -> bool:
-        """Whether the process that ended was being stopped."""
+        """Return True if the process that ended was being stopped, and forget it."""
         return self._deadlines.pop(key, None) is not None
 
     def on_time(self, now: float) -> list[Effect]:
-        """Kills those that do not end."""
+        """Kill the processes that are past their deadline."""
         late = [key for key, deadline in self._deadlines.items() if now >= deadline]
         self._deadlines |= dict.fromkeys(late, math.inf)
         return [Kill(key, signal.SIGKILL) for key in late]
 
 
 class ServerScaling:
-    """Starts servers that are missing, a few at a time, and stops those that were drained. A stopped server's number is
-    not reused. Invariant: the newest number counts; what an earlier one left to be started is not."""
+    """Starts missing servers, a few at a time, and stops drained ones. A stopped server's number is not reused.
+
+    Invariant: the newest request counts; starts left over from an earlier one are dropped.
+    """
 
     def __init__(self, table: ProcessTable, stopping: StoppingProcesses, grace_seconds: float) -> None:
         self._table = table
         self._stopping = stopping
         self._grace_seconds = grace_seconds
         self._next_number = len(table.of("server"))
-        #: What is wanted, while servers are to be started for it; and when the next ones may be.
+        #: The request that servers are still being started for, and when the next ones may be started.
         self._pending: ServersWanted | None = None
         self._next_start = -math.inf
 
     def on_wanted(self, event: ServersWanted, now: float) -> list[Effect]:
-        """Starts and stops servers as the scheduler wants."""
+        """Start and stop servers as the scheduler wants."""
         effects: list[Effect] = []
         for key in (ProcessKey("server", number) for number in event.stop):
             if key in self._table and key not in self._stopping.keys:
-                effects += self._stopping.stop(key, now + self._grace_seconds, "holds nothing any more: stopped")
+                effects += self._stopping.stop(key, now + self._grace_seconds, "no longer holds any shard: stopped")
         self._pending = event
         return effects + self.on_time(now)
 
     def on_time(self, now: float) -> list[Effect]:
-        """Starts the next servers that are missing."""
+        """Start the next servers that are missing."""
         event = self._pending
         if event is None or now < self._next_start:
             return []
@@ -148,8 +150,8 @@ class ServerScaling:
 
 
 class WorkerScaling:
-    """Starts workers, and stops those of the highest ranks, when another number of them is wanted. Workers that end by
-    themselves are not replaced."""
+    """Starts workers, or stops those of the highest ranks, when a different number of them is wanted. Workers that end
+    on their own are not replaced."""
 
     def __init__(self, table: ProcessTable, stopping: StoppingProcesses, stop_timeout_seconds: float) -> None:
         self._table = table
@@ -158,7 +160,7 @@ class WorkerScaling:
         self._wanted = 0
 
     def on_wanted(self, event: WorkersWanted, now: float) -> list[Effect]:
-        """Starts and stops workers. Repeating a number is a no-op: workers that finished are not replaced."""
+        """Start and stop workers. Repeating a number is a no-op: workers that finished are not replaced."""
         if event.workers == self._wanted:
             return []
         self._wanted = event.workers
@@ -176,7 +178,8 @@ class WorkerScaling:
 
 
 class Supervisor:
-    """The state of one run. All processes in ``keys`` are taken as started at ``now``; ``table`` has those that run."""
+    """The state of one run. Every process in ``keys`` counts as started at ``now``; ``table`` lists the running
+    ones."""
 
     def __init__(self, keys: Iterable[ProcessKey], policy: RunPolicy, now: float = 0.0) -> None:
         self._policy = policy
@@ -189,22 +192,22 @@ class Supervisor:
         self._unconnected: list[ProcessKey] = []
         #: When the first signal came.
         self._interrupted_at: float | None = None
-        #: Elastic: the first worker that failed for good, and whether another one succeeded.
+        #: Elastic: the first worker that failed for good, and True if another one succeeded.
         self._first_failure: Finish | None = None
         self._succeeded = False
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is coming to its end."""
+        """True if the run is ending."""
         return self._shutdown.is_under_way
 
     def waiting_to_connect(self) -> list[tuple[ProcessKey, int]]:
-        """Workers that run and have not connected, with their attempt."""
+        """Return the running workers that have not connected, with their attempt."""
         workers = self.table.of("worker").items()
         return [(key, worker.attempt) for key, worker in workers if not worker.connected]
 
     def on(self, event: Event, now: float) -> list[Effect]:
-        """Takes an event and returns what must be done, in this order."""
+        """Process an event and return the effects to carry out, in this order."""
         match event:
             case Exited():
                 return self._exited(event, now)
@@ -248,19 +251,19 @@ class Supervisor:
             return self._give_up(Finish(event.returncode, f"{key} cannot begin", key), now)
         if key.role == "server" and not self._policy.durable and event.returncode != 0:
             remedy = "start the run again (--replicas 2, or snapshots, survive this)"
-            lost = f"{how}; the only copy of what it held is lost: {remedy}"
+            lost = f"{how}; the only copy of its shards is lost: {remedy}"
             return self._give_up(Finish(exit_codes.INFRASTRUCTURE, lost, key), now)
         if key.role == "scheduler" and _cannot_begin(event.returncode, process.attempt):
             return self._give_up(Finish(event.returncode, "the scheduler cannot begin", key), now)
         quick = event.returncode not in _FROM_OUTSIDE and now - process.started < QUICK_SECONDS
         deaths = process.quick_deaths + 1 if quick else 0
         if deaths == QUICK_DEATHS_ALLOWED:
-            given_up = f"{how}; the last of {deaths} times in a row within {QUICK_SECONDS:g} s of its start"
+            given_up = f"{how}; the last of {deaths} exits in a row within {QUICK_SECONDS:g} s of its start"
             return self._give_up(Finish(exit_codes.INFRASTRUCTURE, given_up, key), now)
         self.table.start(key, now, process.attempt + 1, deaths)
-        what = "the run goes on, and it is started again"
+        what = "the run continues, and it is restarted"
         if key.role == "server" and event.returncode != 0 and not self._policy.copies:
-            what = "it is started again; what it held comes from the last snapshot, if there is one"
+            what = "it is restarted; its shards come from the last snapshot, if there is one"
         return [Say(f"{how}; {what}"), Start(key, process.attempt + 1)]
 
     def _worker_failed(self, event: Exited, process: RunningProcess, now: float) -> list[Effect]:
@@ -284,8 +287,8 @@ class Supervisor:
         self._first_failure = self._first_failure or cause
         if others := self.table.of("worker"):
             why = "" if is_late else "the run is elastic, so "
-            return [Say(f"{cause.message}; {why}others go on: {enumerate_keys(others)}")]
-        # The end of a run that fails says why by itself.
+            return [Say(f"{cause.message}; {why}others continue: {enumerate_keys(others)}")]
+        # A failed run prints its cause at the end anyway.
         is_cause = self._first_failure is cause and not self._succeeded
         return [*(() if is_cause else (Say(cause.message),)), *self._check_all_ended(now)]
 
@@ -294,14 +297,14 @@ class Supervisor:
         if self._interrupted_at is not None:
             if now < self._interrupted_at + REPEAT_SECONDS:
                 return []
-            lost = "; what was trained since the last snapshot is not saved" if self._shutdown.snapshot_is_ahead else ""
+            lost = "; progress since the last snapshot is not saved" if self._shutdown.snapshot_is_ahead else ""
             self._shutdown.leave_snapshot_out()
             kills = [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.of(role)]
             return [Say(f"{name} again: all processes are killed{lost}"), *kills]
         self._interrupted_at = now
         if self.stopping:
-            return [Say(f"{name}: the run is ending already; once more kills its processes")]
-        said = Say(f"{name}: stopping all processes; once more kills them")
+            return [Say(f"{name}: the run is already ending; repeat the signal to kill its processes")]
+        said = Say(f"{name}: stopping all processes; repeat the signal to kill them")
         return [said, *self._shutdown.begin(Finish(exit_codes.SIGNAL_BASE + signum), now)]
 
     def _check_unconnected(self, now: float) -> list[Effect]:
@@ -310,7 +313,7 @@ class Supervisor:
             return []
         culprit = self._unconnected[0]
         message = (
-            f"{culprit} ended without having connected to psdist, while {enumerate_keys(waiting)} waits for it: every "
+            f"{culprit} ended without connecting to psdist, while {enumerate_keys(waiting)} waits for it: every "
             "worker's script must call psdist.init() or psdist.Client()"
         )
         return self._shutdown.begin(Finish(exit_codes.NEVER_CONNECTED, message, culprit), now)
@@ -326,12 +329,14 @@ class Supervisor:
         return said + self._shutdown.begin(Finish(exit_codes.OK), now)
 
     def _give_up(self, end: Finish, now: float) -> list[Effect]:
-        """Stops because servers or the scheduler do not work: nothing can be saved."""
+        """Stop because servers or the scheduler do not work: nothing can be saved."""
         self._shutdown.leave_snapshot_out()
         return self._shutdown.begin(end, now)
 
 
 def _cannot_begin(returncode: int, attempt: int) -> bool:
-    """Whether a scheduler would end in the same way each time. One that is started again may find its port taken, or
-    its storage away, for a while."""
+    """Return True if a scheduler would end the same way each time.
+
+    A restarted scheduler may find its port taken, or its storage unavailable, for a while.
+    """
     return returncode == exit_codes.USAGE or (returncode == exit_codes.UNAVAILABLE and attempt == 0)

@@ -378,7 +378,7 @@ def test_one_death_does_not_end_the_others_of_an_elastic_agent(stage: Stage) -> 
     (victim,) = [member["pid"] for member in status["members"] if member["rank"] == 1]
     os.kill(victim, signal.SIGKILL)
     failed = line(agent, "psdist: worker 1 failed: (.*)")[1]
-    assert failed == "killed by SIGKILL; the run is elastic, so others go on: worker 0, worker 2"
+    assert failed == "killed by SIGKILL; the run is elastic, so others continue: worker 0, worker 2"
     version = status["parameters"][0]["version_max"] or 0  # None until a server has reported one.
     stage.until(lambda status: (status["parameters"][0]["version_max"] or 0) > version + 20)
     (stage.path / "stop").touch()

@@ -322,7 +322,7 @@ def test_the_status_is_the_scripts(stage: Stage, what: str, status: int, words: 
 def test_a_worker_that_leaves_without_connecting_while_another_waits(stage: Stage) -> None:
     status, text = stage.run("--nproc-per-node", "2", "train.py", "0:connect", "0:wait", "1:bye")
     assert status == 65
-    assert " psdist: worker 1 ended without having connected" in text.splitlines()[-1]
+    assert " psdist: worker 1 ended without connecting" in text.splitlines()[-1]
     stage.assert_clean()
 
 
@@ -417,7 +417,7 @@ def test_a_second_signal_does_not_wait_for_the_deaf(stage: Stage) -> None:
     run = stage.start("train.py", "connect", "deaf", "wait")
     run.until(r"\[worker 0\] pid \d+")
     run.process.send_signal(signal.SIGINT)
-    run.until("once more kills")
+    run.until("repeat the signal to kill")
     # Those of the first second are taken for the same stop.
     while run.process.poll() is None:
         run.process.send_signal(signal.SIGINT)

@@ -99,7 +99,7 @@ def test_a_log_directory_on_a_full_disk_ends_no_run(stage: Stage) -> None:
     (logs / "worker-0.log").symlink_to("/dev/full")
     status, text = stage.run("--log-dir", "logs", "--run-id", "r", "train.py", "connect", "hello")
     assert status == 0 and "Traceback" not in text, text
-    assert text.count("the log file of worker 0 cannot be written any more: No space left on device") == 1
+    assert text.count("the log file of worker 0 can no longer be written: No space left on device") == 1
     stage.assert_clean()
 
 

@@ -132,9 +132,8 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     run.send_signal(signal.SIGTERM)
     text, _ = run.communicate()
     assert run.returncode == 143 and re.search(r"\[snapshot\] \d\d:\d\d:\d\d step", text), text
-    assert f"snapshots are in {stage.path / 'psdist-runs' / 'digits'}; to go on: psdist run --run-id digits," in text, (
-        text
-    )
+    where = stage.path / "psdist-runs" / "digits"
+    assert f"snapshots are in {where}; to resume: psdist run --run-id digits," in text, text
     last, first = stage.snapshots()
     step = last["steps"]["model"]
     assert (

@@ -121,6 +121,6 @@ def test_a_restarted_worker_of_data_parallel_training_ends_and_the_others_contin
         run.stop()
     assert status == 0, output
     assert "LateWorkerError" in output and "start it again from a checkpoint" in output
-    assert "worker 1 failed: exit code 66" in output and "others go on: worker 0" in output
+    assert "worker 1 failed: exit code 66" in output and "others continue: worker 0" in output
     assert output.count("restart 1 of 3") == 1 and "restart 2" not in output
     assert output.count("[worker 0] step 7 gradient") == 1, output

@@ -1,1 +1,1 @@
-"""The launcher's side of metrics: the pipe that workers report by, and what becomes of their reports."""
+"""The launcher's side of metrics: the pipe on which workers report, and the trackers that receive the reports."""

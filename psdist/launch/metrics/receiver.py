@@ -1,7 +1,7 @@
-"""The pipe by which the workers of a launcher report metrics: one for all of them, which they inherit.
+"""The pipe on which the workers of a launcher report metrics. All of them inherit the same one.
 
-Invariants: a worker never waits, because its end does not block, and a line fits into the pipe whole or not at all.
-What is no line of metrics is left out.
+Invariants: a worker never blocks, because its end is non-blocking, and a line fits into the pipe whole or not at all.
+Anything that is not a line of metrics is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ _READ_BYTES: Final = 64 << 10
 
 
 class MetricsReceiver:
-    """Both ends of the pipe. on_interval: gets what workers report; on_malformed: why a line cannot be read."""
+    """Both ends of the pipe.
+
+    on_interval: called with each worker's report.
+    on_malformed: called with the reason why a line cannot be read.
+    """
 
     def __init__(
         self, on_interval: Callable[[WorkerInterval], None], on_malformed: Callable[[MalformedPayloadError], None]
@@ -35,16 +39,17 @@ class MetricsReceiver:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What tells a worker of the pipe. With its inode, so that it is not taken for another one of that number."""
+        """Variable that passes the pipe to a worker. It contains the inode, so that another descriptor of the same
+        number is not mistaken for it."""
         return {"PSDIST_METRICS_PIPE": f"{self.descriptor}:{os.fstat(self.descriptor).st_ino}"}
 
     def start(self) -> None:
-        """Reads on the running loop."""
+        """Start reading on the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._reader, self._read)
 
     def close(self) -> None:
-        """Reads what is left, and closes the pipe."""
+        """Read the remaining data, and close the pipe."""
         if self._loop is not None:
             self._loop.remove_reader(self._reader)
         while self._read():
@@ -53,7 +58,7 @@ class MetricsReceiver:
         os.close(self.descriptor)
 
     def _read(self) -> bool:
-        """Takes what there is, up to some bytes. Returns whether there was anything."""
+        """Process up to ``_READ_BYTES`` of available data. Returns True if there was any."""
         try:
             data = os.read(self._reader, _READ_BYTES)
         except BlockingIOError:

@@ -1,7 +1,7 @@
 """The metrics of a launcher's workers: combined, shown, and written to files.
 
-The intervals of workers end at different moments. Those that belong together are combined as soon as there is one of
-each worker that was in the last combination, and at the latest after two intervals.
+Workers' intervals end at different moments. Matching intervals are combined once each worker of the previous
+combination has sent one, and after two intervals at the latest.
 """
 
 from __future__ import annotations
@@ -22,16 +22,19 @@ from psdist.metrics.trackers.tensorboard import TensorBoardTracker
 from psdist.metrics.trackers.tracker import Tracker, Trackers
 from psdist.settings.config import METRICS_INTERVAL_SECONDS, ProgressName
 
-#: A line on a terminal is replaced no more often.
+#: Shortest time between two updates of the line on a terminal.
 _REFRESH_SECONDS: Final = 0.1
-#: Workers' intervals of one moment come within so long, even where they are shorter.
+#: Workers' reports of one moment arrive within this time, even if the interval is shorter.
 _LEAST_PATIENCE_SECONDS: Final = 0.2
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsOptions:
-    """What becomes of metrics. tensorboard: a directory for event files of runs. interval_seconds: what a line of a
-    file is of."""
+    """Destinations of metrics.
+
+    tensorboard: a directory for event files of runs.
+    interval_seconds: time that each line of a file covers.
+    """
 
     tensorboard: Path | None = None
     progress: ProgressName = "auto"
@@ -39,25 +42,26 @@ class MetricsOptions:
 
 
 class Console(Protocol):
-    """Where the launcher prints."""
+    """The launcher's console."""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether ``show_progress`` can replace a line by the next."""
+        """True if ``show_progress`` can replace the previous line."""
 
     def say(self, message: str) -> None:
-        """Prints a message."""
+        """Print a message."""
 
     def show_progress(self, message: str) -> None:
-        """Shows a message below all others, in place of the one before. Empty removes it."""
+        """Show a message below all others, replacing the previous one. An empty message removes it."""
 
 
 class RunMetrics:
-    """The metrics of one launcher's workers.
+    """The metrics of one launcher's workers. Raises ConfigurationError if a file cannot be written.
 
-    name: of the run, and of its directory for TensorBoard, below which ``part`` is that of this node, if it is one of
-    several. log_directory: for the file ``metrics.jsonl``, where there is one. ranks: workers at the start.
-    Raises ConfigurationError where a file cannot be written.
+    name: of the run, and of its directory for TensorBoard.
+    log_directory: for the file ``metrics.jsonl``, if there is one.
+    ranks: workers at the start.
+    part: this node's directory below ``name``, if the run has several nodes.
     """
 
     def __init__(
@@ -82,11 +86,11 @@ class RunMetrics:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What workers need in their environment to report."""
+        """Variables that workers need to report."""
         return self._receiver.environment | {"PSDIST_METRICS_INTERVAL": f"{self._options.interval_seconds:g}"}
 
     def start(self, console: Console) -> None:
-        """Begins to receive on the running loop, and to show what comes."""
+        """Start receiving on the running loop, and showing the reports."""
         self._console = console
         if self._options.progress != "off":
             in_place = self._options.progress == "auto" and console.is_terminal
@@ -95,7 +99,7 @@ class RunMetrics:
         self._receiver.start()
 
     def close(self) -> None:
-        """Takes what was reported last, and ends files and the progress line. Closing again does nothing."""
+        """Process the last reports, and close files and the progress line. A second call has no effect."""
         if not self._closed:
             self._closed = True
             self._receiver.close()
@@ -130,16 +134,16 @@ class RunMetrics:
     def _on_malformed(self, error: MalformedPayloadError) -> None:
         if self._console is not None and not self._warned:
             self._warned = True
-            self._console.say(f"{error.message}; it is left out, and so are others like it")
+            self._console.say(f"{error.message}; such lines are ignored (reported once)")
 
     def _on_error(self, tracker: Tracker, error: Exception) -> None:
         if self._console is not None:
             reason = error.strerror if isinstance(error, OSError) else error
-            self._console.say(f"{type(tracker).__name__} gets no more metrics: {reason}")
+            self._console.say(f"{type(tracker).__name__} no longer receives metrics: {reason}")
 
 
 def _show(console: Console, in_place: bool, line: str, is_last: bool) -> None:
-    """Shows a progress line. The last one stays."""
+    """Show a progress line. The last one stays on the screen."""
     if in_place:
         console.show_progress("" if is_last else line)
     if is_last or not in_place:

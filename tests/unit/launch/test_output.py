@@ -165,7 +165,7 @@ def test_a_log_file_on_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.C
     captured = capsys.readouterr()
     assert captured.out == "[worker 5] a\n[worker 5] b\n"
     (said,) = captured.err.splitlines()
-    assert said.endswith("the log file of worker 5 cannot be written any more: No space left on device")
+    assert said.endswith("the log file of worker 5 can no longer be written: No space left on device")
 
 
 def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ async def test_a_file_that_fails_is_reported_and_the_run_goes_on() -> None:
     metrics.start(console)
     os.write(metrics.descriptor, to_line(interval(0, 1)))
     metrics.close()
-    assert console.said[0] == "Full gets no more metrics: No space left on device"
+    assert console.said[0] == "Full no longer receives metrics: No space left on device"
     assert console.said[1].startswith("step 1  ")
 
 

@@ -74,7 +74,7 @@ def test_a_snapshot_that_fails_is_told_and_makes_a_good_end_a_bad_one() -> None:
         machine.on(Exited(W0, returncode, True), 1.0)
         assert Start(SNAPSHOT, 0) in machine.on(Exited(W1, 0, True), 2.0)
         said, *kills = machine.on(Exited(SNAPSHOT, 1), 3.0)
-        lost = "what was trained since the last snapshot is not saved"
+        lost = "progress since the last snapshot is not saved"
         assert said == Say(f"{lost}; the run ends with exit status {status}")
         assert kills == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
         assert finish(machine, {S0, S1, SCHEDULER}).status == status
@@ -109,7 +109,7 @@ def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
     machine = supervisor(saves=True)
     machine.on(Connected(W0), 0.5)
     machine.on(Interrupted(signal.SIGINT), 1.0)
-    lost = "what was trained since the last snapshot is not saved"
+    lost = "progress since the last snapshot is not saved"
     assert machine.on(Interrupted(signal.SIGINT), 2.0)[0] == Say(f"SIGINT again: all processes are killed; {lost}")
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
 
@@ -130,7 +130,7 @@ def test_a_first_signal_when_the_run_is_ending_leaves_the_snapshot_its_time() ->
     machine.on(Exited(W0, 0), 1.0)
     assert Start(SNAPSHOT, 0) in machine.on(Exited(W1, 0), 1.0)
     assert machine.on(Interrupted(signal.SIGTERM), 1.1) == [
-        Say("SIGTERM: the run is ending already; once more kills its processes")
+        Say("SIGTERM: the run is already ending; repeat the signal to kill its processes")
     ]
     machine.on(Exited(SNAPSHOT, 0), 2.0)
     assert finish(machine, {S0, S1, SCHEDULER}).status == 0
@@ -215,7 +215,7 @@ def test_a_worker_whose_first_start_fails_before_it_connects_is_not_started_agai
 def test_in_an_elastic_run_the_others_go_on_and_one_success_is_enough() -> None:
     machine = elastic_agent()
     (said,) = machine.on(Exited(W0, 1, True), 1.0)
-    assert said == Say("worker 0 failed: exit code 1; the run is elastic, so others go on: worker 1")
+    assert said == Say("worker 0 failed: exit code 1; the run is elastic, so others continue: worker 1")
     assert machine.on(Exited(W1, 0, True), 2.0) == [Finish(0)]
     machine = elastic_agent()
     machine.on(Exited(W0, 0, True), 1.0)
@@ -227,7 +227,8 @@ def test_who_came_too_late_to_join_is_left_out_and_the_others_go_on() -> None:
     assert Start(W1, 1) in machine.on(Exited(W1, -9, True), 1.0)
     (said,) = machine.on(Exited(W1, 66, True), 2.0)
     assert said == Say(
-        "worker 1 failed: exit code 66 (training that it cannot join had begun: not restarted); others go on: worker 0"
+        "worker 1 failed: exit code 66 (training that it cannot join had begun: not restarted); "
+        "others continue: worker 0"
     )
     machine.on(Exited(W0, 0, True), 3.0)
     assert finish(machine, {S0, S1, SCHEDULER}).status == 0
@@ -268,12 +269,12 @@ def test_a_dead_server_with_copies_elsewhere_is_started_again() -> None:
     assert machine.table.attempt(S1) == 2 and not machine.stopping
 
 
-def test_without_copies_it_is_not_said_that_the_run_goes_on() -> None:
+def test_without_copies_the_message_does_not_promise_that_the_run_continues() -> None:
     for copies in (False, True):
         machine = Supervisor(ALL, RunPolicy(durable=True, copies=copies))
         said, _ = machine.on(Exited(S1, -9), 1.0)
         assert isinstance(said, Say)
-        assert ("the run goes on" in said.message) is copies is ("if there is one" not in said.message)
+        assert ("the run continues" in said.message) is copies is ("if there is one" not in said.message)
 
 
 def test_a_dead_scheduler_is_started_again_with_or_without_copies() -> None:
@@ -289,7 +290,7 @@ def test_who_dies_again_and_again_by_its_own_doing_is_given_up() -> None:
             assert machine.on(Exited(key, 1), attempt * 9.0)[1] == Start(key, attempt)
         assert machine.on(Exited(key, 1), 5 * 9.0) == [Kill(W0, signal.SIGTERM), Kill(W1, signal.SIGTERM)]
         end = finish(machine, {W0, W1, S0, S1, SCHEDULER} - {key})
-        assert (end.status, end.culprit) == (70, key) and "5 times" in end.message
+        assert (end.status, end.culprit) == (70, key) and "5 exits in a row" in end.message
 
 
 def test_a_longer_life_or_a_kill_from_outside_starts_the_count_anew() -> None:
