@@ -1,4 +1,4 @@
-"""The step benchmark: what a training step costs in communication and updates, measured by a worker.
+"""The step benchmark: the cost of a training step in communication and updates, measured by a worker.
 
 It measures the time of ``push_pull`` for a parameter set of a given size, with gradients that exist before the clock
 starts. ``psdist bench`` and the project's own benchmarks (``benchmarks/``) share it. numpy and the client are imported
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from psdist.client.sync_client import Client
     from psdist.compression import Codec
 
-#: Elements of one tensor where nothing else is said.
+#: Default number of elements of one tensor.
 LAYER_ELEMENTS: Final = 1 << 20
-#: What names do not have.
+#: Characters that names must not have.
 _PUNCTUATION = re.compile(r"[^A-Za-z0-9.]+")
-#: Of a tensor, at most: codecs leave vectors as they are, so these are matrices.
+#: Columns of a tensor, at most: codecs do not encode vectors, so the tensors are matrices.
 _COLUMNS: Final = 1024
-#: Steps before the clock starts: the first ones touch new memory, compile, and attach.
+#: Steps before the clock starts: the first ones touch new memory, compile kernels, and attach shared memory.
 WARM_STEPS: Final = 3
 
 CONSISTENCIES: Final[dict[str, Consistency]] = {"bsp": BSP(), "ssp": SSP(staleness=2), "asp": ASP()}
@@ -50,12 +50,13 @@ OPTIMIZERS: Final[dict[str, optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """What is measured. Raises InvalidArgumentError for an unknown name or an impossible size.
+    """The measured case. Raises InvalidArgumentError for an unknown name or an impossible size.
 
     wire_dtype: dtype of gradients and weights on the wire.
-    compression, pull_compression: of gradients and weights, a codec or its name; "" is ``wire_dtype``.
+    compression, pull_compression: of gradients and weights, a codec or its name; "" for ``wire_dtype``.
     copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
-    layer_elements: elements of one tensor; the last may be smaller. slice_elements: as ``client.parameters`` has it.
+    layer_elements: elements of one tensor; the last may be smaller.
+    slice_elements: as in ``client.parameters``.
     """
 
     params: int = 25_000_000
@@ -82,7 +83,7 @@ class BenchSettings:
 
     @property
     def name(self) -> str:
-        """The name of the parameter set, which is another one for other settings in the same run."""
+        """The name of the parameter set. Different settings in the same run have different names."""
         layers = "" if self.layer_elements == LAYER_ELEMENTS else f"-{self.layer_elements}"
         pulls = f"-{_PUNCTUATION.sub('-', str(self.pull_compression))}" if self.pull_compression else ""
         slices = f"-s{self.slice_elements}" if self.slice_elements else ""
@@ -90,12 +91,12 @@ class BenchSettings:
         return f"psdist-bench/{self.params}-{codecs}{layers}{slices}{pulls}"
 
     def layers(self) -> dict[str, int]:
-        """The number of elements of each tensor, by name."""
+        """Return the number of elements of each tensor, by name."""
         starts = range(0, self.params, self.layer_elements)
         return {f"layer.{n:05}": min(self.layer_elements, self.params - start) for n, start in enumerate(starts)}
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments of ``client.parameters``."""
+        """Return the keyword arguments of ``client.parameters``."""
         import numpy as np
 
         ones = np.ones(self.layer_elements, np.float32)
@@ -111,7 +112,7 @@ class BenchSettings:
         }
 
     def gradients(self, buffers: Mapping[str, NDArray[Any]] | None) -> Mapping[str, NDArray[Any]]:
-        """The gradients to push: written into ``buffers``, or into arrays of their own if there are none."""
+        """Return the gradients to push: written into ``buffers``, or into new arrays if it is None."""
         import numpy as np
 
         values = np.random.default_rng(0).standard_normal(self.layer_elements, dtype=np.float32)
@@ -127,7 +128,7 @@ def _matrix(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def vary(gradients: Mapping[str, NDArray[Any]]) -> None:
-    """Changes one number, for the next step: buffers that stay as they are would be warned of."""
+    """Change one number, for the next step: unchanged buffers would cause a warning."""
     first = next(iter(gradients.values()))
     first.flat[0] = -first.flat[0]
 
@@ -145,7 +146,7 @@ class BenchResult:
     transports: Mapping[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """The result with stable keys."""
+        """Return the result with stable keys."""
         ordered = sorted(self.seconds)
         median = statistics.median(ordered)
         return {
@@ -169,12 +170,12 @@ class StepBench:
         self.gradients = settings.gradients(None if settings.copy else self.parameters.gradient_buffers())
 
     def step(self) -> None:
-        """Makes a step: pushes the gradients and pulls the new weights."""
+        """Make a step: push the gradients and pull the new weights."""
         vary(self.gradients)
         self.parameters.push_pull(self.gradients, copy=self.settings.copy)
 
     def measure(self, steps: int, warm_steps: int = WARM_STEPS) -> BenchResult:
-        """Times of ``steps`` steps after those that warm up. Raises InvalidArgumentError, and as ``push_pull``."""
+        """Measure ``steps`` steps after the warm-up. Raises InvalidArgumentError, and as ``push_pull``."""
         if steps < 1:
             raise InvalidArgumentError(f"steps={steps} is out of range: use 1 or more")
         for _ in range(warm_steps):

@@ -1,7 +1,7 @@
 """Warnings of the library in a script that configures no logging: on standard error, with the time.
 
-Python itself prints such messages without a time (``logging.lastResort``), which makes it hard to say what happened
-first in a run of many processes. As soon as the script, or what it imports, adds a handler of its own to the root or to
+Python itself prints such messages without a time (``logging.lastResort``), which makes it hard to see the order of
+events in a run of many processes. As soon as the script, or a module that it imports, adds a handler to the root or to
 the ``psdist`` logger, only that handler is used.
 """
 
@@ -16,9 +16,9 @@ _logger = logging.getLogger("psdist")
 
 
 def print_line(text: str) -> None:
-    """Prints a line on standard error. One that cannot be printed, as on a full disk, is lost and ends nothing.
+    """Print a line on standard error. If that fails, as on a full disk, the line is lost and the program continues.
 
-    Python's own stream would keep it, try again when the script ends, and make its exit status 120.
+    Python's own stream would keep the line, try again at the script's end, and change its exit status to 120.
     """
     stream = sys.stderr
     if stream is None:  # ``print`` would take standard output.
@@ -42,7 +42,7 @@ class _DefaultHandler(logging.Handler):
             return
         try:
             print_line(self.format(record))
-        except Exception:  # As all handlers do: a message that cannot be formatted must not end a training.
+        except Exception:  # As in all handlers: a message that cannot be formatted must not end a training.
             self.handleError(record)
 
 
@@ -50,5 +50,5 @@ _handler = _DefaultHandler()
 
 
 def install() -> None:
-    """Adds the handler to the ``psdist`` logger; doing so again changes nothing."""
+    """Add the handler to the ``psdist`` logger; a second call changes nothing."""
     _logger.addHandler(_handler)

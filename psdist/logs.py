@@ -1,9 +1,9 @@
 """Logging of the server programs: structlog over the standard library, one line per event, to standard error.
 
-``console`` is for people who watch one process (coloured on a terminal), ``json`` for collectors of many: one object
+``console`` is for people who watch one process (coloured on a terminal). ``json`` is for collectors of many: one object
 per line with ``timestamp``, ``level``, ``event``, ``logger``, ``role``, ``id`` and ``run``. Messages of other libraries
-come out in the same form. Importing this module configures nothing, and the client library never calls it: a
-script's logging belongs to the script. Launchers and commands print their own messages and configure no logging.
+have the same form. Importing this module configures nothing, and the client library never calls it: a script's logging
+belongs to the script. Launchers and commands print their own messages and configure no logging.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from structlog.types import Processor
 def configure(
     role: str, *, member_id: str = "", run_id: str = "", log_format: str = "console", level: str = "info"
 ) -> None:
-    """Configures this process's logging; a second call replaces the first. ``level``: debug, info, warning or error."""
+    """Configure this process's logging; a second call replaces the first. ``level``: debug, info, warning or error."""
     as_json = log_format == "json"
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -53,14 +53,17 @@ def configure(
 
 
 def identify(**fields: str) -> None:
-    """Sets ``role``, ``id`` or ``run`` once they are known; an empty one is left out of the lines."""
+    """Set ``role``, ``id`` or ``run`` once they are known; empty ones are omitted from the lines."""
     _identity.update(fields)
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line is shown. grpc.aio logs a traceback for every call whose peer died while it was answered, and for
-    one that was cancelled before its handler began, as when this process ends. The scheduler logs the death of a member
-    in one line, which a traceback would hide."""
+    """Return True if a line is shown.
+
+    grpc.aio logs a traceback for every call whose peer died before the answer, and for one that was cancelled before
+    its handler started, as at the end of this process. The scheduler logs the death of a member in one line, which a
+    traceback would hide.
+    """
     if not record.name.startswith("grpc."):
         return True
     error = record.exc_info[1] if record.exc_info else None
@@ -87,13 +90,13 @@ def _rendering(log_format: str) -> list[Processor]:
 def _without_constants(
     logger: structlog.types.WrappedLogger, name: str, event_dict: structlog.types.EventDict
 ) -> structlog.types.EventDict:
-    # On a console the role and run of the process are known.
+    # The reader of a console knows the role and run of the process.
     event_dict.pop("role", None)
     event_dict.pop("run", None)
     return event_dict
 
 
-#: The member that logs. A program is one member, so this belongs to the process and not to a task.
+#: Identity of the logging member. A program is one member, so this is per process and not per task.
 _identity: dict[str, str] = {}
 
 

@@ -1,8 +1,8 @@
 """A real run for chaos tests: scheduler, servers and workers as processes that can be restarted at any time.
 
-Each server can be put behind two proxies, one before the address by which workers and servers reach it and one between
+Each server can be put behind two proxies, one before the address at which workers and servers reach it and one between
 it and the scheduler, or into a network namespace. The output of a process goes into a file of the run's directory.
-Nothing outlives ``close``, nor the process that made it: a reaper kills what is left, frozen or not.
+Nothing outlives ``close``, nor the process that created it: a reaper kills the remaining processes, frozen or not.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _STATUS_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 0.02
 _LOOPBACK: Final = "127.0.0.1"
 _SETTINGS_FILE: Final = "workload.json"
-#: The prefix of a command line in a namespace that shares no memory with others, as no host does.
+#: Prefix of a command line that gives a namespace its own shared memory, as on a separate host.
 _OWN_MEMORY: Final = ("sh", "-c", 'mount -t tmpfs psdist /dev/shm && exec "$@"', "sh")
 
 
 class Reach(Enum):
-    """How the others reach a server."""
+    """Path by which the others reach a server."""
 
     DIRECT = "direct"
     #: Through proxies of its own.
@@ -54,10 +54,11 @@ class Reach(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChaosClusterSettings:
-    """What a chaos run consists of.
+    """The processes of a chaos run and their connections.
 
     lease_seconds, worker_lease_seconds: the scheduler's ``--failure-timeout`` and ``--worker-timeout``.
-    reach: how servers are reached. transport: of workers, and of updates between servers.
+    reach: how servers are reached.
+    transport: of workers, and of updates between servers.
     """
 
     servers: int = 3
@@ -70,7 +71,7 @@ class ChaosClusterSettings:
 
     @property
     def used_transport(self) -> TransportName:
-        """``transport``, unless it would go around what stands before the servers."""
+        """``transport``, unless it would bypass the proxies or namespaces of the servers."""
         passes = self.reach is Reach.DIRECT or (self.reach is Reach.NAMESPACE and self.transport == "tcp")
         return self.transport if passes else "grpc"
 
@@ -92,7 +93,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """The id of the process that runs now."""
+        """The id of the running process."""
         assert self.running is not None
         return self.running.pid
 
@@ -112,7 +113,7 @@ class Proxies:
 
 
 class ChaosCluster:
-    """The processes of one run. Made by ``start``; ``close`` ends them all."""
+    """The processes of one run. ``start`` creates them; ``close`` ends them all."""
 
     def __init__(self, settings: ChaosClusterSettings, directory: Path, rng: random.Random) -> None:
         self.settings = settings
@@ -136,7 +137,7 @@ class ChaosCluster:
     # --- starting ---
 
     async def start(self, workload: WorkloadSettings) -> None:
-        """Starts everything. Raises SchedulerUnreachableError if the scheduler does not come up."""
+        """Start everything. Raises SchedulerUnreachableError if the scheduler does not come up."""
         for number in range(self.settings.servers):
             await self._add_server(number)
         self._add_scheduler()
@@ -153,11 +154,11 @@ class ChaosCluster:
                 self.launch(name)
 
     def host_of_worker(self, rank: int) -> int:
-        """The number of a worker's namespace: those of the servers come first."""
+        """Return the number of a worker's namespace: those of the servers come first."""
         return self.settings.servers + rank
 
     def launch(self, name: str) -> Process:
-        """Starts a process, for the first time or again."""
+        """Start or restart a process."""
         process = self.processes[name]
         log = self.directory / f"{name}.log"
         with log.open("ab") as output:
@@ -175,7 +176,7 @@ class ChaosCluster:
         return process
 
     async def scheduler_up(self) -> None:
-        """Returns when the scheduler answers."""
+        """Return when the scheduler answers."""
         file = self.directory / "scheduler"
         deadline = asyncio.get_running_loop().time() + _START_SECONDS
         while not read_address(file) or await self.fetch() is None:
@@ -200,7 +201,7 @@ class ChaosCluster:
 
     def _environment(self) -> dict[str, str]:
         foreign = ("PSDIST_", "DMLC_", "PET_", "RANK", "WORLD_SIZE")
-        # The tests mark their processes by a variable that is no setting.
+        # The tests mark their processes with a variable that is not a setting.
         kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign) or "TEST" in name}
         return kept | {"PSDIST_TOKEN": self._token, "OMP_NUM_THREADS": "1"}
 
@@ -216,7 +217,7 @@ class ChaosCluster:
         command = spec.argv
         if self.network is not None:
             host = self.network.address(number)
-            # All of them have this machine's name: the scheduler would number them in the order in which they come.
+            # All servers have this machine's name: the scheduler would number them in the order in which they join.
             command = (*self.network.inside(number), *command, "--host", host, "--server-id", name, *self._insecure())
             command = (*command, "--scheduler", self.address)
         elif self.settings.reach is Reach.PROXY:
@@ -235,7 +236,7 @@ class ChaosCluster:
     # --- observing ---
 
     async def fetch(self) -> scheduler_pb2.GetStatusResponse | None:
-        """The scheduler's report; None if it does not answer within a second."""
+        """Return the scheduler's report; None if it does not answer within a second."""
         if self._channel is None:
             self._channel = open_channel(self.address, limits.CONTROL_MESSAGE_BYTES)
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
@@ -248,7 +249,7 @@ class ChaosCluster:
         return answer
 
     async def ended(self, name: str, seconds: float) -> int:
-        """Waits for the end of a process. Returns its exit status. Raises InternalError if it does not end."""
+        """Wait for the end of a process. Returns its exit status. Raises InternalError if it does not end."""
         deadline = asyncio.get_running_loop().time() + seconds
         self.awaited.add(name)
         try:
@@ -262,7 +263,7 @@ class ChaosCluster:
         return status
 
     def tail(self, name: str, lines: int = 12) -> str:
-        """The last lines that a process printed."""
+        """Return the last lines that a process printed."""
         path = self.directory / f"{name}.log"
         text = path.read_text("utf-8", "replace") if path.exists() else ""
         return "\n".join(f"  {name}: {line}" for line in text.splitlines()[-lines:])
@@ -270,7 +271,7 @@ class ChaosCluster:
     # --- the end ---
 
     async def close(self) -> None:
-        """Kills all processes, and removes the network namespaces. The directory stays."""
+        """Kill all processes, and remove the network namespaces. The directory stays."""
         for process in self.processes.values():
             if process.running is not None and process.status is None:
                 with suppress(ProcessLookupError):

@@ -1,8 +1,8 @@
 """Faults from outside a process: signals by process id, and network namespaces that can be disconnected.
 
-To the network a namespace is a host of its own: it has one address, and all packets to it, from it, or both can be
+To the network a namespace is a separate host: it has one address, and all packets to it, from it, or both can be
 dropped. Namespaces need root, ``ip`` and ``iptables``; ``namespaces_missing`` says what a machine lacks. Their names
-have the process id of their owner, and ``close`` removes them.
+contain the process id of their owner, and ``close`` removes them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _CHAINS: Final[dict[Direction, tuple[str, ...]]] = {"both": ("INPUT", "OUTPUT"),
 
 
 def kill(pid: int) -> None:
-    """Sends SIGKILL: the process ends in the middle of whatever it does, and the system closes its connections."""
+    """Send SIGKILL: the process ends in the middle of its work, and the system closes its connections."""
     _send(pid, signal.SIGKILL)
 
 
 def freeze(pid: int) -> None:
-    """Sends SIGSTOP: the process stands still; its connections stay open and silent."""
+    """Send SIGSTOP: the process freezes; its connections stay open and silent."""
     _send(pid, signal.SIGSTOP)
 
 
 def thaw(pid: int) -> None:
-    """Sends SIGCONT: the process goes on as if no time had passed."""
+    """Send SIGCONT: the process continues as if no time had passed."""
     _send(pid, signal.SIGCONT)
 
 
@@ -51,7 +51,7 @@ def _send(pid: int, signum: int) -> None:
 
 
 def namespaces_missing() -> str:
-    """Why this machine cannot make network namespaces with filters; empty if it can."""
+    """Return why this machine cannot make network namespaces with filters; empty if it can."""
     for program in ("ip", "iptables"):
         if shutil.which(program) is None:
             return f"there is no program {program!r}"
@@ -102,23 +102,23 @@ class WorkerNetwork:
         return f"{self._name}switch"
 
     def address(self, host: int) -> str:
-        """Address of a namespace."""
+        """Return the address of a namespace."""
         return f"{self._prefix}.{10 + host}"
 
     def namespace(self, host: int) -> str:
-        """Name of a host's namespace."""
+        """Return the name of a host's namespace."""
         return f"{self._name}host{host}"
 
     def port(self, host: int) -> str:
-        """Name of the bridge's interface towards a host."""
+        """Return the name of the bridge's interface towards a host."""
         return f"port{host}"
 
     def inside(self, host: int) -> tuple[str, ...]:
-        """The prefix of a command line that runs in a namespace; the process keeps its id."""
+        """Return the prefix of a command line that runs in a namespace; the process keeps its id."""
         return ("ip", "netns", "exec", self.namespace(host))
 
     def disconnect(self, host: int, direction: Direction = "both") -> None:
-        """Drops all packets to and from the namespace from now on, or those of one direction."""
+        """Drop all packets to and from the namespace from now on, or those of one direction."""
         for chain in _CHAINS[direction]:
             run_command(
                 *self.inside(host), "iptables", "-w", "-A", chain, "!", "-i" if chain == "INPUT" else "-o", "lo", "-j",
@@ -126,10 +126,12 @@ class WorkerNetwork:
             )  # fmt: skip
 
     def cut(self, host: int, other: int, direction: Direction = "both", but_port: int = 0) -> None:
-        """Drops all packets between two namespaces from now on, or those of one direction, as ``host`` sees it.
-        but_port: a port of ``other`` that stays reachable; 0 for none."""
+        """Drop all packets between two namespaces from now on, or those of one direction, as ``host`` sees it.
+
+        but_port: a port of ``other`` that stays reachable; 0 for none.
+        """
         ways = {"in": ((host, other, "--sport"),), "out": ((other, host, "--dport"),)}
-        # On arrival: a packet that is dropped where it is sent is an error to the sender's kernel.
+        # Drop on arrival: the sender's kernel reports an error for a packet that is dropped on its side.
         for at, source, port in (*ways["in"], *ways["out"]) if direction == "both" else ways[direction]:
             but = ("-p", "tcp", "!", port, str(but_port)) if but_port else ()
             run_command(
@@ -137,21 +139,21 @@ class WorkerNetwork:
             )  # fmt: skip
 
     def heal(self, host: int) -> None:
-        """Lets all packets pass again."""
+        """Let all packets pass again."""
         run_command(*self.inside(host), "iptables", "-w", "-F")
 
     def close(self) -> None:
-        """Removes all namespaces. Processes that still run inside keep theirs until they end."""
+        """Remove all namespaces. Processes that still run inside keep theirs until they end."""
         for namespace in (*map(self.namespace, range(self._hosts)), self.switch):
             with suppress(ConfigurationError):
                 run_command("ip", "netns", "delete", namespace)
         self._hosts = 0
-        # Its other end goes with the namespace, but only later.
+        # Its other end is removed with the namespace, but only later.
         with suppress(ConfigurationError):
             run_command("ip", "link", "delete", f"{self._name}up")
 
     def _plug(self, link: str, port: str, namespace: str = "") -> None:
-        """Connects ``link`` in a namespace (default: this process's own) to a port of the bridge."""
+        """Connect ``link`` in a namespace (default: this process's own) to a port of the bridge."""
         where = ("-n", namespace) if namespace else ()
         run_command("ip", *where, "link", "add", link, "type", "veth", "peer", "name", port, "netns", self.switch)
         run_command("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
@@ -169,7 +171,7 @@ class WorkerNetwork:
 
 
 def _remove_orphans() -> None:
-    """Removes namespaces whose owner was killed before it could do that."""
+    """Remove namespaces whose owner was killed before it could remove them."""
     for line in run_command("ip", "netns", "list").splitlines():
         found = _NAMESPACE.match(line)
         if found and not os.path.exists(f"/proc/{found[1]}"):
@@ -178,7 +180,7 @@ def _remove_orphans() -> None:
 
 
 def run_command(*command: str) -> str:
-    """The output of a command. Raises ConfigurationError if it fails."""
+    """Return the output of a command. Raises ConfigurationError if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

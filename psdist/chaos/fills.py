@@ -18,7 +18,7 @@ Role = Literal["target", "source"]
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """A copy that is being filled. number: of ``Shard.fills``, which no later filling of the same copy has."""
+    """A copy that is being filled. number: of ``Shard.fills``; a later filling of the same copy has a different one."""
 
     parameters: str
     shard: int
@@ -37,7 +37,7 @@ class Chance:
 
 
 def fills_of(entries: Iterable[ParametersEntry]) -> list[Fill]:
-    """All fillings in a cluster map."""
+    """Return all fillings in a cluster map."""
     return [
         Fill(entry.spec.name, number, shard.fill_of(target), shard.primary, target)
         for entry in entries
@@ -47,7 +47,7 @@ def fills_of(entries: Iterable[ParametersEntry]) -> list[Fill]:
 
 
 def is_expendable(entries: Iterable[ParametersEntry], server: Replica, gone: Collection[Replica]) -> bool:
-    """True if every shard has a complete copy on a server other than ``server`` and those that are ``gone``."""
+    """Return True if every shard has a complete copy on a server other than ``server`` and those that are ``gone``."""
     return all(
         any(copy != server and copy not in gone for copy in (shard.primary, *shard.backups))
         for entry in entries
@@ -56,7 +56,7 @@ def is_expendable(entries: Iterable[ParametersEntry], server: Replica, gone: Col
 
 
 def chances(entries: Collection[ParametersEntry], gone: Collection[Replica]) -> list[Chance]:
-    """Every strike that hits a filling and loses no shard. gone: servers that were struck before."""
+    """Return every strike that hits a filling and loses no shard. gone: servers that were struck before."""
     both = [
         chance
         for fill in fills_of(entries)

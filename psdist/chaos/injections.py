@@ -1,8 +1,8 @@
-"""The faults of a chaos run: how each is injected, what must happen then, and how it is undone.
+"""The faults of a chaos run: the injection, the promised reaction, and the repair of each.
 
-An injection chooses its target by the run's random numbers, injects the fault, notes the time, waits for what was
-promised, and restores everything: all members, all copies. When it returns, its effects are over. A broken promise
-raises an error, or is a sentence in the report.
+An injection chooses its target by the run's random numbers, injects the fault, records the time, waits for the promised
+reaction, and restores everything: all members, all copies. When it returns, its effects are over. A broken promise
+raises an error, or adds a sentence to the report.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NAMED_SECONDS: Final = 10.0
 _FALL_BACK_SECONDS: Final = 20.0
 #: Time limit for a copy to be filled by a server that can be struck.
 _FILL_SECONDS: Final = 20.0
-#: How long a strike waits for a source that has no last copy.
+#: Longest wait of a strike for a source that does not hold a last copy.
 _SOURCE_SECONDS: Final = 2.0
 _FILL_POLL_SECONDS: Final = 0.01
 #: Time limit for a frozen server to be expelled.
@@ -46,11 +46,11 @@ _REAP_SECONDS: Final = 10.0
 class Injection:
     """A kind of fault.
 
-    reach: how its servers must be reached.
-    expels: whether it makes the scheduler expel workers. Then pushes may be dropped, and the weights are not those of
+    reach: how its servers must be reachable.
+    expels: True if it makes the scheduler expel workers. Then pushes may be dropped, and the weights are not those of
         an undisturbed run.
-    ends_the_run: whether the run must end by it.
-    slices: of the counting parameter set. With more slices than shards a copy can be filled in part.
+    ends_the_run: True if the run must end because of it.
+    slices: of the counting parameter set. With more slices than shards a copy can be partly filled.
     dense: elements of the parameter set that is trained with Adam, if the run has it.
     needs_dense: True if the run has that set even if its bytes are not compared.
     """
@@ -88,7 +88,7 @@ async def _server_kill(run: ChaosRun) -> None:
 
 
 async def _server_lost(run: ChaosRun) -> None:
-    """Kills a server with the only copy. Every worker must end by itself and say what was lost."""
+    """Kill a server with the only copy. Every worker must end by itself and report the loss."""
     name = _some_server(run)
     moment = _signal(run, "server-lost", name, faults.kill)
     await run.cluster.ended(name, _REAP_SECONDS)
@@ -140,7 +140,7 @@ async def _server_freeze(run: ChaosRun) -> None:
 
 
 async def _zombie(run: ChaosRun, name: str) -> None:
-    """Waits for the end of a replaced server that came back. It must end by itself, and is started again."""
+    """Wait for the end of a replaced server that came back. It must end by itself, and is restarted."""
     status = await run.cluster.ended(name, _END_SECONDS)
     if status != INFRASTRUCTURE:
         run.report.problems.append(f"the replaced {name} ended with {status}, not {INFRASTRUCTURE}")
@@ -162,9 +162,9 @@ async def _worker_freeze(run: ChaosRun) -> None:
 
 
 async def _server_refill(run: ChaosRun) -> None:
-    """Strikes a server, and another one while a copy is being filled. Each is killed or frozen, at random."""
+    """Strike a server, and another one while a copy is being filled. Each is killed or frozen, at random."""
     first = _strike(run, run.rng.choice(await _expendable(run, ())), is_frozen=run.rng.random() < 0.5)
-    # The first one comes back beside the second strike, as a launcher restarts it: copies are filled there, too.
+    # The first one comes back during the second strike, as under a launcher: copies are filled there, too.
     _, second = await asyncio.gather(_come_back(run, first), _strike_during_fill(run, first))
     await _come_back(run, second)
     # With more servers than two strikes need, the next ones need not wait until these have started.
@@ -180,7 +180,10 @@ def _strike(
     moment: float | None = None,
     fill_role: fills.Role | None = None,
 ) -> Struck:
-    """moment: monotonic seconds at which the server stopped, if it has stopped already."""
+    """Kill or freeze a server, and record the fault.
+
+    moment: monotonic seconds at which the server stopped, if it has already stopped.
+    """
     name, moment = replica.server_id, time.monotonic() if moment is None else moment
     (faults.freeze if is_frozen else faults.kill)(run.cluster.processes[name].pid)
     run.injected("server-freeze" if is_frozen else "server-kill", name, moment, fill_role)
@@ -188,9 +191,9 @@ def _strike(
 
 
 async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
-    """Strikes a server that takes part in a filling, once one can be struck without losing a shard. A source often has
-    the last copy, so half of the strikes wait for one that has not. If nobody can be struck for _FILL_SECONDS, strikes
-    a server that takes part in no filling."""
+    """Strike a server that takes part in a filling, once one can be struck without losing a shard. A source often has
+    the last copy, so half of the strikes wait for one that does not. If no server can be struck for _FILL_SECONDS,
+    strike one that takes part in no filling."""
     begin, prefers_source = time.monotonic(), run.rng.random() < 0.5
     while (waited := time.monotonic() - begin) < _FILL_SECONDS:
         run.restart_servers()
@@ -206,9 +209,9 @@ async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
 
 
 async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | None:
-    """Stops a server, and asks for the map again. If its filling was complete before, the server continues.
+    """Stop a server, and fetch the map again. If its filling had already completed, the server continues.
 
-    A stopped server neither sends nor receives, so the filling cannot be completed after the answer.
+    A stopped server neither sends nor receives, so the filling cannot complete after the answer.
     """
     pid, moment = run.cluster.processes[chance.server.server_id].pid, time.monotonic()
     faults.freeze(pid)
@@ -220,7 +223,7 @@ async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | N
 
 
 async def _come_back(run: ChaosRun, struck: Struck) -> None:
-    """Starts a killed server again. A frozen one is expelled first; then it continues, or is killed."""
+    """Restart a killed server. A frozen one is expelled first; then it continues, or is killed."""
     if struck.is_frozen:
         await run.until(f"{struck.name} expelled", _EXPEL_SECONDS, lambda: _is_expelled(run, struck.replica))
         if run.rng.random() < 0.5:
@@ -241,7 +244,7 @@ async def _is_expelled(run: ChaosRun, replica: Replica) -> bool:
 
 
 async def _expendable(run: ChaosRun, gone: Collection[Replica]) -> list[Replica]:
-    """The servers that can be struck without losing a shard, in the order of their names."""
+    """Return the servers that can be struck without losing a shard, sorted by name."""
     entries = await run.entries()
     holders = {replica for entry in entries for shard in entry.shards for replica in shard.replicas} - set(gone)
     found = [replica for replica in holders if fills.is_expendable(entries, replica, gone)]
@@ -254,7 +257,7 @@ async def _expendable(run: ChaosRun, gone: Collection[Replica]) -> list[Replica]
 
 
 async def _worker_busy(run: ChaosRun) -> None:
-    """Has each worker hold its interpreter once, at a random moment, so that some do at the same time."""
+    """Make each worker hold its interpreter once, at a random moment, so that some do at the same time."""
     run.injected("worker-busy", "all workers", time.monotonic())
     pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
     begin = time.monotonic()
@@ -269,7 +272,7 @@ async def _worker_busy(run: ChaosRun) -> None:
 
 
 async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
-    """Disconnects a server for longer than its lease. It is replaced, and is a zombie when it comes back."""
+    """Disconnect a server for longer than its lease. It is replaced, and is a zombie when it comes back."""
     name = _some_server(run)
     number, network = int(name.rpartition("-")[2]), run.cluster.network
     assert network is not None
@@ -286,8 +289,8 @@ async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
 
 
 async def _path_cut(run: ChaosRun) -> None:
-    """Drops the packets between one worker and one server. ``psdist status`` must name both within 10 s, and the others
-    must train on: at the latest when the worker is expelled. It joins when the path is back."""
+    """Drop the packets between one worker and one server. ``psdist status`` must name both within 10 s. The others must
+    continue training, at the latest when the worker is expelled. It rejoins when the path is restored."""
     rank, name, moment = _cut_some_path(run)
     network = run.cluster.network
     assert network is not None
@@ -304,7 +307,7 @@ async def _path_cut(run: ChaosRun) -> None:
 
 
 async def _tcp_cut(run: ChaosRun) -> None:
-    """Drops the packets between one worker and one server but for gRPC's. Training must continue over gRPC."""
+    """Drop the packets between one worker and one server, except gRPC's. Training must continue over gRPC."""
     status = await run.cluster.fetch()
     addresses = {member.member_id: member.address for member in status.members} if status is not None else {}
     used = {one.transport for member in status.members for one in member.connections} if status is not None else set()
@@ -316,7 +319,7 @@ async def _tcp_cut(run: ChaosRun) -> None:
     try:
         await run.resumed(time.monotonic() + _FALL_BACK_SECONDS, range(run.settings.workers))
         if any(f"worker-{rank} to reach" in text for text in (await _waits(run))):
-            run.report.problems.append(f"worker-{rank} is said not to reach {name}, which it reaches by gRPC")
+            run.report.problems.append(f"status says that worker-{rank} cannot reach {name}; it can, over gRPC")
     finally:
         network.heal(run.cluster.host_of_worker(rank))
         network.heal(int(name.rpartition("-")[2]))
@@ -324,7 +327,7 @@ async def _tcp_cut(run: ChaosRun) -> None:
 
 
 async def _path_cut_briefly(run: ChaosRun) -> None:
-    """The same for so short a time that nobody is expelled."""
+    """Cut the path for so short a time that no worker is expelled."""
     rank, name, _ = _cut_some_path(run)
     network = run.cluster.network
     assert network is not None
@@ -337,7 +340,11 @@ async def _path_cut_briefly(run: ChaosRun) -> None:
 
 
 def _cut_some_path(run: ChaosRun, addresses: Mapping[str, str] | None = None) -> tuple[int, str, float]:
-    """addresses: of servers, if gRPC's port stays reachable."""
+    """Cut the path between a random worker and a random server. Returns the worker's rank, the server's name and the
+    time.
+
+    addresses: of servers, if gRPC's port stays reachable.
+    """
     rank, name, network = _some_worker(run), _some_server(run), run.cluster.network
     assert network is not None
     directions: tuple[faults.Direction, ...] = ("both", "both", "in", "out")
@@ -358,7 +365,7 @@ async def _waits(run: ChaosRun) -> list[str]:
 
 
 async def _scheduler_cut(run: ChaosRun) -> None:
-    """Disconnects a server from the scheduler only. It is replaced while workers could still reach it."""
+    """Disconnect a server from the scheduler only. It is replaced while workers could still reach it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].scheduler
     moment = time.monotonic()
@@ -372,7 +379,7 @@ async def _scheduler_cut(run: ChaosRun) -> None:
 
 
 async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> None:
-    """Disturbs the connections to a server for a while. That alone must not make the scheduler replace it."""
+    """Disturb the connections to a server for a while. That alone must not make the scheduler replace it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].data
     moment = time.monotonic()
@@ -417,7 +424,7 @@ def _disconnect(what: str, direction: faults.Direction) -> Injection:
 
 
 FAULTS: Final[dict[str, Injection]] = {
-    "server-kill": Injection("SIGKILL of a server, which is started again", _server_kill),
+    "server-kill": Injection("SIGKILL of a server, which is restarted", _server_kill),
     "server-lost": Injection("SIGKILL of a server that holds the only copy", _server_lost, ends_the_run=True),
     "server-freeze": Injection("SIGSTOP of a server until it is replaced, then SIGCONT", _server_freeze),
     "server-refill": Injection(
@@ -426,21 +433,21 @@ FAULTS: Final[dict[str, Injection]] = {
         slices=48,
         needs_dense=True,
     ),
-    "worker-kill": Injection("SIGKILL of a worker, which is started again", _worker_kill, expels=True),
+    "worker-kill": Injection("SIGKILL of a worker, which is restarted", _worker_kill, expels=True),
     "worker-freeze": Injection("SIGSTOP of a worker until it is fenced, then SIGCONT", _worker_freeze, expels=True),
     "worker-busy": Injection("every worker holds its interpreter, so that no other thread of it runs", _worker_busy),
-    "scheduler-kill": Injection("SIGKILL of the scheduler, which is started again later", _scheduler_kill),
-    "partition": _disconnect("a server is disconnected from everybody", "both"),
-    "partition-in": _disconnect("nobody reaches a server, which still reaches the others", "in"),
-    "partition-out": _disconnect("a server reaches nobody, and is still reached", "out"),
+    "scheduler-kill": Injection("SIGKILL of the scheduler, which is restarted later", _scheduler_kill),
+    "partition": _disconnect("a server is disconnected from all others", "both"),
+    "partition-in": _disconnect("a server cannot be reached, but reaches the others", "in"),
+    "partition-out": _disconnect("a server reaches no other, but can be reached", "out"),
     "path-cut": Injection(
         "a worker cannot reach a server, until it is expelled", _path_cut, Reach.NAMESPACE, expels=True
     ),
     "tcp-cut": Injection(
-        "a worker reaches a server by gRPC, and not by the port for TCP connections", _tcp_cut, Reach.NAMESPACE
+        "a worker reaches a server by gRPC, but not the port of the TCP transport", _tcp_cut, Reach.NAMESPACE
     ),
     "path-cut-brief": Injection("a worker cannot reach a server for seconds", _path_cut_briefly, Reach.NAMESPACE),
-    "proxy-scheduler": Injection("a server loses its scheduler and nothing else", _scheduler_cut, Reach.PROXY),
+    "proxy-scheduler": Injection("a server loses only its connection to the scheduler", _scheduler_cut, Reach.PROXY),
     "proxy-reset": _data("all connections to a server are reset", "proxy-reset", None),
     "proxy-blackhole": _data("a server accepts connections, and no byte passes", "proxy-blackhole", BLACKHOLE),
     "proxy-half-open": _data("the answers of a server are dropped", "proxy-half-open", HALF_OPEN),

@@ -1,4 +1,4 @@
-"""Background load: processes that keep the cores of this machine busy while a chaos run lasts."""
+"""Background load: processes that keep the cores of this machine busy during a chaos run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BUSY: Final = (sys.executable, "-I", "-S", "-c", "while True: pass")
 
 
 class BackgroundLoad:
-    """``per_core`` busy processes for each core, from ``with`` to its end. A reaper ends them if this process dies."""
+    """Context manager that runs ``per_core`` busy processes for each core. A reaper ends them if this process dies."""
 
     def __init__(self, per_core: int) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -35,7 +35,7 @@ class BackgroundLoad:
         self.close()
 
     def close(self) -> None:
-        """Ends all processes; a second call has no effect."""
+        """End all processes; a second call has no effect."""
         processes, self.processes = self.processes, []
         for process in processes:
             process.kill()

@@ -1,8 +1,8 @@
-"""Counts lost and repeated updates: compares the weights at the end with what the workers were promised. Pure.
+"""Counts lost and repeated updates: compares the weights at the end with the acknowledgements of the workers. Pure.
 
-Each push of a worker has a place in every slice, to which it adds 1 (its share of the mean in BSP). A place that is
-too small has lost an acknowledged push; one that is too large has taken a push twice. A push whose worker died before
-the answer may count once or not at all.
+Each push of a worker has a place in every slice, to which it adds 1 (its share of the mean in BSP). A place that is too
+small has lost an acknowledged push; one that is too large has taken a push twice. A push whose worker died before the
+answer may count once or not at all.
 
 Places are reused after ``slots / workers`` pushes, and then hold sums. A loss and a repeat cancel only if they are of
 the same worker and slice, and a multiple of that number of pushes apart.
@@ -17,7 +17,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-#: What a worker knows of a push. "dropped": the worker was fenced meanwhile, and was told that the push does not count.
+#: A push's outcome for its worker. "dropped": the worker was fenced meanwhile, and the push was discarded.
 Outcome = Literal["acknowledged", "dropped", "unknown"]
 
 _TOLERANCE: Final = 1e-3
@@ -29,7 +29,7 @@ class Push:
 
     number: its step (BSP), or its place in the worker's sequence over all its incarnations.
     start: which start of the worker's process made it, from 0.
-    begin, end: monotonic seconds; ``end`` is 0 if it is not known.
+    begin, end: monotonic seconds; ``end`` is 0 if unknown.
     """
 
     number: int
@@ -51,16 +51,17 @@ class Verdict:
 
 
 def place(number: int, rank: int, workers: int, slots: int) -> int:
-    """The place of a worker's push in a slice of ``slots`` elements."""
+    """Return the place of a worker's push in a slice of ``slots`` elements."""
     return number % (slots // workers) * workers + rank
 
 
 def judge(
     pushes: Mapping[int, Sequence[Push]], weights: NDArray[np.float32], workers: int, *, synchronous: bool
 ) -> Verdict:
-    """Compares pushes with weights. Raises ValueError if there are too few places.
+    """Compare pushes with weights. Raises ValueError if there are too few places.
 
-    pushes: by rank. weights: float32[slices, slots], the places.
+    pushes: by rank.
+    weights: float32[slices, slots], the places.
     """
     slots = weights.shape[1]
     if not synchronous:
@@ -80,7 +81,7 @@ def _all(pushes: Mapping[int, Sequence[Push]]) -> Iterable[Push]:
 
 
 def _expected(pushes: Mapping[int, Sequence[Push]], workers: int, slots: int) -> tuple[NDArray[np.int64], ...]:
-    """Least and most pushes of each place."""
+    """Return the least and most pushes of each place."""
     least, most = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
     for rank, mine in pushes.items():
         for push in mine:
@@ -98,13 +99,14 @@ def _sums(
     counts = np.where(np.abs(counts - np.rint(counts)) <= _TOLERANCE * np.maximum(1, counts), np.rint(counts), counts)
     lost = np.ceil(np.maximum(0, least - counts)).sum()
     repeated = np.ceil(np.maximum(0, counts - most)).sum()
-    # A value that is no whole number is damaged, which counts as lost and as repeated.
+    # A value that is not a whole number is damaged, which counts as lost and as repeated.
     damaged = int((counts != np.rint(counts)).sum())
     return int(lost) + damaged, int(repeated) + damaged
 
 
 def _shares(pushes: Mapping[int, Sequence[Push]], weights: NDArray[np.float32], workers: int) -> tuple[int, int]:
-    """BSP with members that come and go: each that took part in a step has an equal share of it."""
+    """Count losses and repeats of BSP with members that leave and join: each participant of a step has an equal share
+    of it."""
     slices, slots = weights.shape
     steps = slots // workers
     least, most = _expected(pushes, workers, slots)

@@ -9,12 +9,14 @@ from psdist.chaos.report import Injected
 
 
 def longest_pauses(moments: Sequence[float], faults: Sequence[Injected], until: float) -> list[float]:
-    """The longest pause of one worker that each fault caused, in seconds.
+    """Return the longest pause of one worker that each fault caused, in seconds.
 
     A pause counts for the faults that struck during it, or else for the last one before it. One that a frozen server
     shares with a killed one counts only for the frozen one: it lasts as long as the lease.
 
-    moments: of the worker's acknowledgements. faults: in their order. until: when the last fault's effects were over.
+    moments: of the worker's acknowledgements.
+    faults: in their order.
+    until: when the last fault's effects were over.
     """
     longest = [0.0] * len(faults)
     for before, after in itertools.pairwise(moments):

@@ -1,10 +1,10 @@
 """``FaultProxy``: a TCP proxy that makes connections slow, silent or broken while they are open.
 
-It copies bytes in both directions between its clients and one address. ``fault`` says how, and may be replaced at any
-time, which affects open connections at once. It does not model packets, since TCP works as usual on both of its sides,
-and it listens on loopback unless it is told otherwise.
+It copies bytes in both directions between its clients and one address, as ``fault`` says. The fault may be replaced at
+any time, which affects open connections immediately. Packets are not modelled, since TCP works as usual on both sides.
+The proxy listens on loopback by default.
 
-A connection that lost bytes (``drop``) is reset when its bytes would pass again: neither side could make sense of them.
+A connection that lost bytes (``drop``) is reset when its bytes would pass again: neither side could interpret them.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Literal
 
-#: What happens to the bytes of one direction: they pass, are held until they may pass, or are dropped.
+#: Treatment of the bytes of one direction: they pass, are held until they may pass, or are dropped.
 Passage = Literal["pass", "hold", "drop"]
 
 _READ_BYTES: Final = 1 << 16
-#: Pieces of one direction that are under way at most; then the sender is not read from.
+#: Longest queue of one direction in pieces; beyond it the sender is not read from.
 _PIECES_MAX: Final = 64
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How bytes are treated. By default they pass unchanged.
+    """Treatment of bytes. By default they pass unchanged.
 
-    latency_seconds, jitter_seconds: delay of each piece, and the most that is added at random; order is kept.
+    latency_seconds, jitter_seconds: delay of each piece, and the longest random addition; order is kept.
     bytes_per_second: of each connection and direction; 0 is no limit.
     up, down: the direction from the client to the target, and back.
     reset_after: bytes of a direction that pass, from when the fault is set, before the connection is reset.
@@ -64,14 +64,14 @@ class FaultProxy:
         self._connections: dict[_Connection, asyncio.Task[None]] = {}
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Begins to listen. Returns the address (host:port) to connect to instead of the target's."""
+        """Start listening. Returns the address (host:port) to connect to instead of the target's."""
         self._server = await asyncio.start_server(self._accept, host, port)
         bound: tuple[str, int] = self._server.sockets[0].getsockname()[:2]
         return f"{bound[0]}:{bound[1]}"
 
     @property
     def fault(self) -> Fault:
-        """How bytes are treated at present."""
+        """The current treatment of bytes."""
         return self._fault
 
     @fault.setter
@@ -86,14 +86,14 @@ class FaultProxy:
         return len(self._connections)
 
     def reset(self) -> int:
-        """Resets all connections, as a crashed host would (RST). Returns how many there were."""
+        """Reset all connections, as a crashed host would (RST). Returns their number."""
         broken = list(self._connections)
         for connection in broken:
             connection.reset()
         return len(broken)
 
     async def close(self) -> None:
-        """Stops listening, and resets all connections."""
+        """Stop listening, and reset all connections."""
         if self._server is not None:
             self._server.close()
         tasks = list(self._connections.values())
@@ -120,7 +120,7 @@ class FaultProxy:
 
 
 class _Connection:
-    """An accepted connection, and the one to the target that belongs to it."""
+    """An accepted connection, and its connection to the target."""
 
     def __init__(self, fault: Callable[[], Fault], rng: random.Random, client: asyncio.StreamWriter) -> None:
         self._fault = fault
@@ -132,13 +132,13 @@ class _Connection:
         self._passed = {"up": 0, "down": 0}
 
     def on_fault_changed(self) -> None:
-        """Applies a new fault to what passes from now on."""
+        """Apply a new fault to all bytes that pass from now on."""
         self._passed = dict.fromkeys(self._passed, 0)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     def reset(self) -> None:
-        """Resets both sides (RST)."""
+        """Reset both sides (RST)."""
         for writer in self._writers:
             peer = writer.get_extra_info("socket")
             with suppress(OSError):
@@ -146,8 +146,8 @@ class _Connection:
             writer.transport.abort()
 
     async def run(self, reader: asyncio.StreamReader, target: tuple[str, int]) -> None:
-        """Copies until both directions have ended. Raises OSError if one side is gone."""
-        # While nothing passes, no connection is made to the target, which would notice it.
+        """Copy until both directions have ended. Raises OSError if one side is gone."""
+        # While nothing passes, do not connect to the target, which would notice it.
         while "pass" not in (self._fault().up, self._fault().down):
             await self._changed.wait()
         there, writer = await asyncio.open_connection(*target)
@@ -159,7 +159,7 @@ class _Connection:
     async def _copy(
         self, way: Literal["up", "down"], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Copies one direction: pieces are read when they arrive, and written when they are due."""
+        """Copy one direction: pieces are read when they arrive, and written when they are due."""
         pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_PIECES_MAX)
         async with asyncio.TaskGroup() as group:
             group.create_task(self._read(reader, pieces))
@@ -200,7 +200,7 @@ class _Connection:
             await writer.drain()
 
     async def _may_pass(self, way: Literal["up", "down"], data: bytes) -> bool:
-        """Waits while bytes are held. Returns False if they are dropped. Raises ConnectionResetError after a reset."""
+        """Wait while bytes are held. Returns False if they are dropped. Raises ConnectionResetError after a reset."""
         while (passage := getattr(self._fault(), way)) == "hold":
             await self._changed.wait()
         if passage == "drop":

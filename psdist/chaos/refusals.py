@@ -1,7 +1,7 @@
 """Counts updates that replicas refused, from the logs of the servers. Pure.
 
-A refused update may be sent again once, after the copy was filled or the stream was opened again. A second refusal of
-the same update means that the primary repeats it without an end.
+A refused update may be sent again once, after the copy was filled or the stream was reopened. A second refusal of the
+same update means that the primary repeats it endlessly.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GAP: Final = "Replicate refused: update "
 
 
 def count_refusals(logs: Iterable[str]) -> Counter[str]:
-    """Refusals by log line without its time, which names the shard, and the version or the lsn.
+    """Count refusals by log line without its time, which names the shard, and the version or the lsn.
 
     logs: the whole log of each server.
     """

@@ -1,4 +1,4 @@
-"""The result of a chaos run: faults with their recoveries, the verdict, and how they are shown. Pure.
+"""The result of a chaos run: faults with their recoveries, the verdict, and their presentation. Pure.
 
 The keys of ``as_json`` are stable.
 """
@@ -18,7 +18,8 @@ from psdist.chaos.oracle import Verdict
 class Injected:
     """An injected fault.
 
-    at: monotonic seconds. recovery_seconds: see ``ChaosReport``; None if nobody had to recover.
+    at: monotonic seconds.
+    recovery_seconds: see ``ChaosReport``; None if no worker had to recover.
     pause_seconds: the longest time between two acknowledgements of one worker while the fault lasted and after it.
     fill_role: role of the target in a filling under way, None if it took part in none.
     """
@@ -35,13 +36,13 @@ class Injected:
 class ChaosReport:
     """The report of one run.
 
-    Recovery is the time from a fault to the first acknowledged push that was begun after it, of the worker for which
-    it took longest. A worker that is the target of the fault is left out. Each push needs every server.
+    Recovery is the time from a fault to the first acknowledged push that started after it, of the worker for which it
+    took longest. A worker that is the target of the fault is left out. Each push needs every server.
 
-    equal: whether the weights are byte for byte those of an undisturbed run; None if that cannot be expected.
-    expelled: servers that were taken for lost without a fault of their own, because the machine was too slow.
+    equal: True if the weights are byte for byte those of an undisturbed run; None if that cannot be expected.
+    expelled: servers that were expelled without a fault of their own, because the machine was too slow.
     runs_ended: 1 if the run ended although it had to continue.
-    refusals: how often replicas refused each update (``refusals``).
+    refusals: number of times that replicas refused each update (``refusals``).
     named: seconds from a cut path until ``psdist status`` named its two ends.
     problems: other broken promises, one sentence each.
     ended: the last words of the processes of a run that had to end.
@@ -77,19 +78,19 @@ class ChaosReport:
         return sum(count > 1 for count in self.refusals.values())
 
     def pauses(self, kind: str = "") -> dict[str, float | None]:
-        """Percentiles of the pauses in seconds, of all faults or of one kind."""
+        """Return percentiles of the pauses in seconds, of all faults or of one kind."""
         found = sorted(fault.pause_seconds for fault in self.faults if kind in ("", fault.kind))
         return {name: percentile(found, part) for name, part in _PERCENTILES.items()}
 
     @property
     def good(self) -> bool:
         """True if nothing was lost or repeated, weights are equal if they should be, no refused update was repeated
-        without an end, and no other promise was broken."""
+        endlessly, and no other promise was broken."""
         counted = self.verdict is None or not (self.verdict.lost or self.verdict.repeated)
         return counted and self.equal is not False and not self.problems and not self.refused_again
 
     def as_json(self) -> dict[str, Any]:
-        """The report with stable keys; times in seconds."""
+        """Return the report with stable keys; times in seconds."""
         return {
             "what": self.what,
             "good": self.good,
@@ -130,7 +131,7 @@ _PERCENTILES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def percentile(ordered: Sequence[float], part: float) -> float | None:
-    """The nearest-rank percentile of ascending values; None if there are none."""
+    """Return the nearest-rank percentile of ascending values; None if there are none."""
     if not ordered:
         return None
     rank = -(-len(ordered) * round(part * 1000) // 1000)
@@ -146,7 +147,7 @@ def _times(percentiles: Mapping[str, float | None]) -> str:
 
 
 def table(report: ChaosReport) -> str:
-    """The report as text."""
+    """Format the report as text."""
     shown = report.as_json()
     rows = [("case", report.what), ("faults", f"{len(report.faults)} in {report.seconds:.0f} s")]
     if report.during_fill:

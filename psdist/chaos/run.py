@@ -1,7 +1,7 @@
 """A chaos run: starts real processes, injects faults by a seed, waits for recovery each time, and counts at the end.
 
-``ChaosRun.run`` shows the course of it. The faults are in ``injections``, the processes in ``cluster``, and the count
-in ``oracle``.
+Read ``ChaosRun.run`` first. The faults are in ``injections``, the processes in ``cluster``, and the count in
+``oracle``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _RECOVER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0
 _POLL_SECONDS: Final = 0.02
 _WARM_PUSHES: Final = 20
-#: How long ahead workers are told at which BSP step to end, so that none has passed it.
+#: Lead time for announcing the final BSP step to workers, so that none has passed it.
 _AHEAD_SECONDS: Final = 1.0
 _AHEAD_STEPS: Final = 20
 #: The longest random pause before a fault, so that faults hit every part of a step.
@@ -57,11 +57,11 @@ _SLOTS_MAX: Final = 1 << 18
 class ChaosSettings:
     """Settings of a chaos run.
 
-    fault, kills: a key of ``injections.FAULTS``, and how often it is injected.
-    down_seconds: how long a scheduler stays down and a worker is busy; the longest time that others are frozen or
-        disconnected after they were replaced.
+    fault, kills: a key of ``injections.FAULTS``, and the number of times it is injected.
+    down_seconds: time for which a scheduler stays down and a worker is busy; longest time for which others are frozen
+        or disconnected after they were replaced.
     load: busy processes for each core, beside the run.
-    compare: also make an undisturbed run of as many steps, and compare the bytes.
+    compare: True to also make an undisturbed run of as many steps, and compare the bytes.
     """
 
     fault: str = "server-kill"
@@ -80,12 +80,12 @@ class ChaosSettings:
 
     @property
     def compares(self) -> bool:
-        """Whether the bytes can be compared: BSP is exact as long as the same workers take part in every step."""
+        """True if the bytes can be compared: BSP is exact as long as the same workers take part in every step."""
         return self.compare and self.mode == "bsp" and not self.expels
 
     @property
     def expels(self) -> bool:
-        """Whether the fault expels workers."""
+        """True if the fault expels workers."""
         return self.injection.expels
 
     @property
@@ -102,7 +102,7 @@ class ChaosSettings:
 
     @property
     def slots(self) -> int:
-        """Places of a slice. In BSP with workers that come and go, each step needs places of its own."""
+        """Places of a slice. In BSP with workers that leave and join, each step needs places of its own."""
         if self.mode != "bsp" or not self.expels:
             return 4096
         steps = (self.kills + 3) * (self.down_seconds + 10.0) / self.pace_seconds
@@ -110,7 +110,7 @@ class ChaosSettings:
 
 
 class ChaosRun:
-    """One run. ``progress`` gets a sentence after each fault."""
+    """One run. ``progress`` is called with a sentence after each fault."""
 
     def __init__(self, settings: ChaosSettings, progress: Callable[[str], None]) -> None:
         self.settings = settings
@@ -155,7 +155,7 @@ class ChaosRun:
     # --- the course of the run ---
 
     async def run(self) -> ChaosReport:
-        """Runs to the end. What went wrong is in the report. Afterwards all processes are gone."""
+        """Run to the end. The report lists all problems. Afterwards all processes are gone."""
         begin = time.monotonic()
         try:
             with self._load:
@@ -195,7 +195,7 @@ class ChaosRun:
         return count_refusals(path.read_text("utf-8", "replace") for path in self.directory.glob("server-*.log"))
 
     async def _end(self) -> None:
-        """Tells the workers to stop, and counts."""
+        """Tell the workers to stop, and count."""
         pushes = [reader.pushes for reader in self.read()]
         since = time.monotonic() - _AHEAD_SECONDS
         recent = max(sum(push.begin > since for push in mine) for mine in pushes)
@@ -223,7 +223,7 @@ class ChaosRun:
         return oracle.judge(pushes, weights, settings.workers, synchronous=settings.mode == "bsp")
 
     async def _compare(self) -> bool:
-        """Runs as many steps without faults, on one server without replicas, and compares every byte."""
+        """Run as many steps without faults, on one server without replicas, and compare every byte."""
         settings = ChaosClusterSettings(1, self.settings.workers, 1)
         directory = self.directory / "undisturbed"
         directory.mkdir()
@@ -245,7 +245,7 @@ class ChaosRun:
     # --- waiting ---
 
     async def until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Waits for a condition. Raises InternalError after ``seconds``, or when a worker ends by itself."""
+        """Wait for a condition. Raises InternalError after ``seconds``, or when a worker ends by itself."""
         deadline = time.monotonic() + seconds
         while not await condition():
             for rank, reader in enumerate(self.read()):
@@ -260,10 +260,10 @@ class ChaosRun:
     async def recovered(
         self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1, starting: int = 0
     ) -> None:
-        """Waits until every worker has pushes acknowledged that were begun after ``since``, all members are there, and
-        every shard has its copies.
+        """Wait until every worker has acknowledged pushes that started after ``since``, all members are live, and every
+        shard has its copies.
 
-        starting: servers that may still be missing; then copies may still be moved, too.
+        starting: servers that may still be missing; then copies may still be moving, too.
         """
 
         async def all_well() -> bool:
@@ -278,7 +278,7 @@ class ChaosRun:
         await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
 
     def restart_servers(self) -> None:
-        """Restarts servers that were taken for lost without a fault of their own, as a launcher does."""
+        """Restart servers that were expelled without a fault of their own, as a launcher does."""
         for name, process in self.cluster.processes.items():
             unforeseen = name.startswith("server") and name not in self.cluster.awaited
             if unforeseen and process.status == INFRASTRUCTURE:
@@ -286,7 +286,7 @@ class ChaosRun:
                 self.cluster.launch(name)
 
     async def resumed(self, moment: float, workers: range | list[int]) -> None:
-        """Waits until these workers have a push acknowledged that was begun after ``moment``."""
+        """Wait until each of these workers has an acknowledged push that started after ``moment``."""
 
         async def pushing() -> bool:
             return self._push_again(moment, workers)
@@ -298,13 +298,14 @@ class ChaosRun:
         return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
 
     def read(self) -> list[EventReader]:
-        """What the workers have logged so far, by rank."""
+        """Read the new lines of the workers' logs. Returns the readers by rank."""
         for reader in self.readers:
             reader.read()
         return self.readers
 
     async def entries(self) -> list[ParametersEntry]:
-        """The parameter sets of the scheduler's newest map. Raises InternalError if the scheduler does not answer."""
+        """Return the parameter sets of the scheduler's newest map. Raises InternalError if the scheduler does not
+        answer."""
         for _ in range(_MAP_ATTEMPTS):
             if (status := await self.cluster.fetch()) is not None:
                 return [convert.entry_from_proto(one.entry) for one in status.parameters]
@@ -324,11 +325,11 @@ class ChaosRun:
     # --- measuring ---
 
     def injected(self, kind: str, target: str, moment: float, fill_role: Role | None = None) -> None:
-        """Notes a fault that was injected at ``moment``."""
+        """Record a fault that was injected at ``moment``."""
         self.report.faults.append(Injected(kind, target, moment, fill_role=fill_role))
 
     def _measure(self, until: float) -> str:
-        """Measures the recovery from each new fault; all effects were over at ``until``. Returns it as text."""
+        """Measure the recovery from each new fault; all effects were over at ``until``. Returns it as text."""
         first, self._measured = self._measured, len(self.report.faults)
         faults = [self._recovery(fault) for fault in self.report.faults[first:]]
         for rank, reader in enumerate(self.read()):
@@ -341,7 +342,7 @@ class ChaosRun:
         return "; ".join(map(_sentence, faults))
 
     def _recovery(self, fault: Injected) -> Injected:
-        """``fault`` with the longest recovery of the workers that were not its target."""
+        """Return ``fault`` with the longest recovery of the workers that were not its target."""
         others = [reader for rank, reader in enumerate(self.read()) if fault.target != f"worker-{rank}"]
         found = [push.end - fault.at for reader in others if (push := reader.acknowledged_since(fault.at)) is not None]
         return replace(fault, recovery_seconds=max(found, default=None))

@@ -1,4 +1,4 @@
-"""The promises that chaos runs can show, each with its run and the figures that are its target.
+"""The promises that chaos runs can show, each with its run and its target figures.
 
 Nothing is started here.
 """
@@ -20,8 +20,8 @@ from psdist.chaos.run import ChaosSettings
 class Case:
     """A promise.
 
-    changes: settings of its run that differ from the given ones. met: whether the figures of a good report reach the
-    target.
+    changes: settings of its run that differ from the given ones.
+    met: returns True if the figures of a good report reach the target.
     """
 
     name: str
@@ -31,11 +31,11 @@ class Case:
     kills_max: int = 100
 
     def settings(self, given: ChaosSettings) -> ChaosSettings:
-        """The settings of the run that shows the promise."""
+        """Return the settings of the run that shows the promise."""
         return replace(given, **{"kills": min(given.kills, self.kills_max)} | dict(self.changes))
 
     def missing(self) -> str:
-        """What this machine lacks for the run; empty if nothing."""
+        """Return what this machine lacks for the run; empty if nothing."""
         needed = FAULTS[dict(self.changes)["fault"]].reach is Reach.NAMESPACE
         return faults.namespaces_missing() if needed else ""
 
@@ -49,11 +49,11 @@ class Result:
 
     @property
     def met(self) -> bool:
-        """Whether the promise was kept."""
+        """True if the promise was kept."""
         return self.report.good and self.case.met(self.report)
 
     def as_json(self) -> dict[str, Any]:
-        """The report, with the promise."""
+        """Return the report, with the promise."""
         return {"case": self.case.name, "target": self.case.target, "met": self.met} | self.report.as_json()
 
     @property
@@ -76,7 +76,7 @@ class Result:
 
 
 def _within(**limits: float) -> Callable[[ChaosReport], bool]:
-    """Whether percentiles of the recovery are within limits, in seconds."""
+    """Return a check that percentiles of the recovery are within limits, in seconds."""
 
     def met(report: ChaosReport) -> bool:
         times = report.as_json()["recovery_seconds"]

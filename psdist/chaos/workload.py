@@ -1,10 +1,10 @@
 """The worker of a chaos run, which is a program: ``python -m psdist.chaos.workload SETTINGS RANK``.
 
-It pushes as fast as it may, each push with a place of its own in every slice (``oracle``), and logs what it began and
-what was acknowledged. Each line is written at once, so that a kill loses none. It knows nothing of faults. At the end
-all workers meet at a barrier, and each writes the weights that it sees to a file.
+It pushes as fast as its pace allows, each push with its own place in every slice (``oracle``), and logs when each push
+starts and how it ends. Each line is written immediately, so that a kill loses none. It knows nothing of faults. At the
+end all workers meet at a barrier, and each writes its weights to a file.
 
-Log lines are ``KIND SECONDS REST``: S and the number of this start; B, A or D and the number of a push that was begun,
+Log lines are ``KIND SECONDS REST``: S and the number of this start; B, A or D and the number of a push that began, was
 acknowledged or dropped; E, code and text of the error that ended it. SECONDS are of the machine's monotonic clock.
 """
 
@@ -37,19 +37,19 @@ Kind = Literal["S", "B", "A", "D", "E"]
 Mode = Literal["bsp", "ssp", "asp"]
 
 _STALENESS: Final = 3
-#: Different gradients of the dense parameters, which are used in turn.
+#: Number of different gradients of the dense parameters, used round-robin.
 _GRADIENTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
 class WorkloadSettings:
-    """What all workers of a run do.
+    """The work of all workers of a run.
 
     slices, slots: number of slices of the counting parameter set, and places in each.
     dense: elements of a second parameter set, updated by Adam with clipping, whose bytes show any change of order or
-        value; 0 leaves it out.
-    pace_seconds: shortest time from the begin of a push to the next.
-    busy_seconds: how long SIGUSR1 has a worker hold its interpreter.
+        value; 0 omits it.
+    pace_seconds: shortest time from the start of a push to the next.
+    busy_seconds: time for which SIGUSR1 makes a worker hold its interpreter.
     """
 
     directory: str
@@ -64,30 +64,30 @@ class WorkloadSettings:
     transport: TransportName = "auto"
 
     def save(self, path: Path) -> None:
-        """Writes the file that ``load`` reads."""
+        """Write the file that ``load`` reads."""
         path.write_text(json.dumps(asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> WorkloadSettings:
-        """Reads what ``save`` wrote."""
+        """Read a file written by ``save``."""
         return cls(**json.loads(path.read_text()))
 
     def log(self, rank: int) -> Path:
-        """The log of a worker, over all its incarnations."""
+        """Return the log of a worker, over all its incarnations."""
         return Path(self.directory) / f"worker-{rank}.events"
 
     def final(self, rank: int, what: str) -> Path:
-        """The file of the weights, as float32, that a worker sees at the end."""
+        """Return the file of a worker's weights at the end, as float32."""
         return Path(self.directory) / f"final-{rank}-{what}.f32"
 
     @property
     def stop_file(self) -> Path:
-        """The file that ends the workers: in BSP before the step in it, else at once."""
+        """The file that ends the workers: in BSP before the step in it, otherwise immediately."""
         return Path(self.directory) / "stop"
 
 
 class EventLog:
-    """The log that a worker writes. Each line is handed to the system at once."""
+    """A worker's log. Each line is written to the system immediately."""
 
     def __init__(self, path: Path) -> None:
         earlier = path.read_text().splitlines() if path.exists() else []
@@ -97,7 +97,7 @@ class EventLog:
         self.write("S", self.start)
 
     def write(self, kind: Kind, what: object) -> None:
-        """Writes a line."""
+        """Write a line."""
         os.write(self._fd, f"{kind} {time.monotonic():.6f} {what}\n".encode())
 
 
@@ -114,7 +114,7 @@ class EventReader:
         self.errors: list[str] = []
 
     def read(self) -> None:
-        """Reads what is new."""
+        """Read the new lines."""
         if not self._path.exists():
             return
         with self._path.open("rb") as file:
@@ -147,7 +147,7 @@ class EventReader:
         return [*self._ended, *([self._open] if self._open is not None else [])]
 
     def acknowledged_since(self, moment: float) -> Push | None:
-        """The first push that was begun after ``moment`` and is acknowledged."""
+        """Return the first acknowledged push that started after ``moment``."""
         later: Iterable[Push] = reversed(self._ended)
         found = None
         for push in later:
@@ -161,7 +161,7 @@ class EventReader:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the worker to its end; the exit status."""
+    """Run the worker to its end; returns the exit status."""
     settings, rank = WorkloadSettings.load(Path(argv[0])), int(argv[1])
     log = EventLog(settings.log(rank))
     signal.signal(signal.SIGUSR1, lambda *_: _hold_interpreter(settings.busy_seconds))
@@ -202,7 +202,7 @@ class _ChaosWorker:
         self._gradients = rng.standard_normal((_GRADIENTS, settings.dense), dtype=np.float32)
 
     def run(self) -> None:
-        """Pushes until it is told to stop, and writes the weights."""
+        """Push until told to stop, and write the weights."""
         begin = time.monotonic()
         while not self._is_over():
             self._push()
@@ -239,7 +239,7 @@ class _ChaosWorker:
 
 
 def _hold_interpreter(seconds: float) -> None:
-    """Keeps all other threads from running Python, as a long call of C code does that holds the interpreter."""
+    """Keep all other threads from running Python, as a long C call does that holds the interpreter."""
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
 
 
