@@ -1,8 +1,8 @@
 """Run pip install and show its progress: ``python .ci/install.py WHAT ARGUMENT...``, with arguments of pip install.
 
-Prints each package that is downloaded, with its size and how many there were, and a dot whenever two seconds pass
-without anything else. If pip fails, everything that it printed follows, and its exit status is passed on. Only the
-standard library is used: this runs before anything is installed.
+Prints each downloaded package with its number and size, and a dot whenever two seconds pass without other output. If
+pip fails, everything that it printed follows, and its exit status is passed on. Only the standard library is used: this
+runs before anything is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTALLING = "Installing collected packages: "
 
 
 class Display:
-    """Turns lines of pip into lines for people. ``out``: where they are written."""
+    """Turns lines of pip into lines for people. ``out``: destination."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -31,7 +31,7 @@ class Display:
         self._has_dots = False
 
     def say(self, text: str) -> None:
-        """Begins a new line."""
+        """Start a new line."""
         self._out.write(("\n" if self._has_dots else "") + text + "\n")
         self._out.flush()
         self._has_dots = False
@@ -43,7 +43,7 @@ class Display:
         self._has_dots = True
 
     def line(self, line: str) -> None:
-        """Shows a line of pip, if it says something new."""
+        """Show a line of pip, if it says something new."""
         if line.startswith(_INSTALLING):
             self.say(f"  unpacking {line.count(',') + 1} packages")
         elif (match := _DOWNLOAD.match(line)) and not match["file"].endswith(_METADATA):
@@ -58,7 +58,7 @@ def run(command: Sequence[str], display: Display, dot_seconds: float = DOT_SECON
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    # A process that pip started and left must not keep this one.
+    # A process that outlives pip must not keep this one alive.
     threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
     printed: list[str] = []
     while True:
@@ -87,7 +87,7 @@ def _read(stream: IO[str] | None, lines: queue.SimpleQueue[str | None]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Installs. Returns pip's exit status."""
+    """Install. Returns pip's exit status."""
     what, *rest = arguments
     display = Display(sys.stdout)
     display.say(f"installing {what}")

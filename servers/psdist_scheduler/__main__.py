@@ -9,12 +9,12 @@ from psdist.settings.programs import check_machine, scheduler_settings
 
 
 def main() -> int:
-    """Run the scheduler with the command line's settings. Returns the exit status."""
-    gc.disable()  # Scanning imported modules, which stay, would take a tenth of the start and exit.
+    """Read the command line and run; returns the exit status."""
+    gc.disable()  # Imported objects stay alive: traversing them would take a tenth of the start, and of the exit.
     settings = scheduler_settings(sys.argv[1:])
     check_machine("psdist-scheduler")
-    # structlog imports rich for the colors of tracebacks: 5 MB and 65 modules. None marks a module that cannot be
-    # imported, which typeshed does not know.
+    # Keep structlog from importing rich for the colours of tracebacks: 5 MB and 65 modules. None marks a module that
+    # cannot be imported; Python's stubs do not know that.
     sys.modules.setdefault("rich", None)  # type: ignore[arg-type]
     from psdist_scheduler import app
 

@@ -1,4 +1,4 @@
-"""``python -m psdist_server``: the server program."""
+"""``python -m psdist_server``: the server's process."""
 
 import gc
 import os
@@ -8,11 +8,11 @@ from psdist.settings.programs import check_machine, server_settings
 
 
 def main() -> int:
-    """Reads the command line and runs; the exit status."""
-    gc.disable()  # What is imported stays: to look through it would take a tenth of the start, and of the exit.
+    """Read the command line and run; returns the exit status."""
+    gc.disable()  # Imported objects stay alive: traversing them would take a tenth of the start, and of the exit.
     settings = server_settings(sys.argv[1:])
     check_machine("psdist-server")
-    # A server multiplies no matrices, for which numpy would start a thread for each core when it is imported.
+    # Keep numpy from starting a thread per core on import: a server multiplies no matrices.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from psdist_server.kernels import memory
 
