@@ -23,7 +23,7 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results, Wanted
-from psdist.client.transport.data_path import all_or_first_error
+from psdist.client.transport.delivery import all_or_first_error
 from psdist.errors import (
     ClosedError,
     FencedError,

@@ -3,15 +3,16 @@
 A request gets its number, its routes and its time limit here.
 
 Not here: the order of calls and what the user is given (``parameters``), the numbers (``participation``), attempts and
-retries (``data_path``).
+retries (``delivery``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +27,14 @@ from psdist.client.session.membership import Expulsion
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.grpc.streams import GrpcTransport
-from psdist.client.transport.requests import ByteCounters, EncodedGradient, PullRequest, PushRequest, Request
+from psdist.client.transport.requests import ByteCounters, EncodedGradient, PullRequest, PushRequest
 from psdist.client.transport.shm.attachment import SharedMemory
 from psdist.client.transport.tcp.connecting import TcpTransport
 from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast, Codec, Float32
-from psdist.errors import FencedError, NotMemberError, WaitTimeoutError
+from psdist.errors import FencedError, WaitTimeoutError
 from psdist.settings.config import TransportName
 from psdist.types import ClusterMap, DType
 
@@ -78,7 +79,8 @@ class Exchange:
         )
         preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
         self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
-        self.path = DataPath(session, self._transports)
+        pusher = participation if participation.is_member else None
+        self.delivery = Delivery(session, self._transports, pusher, options.request_timeout)
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
         #: All handles of this client that take part. They rejoin together: others may wait for any of them.
@@ -173,33 +175,37 @@ class Exchange:
                 f"connecting {self.participation.name!r} to its servers took longer than request_timeout={limit:g} s"
             ) from None
 
-    async def push(
+    def push(
         self,
         progress: PendingRequest,
         gradient: Flat | EncodedGradient | None,
         norm: float,
         target: PullTarget | None = None,
         weight: float = 1.0,
-    ) -> None:
-        """Sends a gradient (None: abstains). target: where the new weights go; None if they are not asked for. weight:
-        what the gradient counts for in the mean of its step."""
+    ) -> Coroutine[Any, Any, None]:
+        """Return a coroutine that delivers a gradient. It adds no frame of its own to that of ``Delivery.deliver``.
+
+        gradient: None abstains.
+        target: where the new weights go; None if they are not asked for.
+        weight: what the gradient counts for in the mean of its step.
+        """
         flat, encoded = (gradient, None) if isinstance(gradient, np.ndarray) else (None, gradient)
         part = self.participation
         what = "step" if part.sequence.synchronous else "push"
         title = f"{what} {progress.number} of {part.name!r}"
-        await self._deliver(
-            PushRequest(
-                part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
-                self.traffic, target, encoded, weight,
-            )
+        request = PushRequest(
+            part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
+            self.traffic, target, encoded, weight,
         )  # fmt: skip
+        return self.delivery.deliver(request, self._plan)
 
     async def pull(self, target: PullTarget) -> None:
         """Gets weights into ``target``."""
         part = self.participation
         progress = part.sequence.begin_pull()
         title = f"the pull of {part.name!r}"
-        await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
+        request = PullRequest(part.sender, progress, self.slicing, title, target, self.traffic)
+        await self.delivery.deliver(request, self._plan)
         part.sequence.end_pull(progress)
 
     def remote_slices(self) -> list[tuple[int, ...]]:
@@ -212,7 +218,8 @@ class Exchange:
         part = self.participation
         progress = PendingRequest(0, set(slices))
         title = f"measuring the links of {part.name!r}"
-        await self._deliver(PullRequest(part.sender, progress, self.slicing, title, target, self.traffic))
+        request = PullRequest(part.sender, progress, self.slicing, title, target, self.traffic)
+        await self.delivery.deliver(request, self._plan)
 
     @asynccontextmanager
     async def invalidate_on_error(self) -> AsyncIterator[None]:
@@ -223,41 +230,6 @@ class Exchange:
         except BaseException:
             await self.shared_memory.withdraw()
             raise
-
-    async def _deliver(self, request: Request) -> None:
-        """Gets a request answered, within the time limit."""
-        limit = self.options.request_timeout
-        if limit is None:
-            await self._deliver_in_time(request)
-            return
-        try:
-            async with asyncio.timeout(limit):
-                await self._deliver_in_time(request)
-        except TimeoutError:
-            raise WaitTimeoutError(
-                f"{request.title} took longer than request_timeout={limit:g} s: waiting {self.path.last_reason}. The "
-                "step was not advanced; calling again goes on with it"
-            ) from None
-
-    async def _deliver_in_time(self, request: Request) -> None:
-        if isinstance(request, PushRequest):
-            # A push begins only while the run has enough workers.
-            if self._membership.view.cluster.paused:
-                await self.path.wait_while(lambda: self._pause_reason(request))
-            request.mark = await self.participation.start_push()
-        try:
-            await self.path.deliver(request, self._plan)
-        except NotMemberError:
-            if self.participation.is_member:  # A server says so too of one that was expelled after its call had begun.
-                await self._session.calls.confirm_membership(request.sender.incarnation)
-            raise
-
-    def _pause_reason(self, request: Request) -> str:
-        """Why pushes pause; empty if they do not. Raises if this incarnation has ended."""
-        if not (paused := self._membership.view.cluster.paused):
-            return ""
-        self._membership.raise_if_expelled(self.participation.incarnation)
-        return f"{paused}, for {request.title}"
 
     def _plan(self, slices: Sequence[int]) -> RoutingPlan:
         """Where ``slices`` go. The plan for all of them is kept as long as nothing is heard."""

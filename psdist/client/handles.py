@@ -19,7 +19,7 @@ from psdist.client.session.drops import OnDrop
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
-from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.transport import Transports
 from psdist.compression import Auto
@@ -138,7 +138,7 @@ class Handles:
             task.exception()  # The next call of the handle meets it again.
 
     def _creator(self) -> ParametersCreator:
-        return ParametersCreator(self._session, DataPath(self._session, Transports(self._grpc)))
+        return ParametersCreator(self._session, Delivery(self._session, Transports(self._grpc)))
 
     def _exchange(
         self, creator: ParametersCreator, created: CreatedParameters, options: Options, *, is_member: bool

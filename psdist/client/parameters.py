@@ -120,7 +120,7 @@ class AsyncParameters(ProcessBound):
         kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
         return replace(
             self._steps.counters,
-            resent=exchange.path.resent,
+            resent=exchange.delivery.resent,
             dropped=self._steps.drops.count,
             resumed=exchange.participation.resumed,
             rolled_back=exchange.participation.generation - self._generation,

@@ -36,7 +36,7 @@ from psdist.client.session.drops import DropCounter
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.data_path import all_or_first_error
+from psdist.client.transport.delivery import all_or_first_error
 from psdist.client.transport.requests import EncodedGradient
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError

@@ -1,6 +1,6 @@
 """Pauses between attempts and before answers to strangers. Pure: randomness and time are arguments.
 
-The callers decide what to retry (``data_path``, ``scheduler_session``) and which calls to pace (``auth``).
+The callers decide what to retry (``delivery``, ``scheduler_session``) and which calls to pace (``auth``).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def epoch_of(handle: AsyncParameters) -> int:
-    return handle.exchange.path.view.cluster.epoch
+    return handle.exchange.delivery.view.cluster.epoch
 
 
 def check_shared(handle: AsyncParameters, without: str) -> None:

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 from psdist import ASP, BSP, SSP
 from psdist.client import participation
 from psdist.client.session import drops, reachability
-from psdist.client.transport import creation, data_path
-from psdist.client.transport.grpc import messages
+from psdist.client.transport import creation
+from psdist.client.transport.grpc import messages, streams
 from psdist.client.transport.requests import PushRequest
+from psdist.errors import ServerUnreachableError, StaleEpochError, StaleEstimateError, UnknownParametersError
 from psdist.optim import SGD
 from psdist.types import Shard
 from psdist_scheduler import cluster as scheduler_cluster
@@ -180,17 +181,18 @@ def _new_number(put: Put) -> None:
 
 @_ablation("every slice is answered before a push returns", **_CUTS)
 def _early_return(put: Put) -> None:
-    attempt = data_path.DataPath._attempt
+    exchange = streams.GrpcTransport.exchange
 
-    async def careless(self: Any, request: Any, route: Any, wait: Any) -> Any:
-        broken = await attempt(self, request, route, wait)
-        if broken is not None and isinstance(request, PushRequest) and request.target is None:
+    async def careless(self: Any, request: Any, route: Any, *args: Any) -> None:
+        try:
+            await exchange(self, request, route, *args)
+        except (StaleEpochError, StaleEstimateError, ServerUnreachableError, UnknownParametersError):
+            if not isinstance(request, PushRequest) or request.target is not None:
+                raise
             for index in request.progress.unanswered(route.slices):
                 request.progress.answer(index, 0)
-            return None
-        return broken
 
-    put(data_path.DataPath, "_attempt", careless)
+    put(streams.GrpcTransport, "exchange", careless)
 
 
 @_ablation(

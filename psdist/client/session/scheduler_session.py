@@ -8,7 +8,7 @@ A client that was expelled (it was silent for longer than its lease, or cut off)
 again under its id as a new incarnation. Calls of the earlier incarnation end with FencedError, mostly inside the
 client: ``parameters`` rejoins and goes on.
 
-Not here: the data path (``data_path``), other calls to the scheduler (``scheduler_calls``).
+Not here: the data path (``delivery``), other calls to the scheduler (``scheduler_calls``).
 """
 
 from __future__ import annotations

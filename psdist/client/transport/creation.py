@@ -21,7 +21,7 @@ from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.session.scheduler_session import WorkerSession
-from psdist.client.transport.data_path import DataPath
+from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.requests import InstallRequest, RequestIdentity
 from psdist.errors import StaleEpochError, UnknownParametersError
 from psdist.off_loop import in_thread
@@ -58,7 +58,7 @@ class CreatedParameters:
 class ParametersCreator:
     """Creates parameter sets for one client. path: carries initial values."""
 
-    def __init__(self, session: WorkerSession, path: DataPath) -> None:
+    def __init__(self, session: WorkerSession, path: Delivery) -> None:
         self._calls = session.calls
         self._membership = session.membership
         self._waits = session.waits

@@ -3,7 +3,7 @@
 A request says what is sent, to whom it was answered, and where an answer goes. A transport asks it for the payload of a
 slice, and gives it the answers. A slice is encoded when it is sent, so that only a few encoded slices exist at once.
 
-Not here: how a request is written to the wire (``grpc``, ``shm``), retries (``data_path``), its number
+Not here: how a request is written to the wire (``grpc``, ``shm``), retries (``delivery``), its number
 (``push_sequence``).
 """
 

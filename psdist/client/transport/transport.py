@@ -4,7 +4,7 @@ A handle has its transports in the order of preference. Before each call the mis
 negotiation with servers. A request then goes by the first transport that is open to its server. gRPC is last, and is
 always open.
 
-Not here: retries and routes (``data_path``).
+Not here: retries and routes (``delivery``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ just answered are read from its arena, within their bounds. Weights that may cha
 the copy is repeated if the slice was written in between. If the copy has a newer version than the answer, replicas may
 lack it, and the server must confirm it before it counts.
 
-``negotiated.calls`` implements calls, ``attachment`` knows which servers are attached, and ``data_path`` resends after
+``negotiated.calls`` implements calls, ``attachment`` knows which servers are attached, and ``delivery`` resends after
 a failure.
 """
 

@@ -7,7 +7,7 @@ Each slice is answered separately.
 Invariants: A call's memory is neither written nor, for gradients, read after the call. A push that fails while its
 gradient may be queued therefore closes the connection.
 
-``negotiated.calls`` implements calls, ``connecting`` knows which servers are connected, and ``data_path`` resends after
+``negotiated.calls`` implements calls, ``connecting`` knows which servers are connected, and ``delivery`` resends after
 a failure.
 """
 

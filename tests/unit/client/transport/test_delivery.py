@@ -13,7 +13,7 @@ from client_fakes import Break, FakeScheduler, FakeServer
 
 import psdist
 from psdist import errors
-from psdist.client.transport import data_path
+from psdist.client.transport import delivery
 from psdist.wire import limits
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -419,7 +419,7 @@ async def test_a_server_that_denies_the_parameters_is_asked_again(
     setup: Setup, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It follows a scheduler that was started with an older record, which the session finds out."""
-    monkeypatch.setattr(data_path, "_NEWER_MAP_SECONDS", 0.01)
+    monkeypatch.setattr(delivery, "_NEWER_MAP_SECONDS", 0.01)
     weights = await setup.create()
     denial = errors.UnknownParametersError("server-0 holds nothing of parameters 'p'")
     setup.servers[0].breaks = [Break(0, denial), Break(1, denial)]
@@ -428,4 +428,4 @@ async def test_a_server_that_denies_the_parameters_is_asked_again(
     setup.servers[0].breaks = [Break(0, denial) for _ in range(100)]
     with pytest.raises(errors.UnknownParametersError):
         await getattr(weights, method)(gradient())
-    assert len(setup.servers[0].breaks) == 100 - data_path._DENIALS, "believed while the scheduler is heard"
+    assert len(setup.servers[0].breaks) == 100 - delivery._DENIALS, "believed while the scheduler is heard"
