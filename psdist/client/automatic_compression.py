@@ -16,11 +16,11 @@ import numpy as np
 
 from psdist.client.exchange import Exchange
 from psdist.client.process import codec_kernels
+from psdist.client.session.membership import drop_when_fenced, run_in_incarnation
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.compression import Codec, Float32
 from psdist.compression.automatic import CANDIDATES, Choice, choose
 from psdist.compression.regions import Region
-from psdist.errors import FencedError
 from psdist.off_loop import LARGE_ELEMENTS, off_loop
 from psdist.types import Layout
 
@@ -37,14 +37,18 @@ _ENCODED_ELEMENTS: Final = 1 << 18
 
 async def choose_codec(exchange: Exchange, layout: Layout) -> Choice:
     """Chooses for one handle, and logs why. Raises as ``Exchange.open``."""
-    try:
-        remote, link = await _measure_links(exchange)
-        speeds = await _measure_encoding(layout.total) if remote else {}
-        choice = choose(layout, remote, link, speeds)
-    except FencedError:  # It takes part again, and the others do not wait for a measurement.
+    # The worker rejoins later, and the others do not wait for another measurement.
+    choice = await run_in_incarnation(lambda: _measure_and_choose(exchange, layout), drop_when_fenced)
+    if choice is None:
         choice = Choice(Float32(), "none: this worker was expelled while it measured the links")
     logger.info("compression of %r: %s", exchange.participation.name, choice.reason)
     return choice
+
+
+async def _measure_and_choose(exchange: Exchange, layout: Layout) -> Choice:
+    remote, link = await _measure_links(exchange)
+    speeds = await _measure_encoding(layout.total) if remote else {}
+    return choose(layout, remote, link, speeds)
 
 
 async def _measure_links(exchange: Exchange) -> tuple[float, float]:

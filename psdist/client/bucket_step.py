@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 from psdist.client.core import partition
@@ -23,6 +24,7 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results, Wanted
+from psdist.client.session.membership import run_in_incarnation
 from psdist.client.transport.delivery import all_or_first_error
 from psdist.errors import (
     ClosedError,
@@ -182,7 +184,9 @@ class BucketStep:
         try:
             if isinstance(self._gradient.values, EncodedPush):
                 parts = self._parts(await self._encode(self._gradient.values, ready))
-            if not await self._until_answered(parts):
+            participation = self._exchange.participation
+            send = partial(self._send_pending, parts)
+            if not await run_in_incarnation(send, self._exchange.rejoin, lambda: participation.incarnation):
                 self.state = StepState.LOST
             if self.state is not StepState.UNDER_WAY:
                 raise self.dropped()
@@ -201,21 +205,11 @@ class BucketStep:
                 self._update_sequence()
             self._update()
 
-    async def _until_answered(self, parts: Sequence[tuple[PendingRequest, Gradient | None]]) -> bool:
-        """Sends ``parts``, again in another incarnation if the step goes on there. Returns whether it does."""
-        while any(part.pending for part, _ in parts):
-            incarnation = self._exchange.participation.incarnation
-            try:
-                await all_or_first_error(
-                    [
-                        self._exchange.push(part, flat, 0.0, self._target, self._gradient.weight or 1.0)
-                        for part, flat in parts
-                        if part.pending
-                    ]
-                )
-            except FencedError as error:
-                if not await self._exchange.rejoin(error, incarnation):
-                    return False
+    async def _send_pending(self, parts: Sequence[tuple[PendingRequest, Gradient | None]]) -> bool:
+        """Send what is unanswered of ``parts``. Returns True once all of it is answered."""
+        weight = self._gradient.weight or 1.0
+        pushes = [self._exchange.push(part, flat, 0.0, self._target, weight) for part, flat in parts if part.pending]
+        await all_or_first_error(pushes)
         return True
 
     async def _encode(self, push: EncodedPush, ready: ReadySlices) -> ReadySlices:

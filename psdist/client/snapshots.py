@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final
 
+from psdist.client.session.membership import run_in_incarnation
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.errors import FencedError, NoStorageError, PsdistError, WaitTimeoutError
@@ -76,11 +77,11 @@ class SnapshotRequests:
         """See ``AsyncClient.snapshot``."""
         try:
             async with asyncio.timeout(timeout):
-                return await self._take("on demand")
-        except FencedError as error:
-            raise FencedError(f"no snapshot is known to be taken: {error.message}. Call it again") from None
+                taken = await run_in_incarnation(lambda: self._take("on demand"), _raise_not_taken)
         except TimeoutError:
             raise WaitTimeoutError(f"no snapshot was committed within {timeout:g} s") from None
+        assert taken is not None
+        return taken
 
     async def _take(self, reason: str, *, patient: bool = True) -> SnapshotInfo:
         """A snapshot that has all pushes of this worker, which makes none meanwhile."""
@@ -168,6 +169,10 @@ def _log_end(task: asyncio.Task[SnapshotInfo]) -> None:
         logger.warning("no snapshot was taken: %s", error)
     else:
         logger.info("snapshot %s is committed", task.result().directory)
+
+
+async def _raise_not_taken(fenced: FencedError, _: int) -> bool:
+    raise FencedError(f"no snapshot is known to be taken: {fenced.message}. Call it again") from None
 
 
 async def _itself(mine: Registration) -> Registration:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -33,6 +33,7 @@ from psdist.client.participation import Participation
 from psdist.client.results import Results, Wanted
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.drops import DropCounter
+from psdist.client.session.membership import run_in_incarnation
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.transport.buffer_pool import PullTarget
@@ -184,23 +185,21 @@ class Steps:
             await self._drop_step(skips=True)
             return None
         gathered: tuple[Flat | DeviceVector | None, float] | None = None
-        while True:
-            incarnation = self._participation.incarnation
-            try:
-                await self._exchange.shared_memory.share_gradients()
-                await self._begin()
-                target = make_target() if make_target is not None else None
-                if gathered is None:
-                    waits = self._gradients.waits_for_device(gradients)
-                    gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight), waits=waits)
-                await self._reach_first_step()
-                await self._send(*gathered, target, weight)
-                return target
-            except FencedError as error:
-                number = self.sequence.step
-                if not await self._rejoin(error, incarnation):
-                    self._drop(number)
-                    return None
+        target: PullTarget | None = None
+
+        async def push_once() -> bool:
+            nonlocal gathered, target
+            await self._exchange.shared_memory.share_gradients()
+            await self._begin()
+            target = make_target() if make_target is not None else None
+            if gathered is None:
+                waits = self._gradients.waits_for_device(gradients)
+                gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight), waits=waits)
+            await self._reach_first_step()
+            await self._send(*gathered, target, weight)
+            return True
+
+        return target if await run_in_incarnation(push_once, self._rejoin_or_drop, self._incarnation) else None
 
     async def push_pull(
         self,
@@ -369,16 +368,26 @@ class Steps:
 
     # --- another incarnation ------------------------------------------------------------------------------------------
 
+    def _incarnation(self) -> int:
+        return self._participation.incarnation
+
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """What ``work`` returns, in this incarnation or a later one."""
-        while True:
-            incarnation = self._participation.incarnation
-            try:
-                return await work()
-            except FencedError as error:
-                await self._rejoin(error, incarnation)
-                if self.encoding is not None:  # A push that failed before, and nobody made again, may be dropped.
-                    self.encoding.warn_of_lost()
+        """Return the result of ``work``, in this incarnation or a later one."""
+        return cast(T, await run_in_incarnation(work, self._rejoin_and_retry, self._incarnation))
+
+    async def _rejoin_and_retry(self, fenced: FencedError, incarnation: int) -> bool:
+        await self._rejoin(fenced, incarnation)
+        if self.encoding is not None:  # A push that failed earlier, and was not made again, may be dropped.
+            self.encoding.warn_of_lost()
+        return True
+
+    async def _rejoin_or_drop(self, fenced: FencedError, incarnation: int) -> bool:
+        """Rejoin, and drop the whole push that was under way unless it continues. Returns True if it does."""
+        number = self.sequence.step
+        if continues := await self._rejoin(fenced, incarnation):
+            return continues
+        self._drop(number)
+        return False
 
     async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
         """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under

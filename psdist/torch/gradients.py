@@ -25,8 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
-from psdist.errors import FencedError, InvalidArgumentError, NonFiniteGradientError, PsdistError
+from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
 from psdist.torch.gradient_memory import gradient_memory
 from psdist.torch.values import weight_of
@@ -204,16 +205,16 @@ class GradientStream:
 
     def _give(self, numbers: tuple[int, ...]) -> None:
         try:
-            bucket = self._push_pull_async(numbers)
-        except FencedError:
-            self._step.is_dropped = True  # The next call tells whether this worker rejoined.
-            return
+            bucket = unless_dropped(lambda: self._push_pull_async(numbers))
         except NonFiniteGradientError as error:
             if self._step.given:
                 text = f"{error.message}. Parts of other parameters were sent. {self._after_failure}"
                 raise NonFiniteGradientError(text, **error.details) from None
             self._step.taken.clear()
             raise
+        if bucket is None:
+            self._step.is_dropped = True  # The next call says whether this worker takes part again.
+            return
         self._step.buckets.append((bucket, numbers))
         self._step.given.update(numbers)
 
@@ -281,14 +282,14 @@ class GradientStream:
         failures: list[PsdistError] = []
         for bucket, numbers in self._step.buckets:
             try:
-                answer = bucket.wait()
-            except FencedError:
-                self._step.is_dropped = True
-                break
+                answer = unless_dropped(bucket.wait)
             except PsdistError as error:
                 failures.append(error)
                 self._step.given.difference_update(numbers)
             else:
+                if answer is None:
+                    self._step.is_dropped = True
+                    break
                 write(answer)
         self._step.buckets.clear()
         if failures:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from psdist.client.session.membership import run_in_incarnation
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.wait_tracker import Wait
@@ -37,6 +38,12 @@ class Barrier:
 
     async def reach(self, timeout: float | None) -> None:
         """See ``AsyncClient.barrier``."""
+        await run_in_incarnation(lambda: self._reach(timeout), self._raise_not_reached)
+
+    async def _raise_not_reached(self, fenced: FencedError, _: int) -> bool:
+        raise FencedError(f"barrier {self._name!r} was not reached: {fenced.message}") from None
+
+    async def _reach(self, timeout: float | None) -> None:
         with self._waits.open(f"for the others at barrier {self._name!r}") as wait:
             arrives = False
             try:
@@ -51,8 +58,6 @@ class Barrier:
                 if not arrives:  # Another call of this client is there: it has nothing to take back.
                     raise WaitTimeoutError(sentence) from None
                 await self._give_up(sentence)
-            except FencedError as error:
-                raise FencedError(f"barrier {self._name!r} was not reached: {error.message}") from None
 
     async def _arrive(self, wait: Wait, *, limited: bool) -> None:
         async def released(mine: Registration) -> bool:

@@ -1,17 +1,17 @@
-"""Which incarnation of this client is a member of the run. It does no I/O.
+"""The membership of this client in the run, over all of its incarnations. It does no I/O.
 
-``scheduler_session`` reports registrations and expulsions. Calls under way wait here for the next incarnation, and are
-made again as it.
+``scheduler_session`` reports registrations and expulsions. Every unit of work that an incarnation may not survive runs
+by ``run_in_incarnation``: the only place, with ``unless_dropped`` for blocking callers, that catches FencedError.
 
-Invariants: at most one incarnation of this client counts. Between its end and the begin of the next, ``view.fenced``
-says why it ended. ``view.fatal`` is set once, and then no incarnation follows.
+Invariants: at most one incarnation of this client counts. Between the end of one and the start of the next,
+``view.fenced`` holds the reason. ``view.fatal`` is set once, and no incarnation follows it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.registration import Registration
@@ -22,6 +22,39 @@ from psdist.v1 import scheduler_pb2
 from psdist.wire import convert
 
 T = TypeVar("T")
+
+
+async def run_in_incarnation(
+    work: Callable[[], Awaitable[T]],
+    on_fenced: Callable[[FencedError, int], Awaitable[bool]],
+    incarnation: Callable[[], int] = lambda: 0,
+) -> T | None:
+    """Run a unit of work, again if its incarnation ends meanwhile. Returns None if the work was dropped.
+
+    on_fenced: called with the error that ended the incarnation, and its number. Returns True to run the work again,
+        in the next incarnation that it has waited for; False to drop the work. Raises why neither can be done.
+    incarnation: the number of the incarnation that takes part now.
+    """
+    while True:
+        number = incarnation()
+        try:
+            return await work()
+        except FencedError as error:
+            if not await on_fenced(error, number):
+                return None
+
+
+async def drop_when_fenced(_: FencedError, __: int) -> bool:
+    """Drop the work: nobody needs its result once its incarnation has ended."""
+    return False
+
+
+def unless_dropped(call: Callable[[], T]) -> T | None:
+    """Return the result of a blocking call on a step in buckets; None if the step was dropped."""
+    try:
+        return call()
+    except FencedError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +117,8 @@ class WorkerMembership:
         if incarnation != self.registration.incarnation:
             raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} does not count any more")
 
-    async def wait_until_rejoined(self, fenced: FencedError, incarnation: int) -> None:
-        """After ``fenced`` ended what this client did as ``incarnation``: returns when the next one has begun.
+    async def wait_until_rejoined(self, fenced: FencedError, incarnation: int) -> bool:
+        """Wait for the next incarnation after ``fenced`` ended work of ``incarnation``. Returns True.
 
         Raises what ends the membership for good.
         """
@@ -95,15 +128,16 @@ class WorkerMembership:
             while self.view.fenced is not None or self.registration.incarnation == incarnation:
                 self.raise_if_expelled()
                 await self.view.changed()
+        return True
 
     async def retry_across_incarnations(self, work: Callable[[Registration], Awaitable[T]]) -> T:
-        """Runs ``work``, and runs it again as the next incarnation if this one ended meanwhile."""
-        while True:
+        """Run ``work``, and run it again as the next incarnation if this one ended meanwhile."""
+
+        def attempt() -> Awaitable[T]:
             self.raise_if_expelled()
-            mine = self.registration
-            try:
-                if self.view.fenced is not None:
-                    raise self.view.fenced
-                return await work(mine)
-            except FencedError as error:
-                await self.wait_until_rejoined(error, mine.incarnation)
+            if self.view.fenced is not None:
+                raise self.view.fenced
+            return work(self.registration)
+
+        result = await run_in_incarnation(attempt, self.wait_until_rejoined, lambda: self.registration.incarnation)
+        return cast(T, result)

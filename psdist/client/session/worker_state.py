@@ -24,11 +24,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from psdist.client.core.push_sequence import PushSequence
-from psdist.client.session.membership import WorkerMembership
+from psdist.client.session.membership import WorkerMembership, drop_when_fenced, run_in_incarnation
 from psdist.client.session.scheduler_calls import SchedulerCalls
 from psdist.client.session.wait_tracker import WaitTracker
 from psdist.errors import (
-    FencedError,
     InternalError,
     InvalidArgumentError,
     PsdistError,
@@ -263,18 +262,8 @@ class StateUploads:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        try:
-            data = await in_thread(lambda: _to_bytes(state))
-            mine = self._membership.registration
-            header = pb.HandInStateRequest.Header(
-                **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
-                digest=xxhash.xxh3_128_digest(data),
-            )  # fmt: skip
-            reason = f"for {self._calls.peer} to take the state of {parameters!r} for a snapshot"
-            method = self._calls.stub.HandInState
-            await self._calls.call_until_answered(method, lambda: _parts(header, data), reason, mine.incarnation)
-        except FencedError:  # Nobody waits for the state of an incarnation that has ended.
-            return
+        try:  # The snapshot attempt ends with the incarnation.
+            await run_in_incarnation(lambda: self._hand_in(attempt, parameters, before, state), drop_when_fenced)
         except PsdistError as error:
             logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)
             self._failed(attempt, error)
@@ -282,6 +271,17 @@ class StateUploads:
             logger.exception("the state of %r cannot be handed in for the snapshot", parameters)
             text = f"the state of {parameters!r} cannot be handed in: {type(error).__name__}: {error}"
             self._failed(attempt, SnapshotFailedError(text))
+
+    async def _hand_in(self, attempt: int, parameters: str, before: int, state: State) -> None:
+        data = await in_thread(lambda: _to_bytes(state))
+        mine = self._membership.registration
+        header = pb.HandInStateRequest.Header(
+            **mine.caller(), attempt=attempt, parameters=parameters, next=before, length=len(data),
+            digest=xxhash.xxh3_128_digest(data),
+        )  # fmt: skip
+        reason = f"for {self._calls.peer} to take the state of {parameters!r} for a snapshot"
+        method = self._calls.stub.HandInState
+        await self._calls.call_until_answered(method, lambda: _parts(header, data), reason, mine.incarnation)
 
 
 async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:

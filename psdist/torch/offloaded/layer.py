@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from psdist.client.process.loop import StartedCall
+from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
-from psdist.errors import FencedError, InvalidArgumentError
+from psdist.errors import InvalidArgumentError
 from psdist.torch.offloaded.freed_parameters import drop_gradient, mark_freed, mark_present
 from psdist.torch.offloaded.memory import LayerMemory, MovedPages, PagePool, ResizedStorage
 from psdist.torch.offloaded.turns import GradientPlace
@@ -226,9 +227,8 @@ class OffloadedLayer:
 
         Returns False if the push was dropped because this worker had been expelled. Raises as ``Parameters.push``.
         """
-        try:
-            self.push = self.handle.push_async(list(self.parameters), weight)
-        except FencedError:
+        self.push = unless_dropped(lambda: self.handle.push_async(list(self.parameters), weight))
+        if self.push is None:
             self._end_push()
             return False
         self.is_begun = True
@@ -247,15 +247,12 @@ class OffloadedLayer:
         """
         assert self.push is not None
         try:
-            self.push.wait()
-        except FencedError:
-            self._end_push()
-            return False
+            answer = unless_dropped(self.push.wait)
         except Exception:  # After an interrupt the push is still under way.
             self.push = None
             raise
         self._end_push()
-        return True
+        return answer is not None
 
     def _end_push(self) -> None:
         self.push, self.is_begun, self.is_pushed = None, True, True
