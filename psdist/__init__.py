@@ -27,11 +27,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 if TYPE_CHECKING:
     from psdist import compression, consistency, data, errors, optim
     from psdist.client.async_client import AsyncClient
-    from psdist.client.bucket_step import AsyncBucket
     from psdist.client.context import Context, init
     from psdist.client.datasets import AsyncDataset
     from psdist.client.parameters import AsyncParameters
     from psdist.client.snapshots import SnapshotInfo
+    from psdist.client.step import AsyncBucket
     from psdist.client.steps import Statistics
     from psdist.client.sync_client import Bucket, Client, Dataset, Parameters
     from psdist.consistency import ASP, BSP, SSP
@@ -44,7 +44,7 @@ _MODULES: Final = {
     **dict.fromkeys(("ASP", "BSP", "SSP"), "psdist.consistency"),
     **dict.fromkeys(("Bucket", "Client", "Dataset", "Parameters"), "psdist.client.sync_client"),
     **dict.fromkeys(("Context", "init"), "psdist.client.context"),
-    "AsyncBucket": "psdist.client.bucket_step",
+    "AsyncBucket": "psdist.client.step",
     "AsyncClient": "psdist.client.async_client",
     "AsyncDataset": "psdist.client.datasets",
     "AsyncParameters": "psdist.client.parameters",

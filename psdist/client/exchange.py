@@ -9,8 +9,8 @@ retries (``delivery``).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,16 +220,6 @@ class Exchange:
         title = f"measuring the links of {part.name!r}"
         request = PullRequest(part.sender, progress, self.slicing, title, target, self.traffic)
         await self.delivery.deliver(request, self._plan)
-
-    @asynccontextmanager
-    async def invalidate_on_error(self) -> AsyncIterator[None]:
-        """For a push in one call: where it ends badly a server may read the gradient still, from memory that is the
-        user's again, so that memory is not shared any more."""
-        try:
-            yield
-        except BaseException:
-            await self.shared_memory.withdraw()
-            raise
 
     def _plan(self, slices: Sequence[int]) -> RoutingPlan:
         """Where ``slices`` go. The plan for all of them is kept as long as nothing is heard."""

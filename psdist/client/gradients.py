@@ -3,7 +3,7 @@
 Arrays that lie on a CUDA device are gathered in a vector there, where the codec works on devices; else they are copied
 to the vector of the host. What the device needs is imported with the first such array.
 
-Not here: what is sent of it, and when (``parameters``, ``bucket_step``).
+Not here: what is sent of it, and when (``parameters``, ``step``).
 """
 
 from __future__ import annotations

@@ -24,14 +24,15 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.encoding import Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.process.process_bound import ProcessBound
+from psdist.client.results import Wanted
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
-from psdist.client.steps import CompressionStatistics, Statistics, Steps
+from psdist.client.step import AsyncBucket
+from psdist.client.steps import CompressionStatistics, Statistics, Steps, check_member
 from psdist.metrics.interval import Measurements
 from psdist.metrics.phases import Phase
 from psdist.types import ITEM_BYTES, Layout, ParametersSpec
@@ -66,12 +67,12 @@ class AsyncParameters(ProcessBound):
     @property
     def step(self) -> int:
         """Number of the next push: its step in BSP, its sequence number in SSP and ASP."""
-        return self._steps.sequence.step
+        return self.exchange.participation.sequence.step
 
     @property
     def first_step(self) -> int:
         """BSP: the first step that this worker contributes to."""
-        return self._steps.sequence.first_step
+        return self.exchange.participation.sequence.first_step
 
     @property
     def restored(self) -> str | None:
@@ -83,7 +84,7 @@ class AsyncParameters(ProcessBound):
     @property
     def version(self) -> int:
         """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
-        return self._steps.sequence.version
+        return self.exchange.participation.sequence.version
 
     @property
     def staleness(self) -> int:
@@ -110,7 +111,8 @@ class AsyncParameters(ProcessBound):
 
     def measure(self) -> Measurements:
         """What is counted for ``Context.report``, by reading a few numbers."""
-        sequence, counters, traffic = self._steps.sequence, self._steps.counters, self.exchange.traffic
+        sequence, traffic = self.exchange.participation.sequence, self.exchange.traffic
+        counters = self._steps.counters
         step = sequence.step if sequence.synchronous else sequence.version
         return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
 
@@ -163,7 +165,8 @@ class AsyncParameters(ProcessBound):
         DTypeMismatchError for ``out``; DeviceUnavailableError and DeviceLostError.
         """
         async with self._steps.call(Phase.WAIT):
-            return await self._steps.pull(out, copy, device)
+            wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
+            return await self._steps.pull(wanted)
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
         """Send the gradient of the next step. Returns when it is applied or dropped (``statistics().dropped``).
@@ -208,7 +211,10 @@ class AsyncParameters(ProcessBound):
             gradients retries the same step.
         """
         async with self._steps.call(Phase.PUSH):
-            return await self._steps.push_pull(gradients, out, copy, weight, device)
+            wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
+            if (target := await self._steps.push(gradients, weight, wanted)) is None:
+                return await self._steps.pull(wanted)
+            return await self._steps.result(target, wanted)
 
     async def push_pull_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0
@@ -309,7 +315,9 @@ class AsyncParameters(ProcessBound):
         Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
         """
         async with self._steps.call():
-            await self._steps.keep_state(save, restore, prefix)
+            check_member(self.exchange.participation)
+            await self._steps.retry(self.exchange.open)
+            await self.exchange.participation.keep_state(save, restore, prefix=prefix)
 
     @asynccontextmanager
     async def quiesce(self) -> AsyncIterator[None]:

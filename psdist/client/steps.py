@@ -6,7 +6,7 @@ is sent, and the weights arrive. A call that ends with FencedError is made again
 Invariants: one call runs at a time. A push that does not go on is counted as dropped once, and reported.
 
 Not here: numbers (``push_sequence``, ``participation``), requests (``exchange``), the buckets of a step
-(``bucket_step``).
+(``step``).
 """
 
 from __future__ import annotations
@@ -19,31 +19,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from psdist.client.bucket_step import AsyncBucket, BucketStep, StepState, WeightedGradient
 from psdist.client.core import partition
-from psdist.client.core.buckets import SliceIndex
+from psdist.client.core.buckets import SliceIndex, StepPlan
 from psdist.client.core.partition import Flat
-from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
 from psdist.client.results import Results, Wanted
-from psdist.client.session.activity import ReportedWait
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.membership import run_in_incarnation
-from psdist.client.session.worker_state import Restore, Save
 from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.client.step import AsyncBucket, BucketStep, Gradient, PushStep, StepState
 from psdist.client.transport.buffer_pool import PullTarget
-from psdist.client.transport.delivery import all_or_first_error
-from psdist.client.transport.requests import EncodedGradient
 from psdist.consistency import BSP, SSP, check_weight
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.gpu.device import device_number
 from psdist.metrics.phases import Phase
-from psdist.off_loop import in_thread, off_loop, until_done
+from psdist.off_loop import in_thread, off_loop
 from psdist.types import Layout, ParametersSpec
 
 if TYPE_CHECKING:
@@ -103,6 +99,19 @@ class Statistics:
     transports: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _WholePush:
+    """A push of a whole gradient, over all incarnations in which it is made.
+
+    gathered: the checked gradient and its norm; None before the gradient was read for the first time.
+    """
+
+    gradients: Mapping[str, ArrayLike]
+    weight: float
+    wanted: Wanted | None
+    gathered: tuple[Flat | DeviceVector | None, float] | None = None
+
+
 class Steps:
     """The calls of one handle. drops: what a dropped push comes to."""
 
@@ -119,23 +128,18 @@ class Steps:
         self.encoding = Encoding.of(exchange.options.codec, layout, self._participation)
         # What a codec leaves out is not in the memory that servers read, so that is not the user's then.
         shared = (lambda: exchange.shared_memory.gradients) if self.encoding is None else lambda: None
-        self._gradients = GradientVector(
+        self.gradients = GradientVector(
             layout, exchange.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
             lambda: self.encoding is not None and self.encoding.works_on_device,
             casts_on_device=self.encoding is None and exchange.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
-        exchange.shared_memory.before_replaced = self._gradients.unregister
+        exchange.shared_memory.before_replaced = self.gradients.unregister
         self._results = Results(layout, exchange)
         self._index = SliceIndex(layout, exchange.slicing)
         #: The step that is given in buckets, or was, until the next call.
         self._bucket_step: BucketStep | None = None
         self._calling = asyncio.Lock()
         self.drops = drops
-
-    @property
-    def sequence(self) -> PushSequence:
-        """The numbers of this worker's pushes: another one in each incarnation."""
-        return self._participation.sequence
 
     @asynccontextmanager
     async def call(self, phase: Phase | None = None) -> AsyncIterator[None]:
@@ -145,18 +149,15 @@ class Steps:
                 if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
                     await self._drop_step()
                 if self.encoding is not None:
-                    await self._retry(self.encoding.keep_state)
+                    await self.retry(self.encoding.keep_state)
                 if self._participation.is_outdated:
                     self._results.discard()
                 yield
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
-    async def pull(
-        self, out: Mapping[str, NDArray[Any]] | None, copy: bool, device: str | None = None
-    ) -> dict[str, Any]:
+    async def pull(self, wanted: Wanted) -> dict[str, Any]:
         """See ``AsyncParameters.pull``."""
-        wanted = Wanted(out, copy, await self._gradients.on_named(device))
 
         async def pull_once() -> PullTarget:
             await self._begin()
@@ -165,61 +166,33 @@ class Steps:
             self._participation.is_outdated = False
             return target
 
-        return await self._result(await self._retry(pull_once), wanted)
+        return await self.result(await self.retry(pull_once), wanted)
 
-    async def push(
-        self,
-        gradients: Mapping[str, ArrayLike],
-        weight: float = 1.0,
-        make_target: Callable[[], PullTarget] | None = None,
-    ) -> PullTarget | None:
-        """Makes one push, again in another incarnation where it goes on there.
+    def push(
+        self, gradients: Mapping[str, ArrayLike], weight: float, wanted: Wanted | None = None
+    ) -> Coroutine[Any, Any, PullTarget | None]:
+        """Return a coroutine that makes one push, again in the next incarnation if it continues there.
 
-        weight: what it counts for in the mean of its step; 0 contributes nothing.
-        make_target: says where the new weights go, if they are wanted. Returns where they are; None if the push was
-        dropped.
+        weight: weight of the gradient in the mean of its step; 0 contributes nothing.
+        wanted: asks for the new weights. Then the coroutine returns their place, or None if the push was dropped.
         """
-        _check_member(self._participation)
+        check_member(self._participation)
         weight = check_weight(weight, self._spec.consistency)
         if self._participation.is_skipping:
-            await self._drop_step(skips=True)
-            return None
-        gathered: tuple[Flat | DeviceVector | None, float] | None = None
-        target: PullTarget | None = None
+            return self._drop_step(skips=True)
+        push_once = partial(self._push_once, _WholePush(gradients, weight, wanted))
+        return run_in_incarnation(push_once, self._rejoin_or_drop, lambda: self._participation.incarnation)
 
-        async def push_once() -> bool:
-            nonlocal gathered, target
-            await self._exchange.shared_memory.share_gradients()
-            await self._begin()
-            target = make_target() if make_target is not None else None
-            if gathered is None:
-                waits = self._gradients.waits_for_device(gradients)
-                gathered = await off_loop(self._elements, lambda: self._gather(gradients, weight), waits=waits)
-            await self._reach_first_step()
-            await self._send(*gathered, target, weight)
-            return True
-
-        return target if await run_in_incarnation(push_once, self._rejoin_or_drop, self._incarnation) else None
-
-    async def push_pull(
-        self,
-        gradients: Mapping[str, ArrayLike],
-        out: Mapping[str, NDArray[Any]] | None,
-        copy: bool,
-        weight: float,
-        device: str | None = None,
-    ) -> dict[str, Any]:
-        """See ``AsyncParameters.push_pull``."""
-        wanted = Wanted(out, copy, await self._gradients.on_named(device))
-        if (target := await self.push(gradients, weight, lambda: self._results.target(wanted))) is None:
-            return await self.pull(out, copy, device)
-        return await self._result(target, wanted)
+    async def result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
+        """Return the arrays for the user once all weights have arrived in ``target``."""
+        waits = wanted.there is not None
+        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted), waits=waits)
 
     async def give_bucket(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
     ) -> AsyncBucket:
         """See ``AsyncParameters.push_pull_async`` and, for ``reads=False``, ``push_async``."""
-        _check_member(self._participation)
+        check_member(self._participation)
         weight = check_weight(weight, self._spec.consistency)
         if self._participation.is_skipping and (self._bucket_step is None or not self._bucket_step.open):
             await self._drop_step(skips=True)
@@ -229,7 +202,7 @@ class Steps:
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
                 "common steps: the norm of the whole gradient is needed first, so use push_pull"
             )
-        step = await self._retry(lambda: self._current_step(gradients, weight, reads))
+        step = await self.retry(lambda: self._current_step(gradients, weight, reads))
         if reads != step.reads:
             raise InvalidArgumentError(
                 f"a step of {self._participation.name!r} was begun by push{'_pull' * step.reads}_async: give all of "
@@ -239,19 +212,19 @@ class Steps:
             raise InvalidArgumentError(
                 f"weight={weight:g} in a step that was begun with weight={step.weight:g}: a gradient has one weight"
             )
-        self._gradients.check_bucket(gradients)
+        self.gradients.check_bucket(gradients)
         numbers = step.choose(list(gradients))
         is_given = weight > 0
-        if self._gradients.waits_for_device(gradients):
-            is_given = await in_thread(lambda: self._gradients.gather_there(numbers, gradients)) and is_given
-        elements = self._gradients.elements_gathered(numbers)
-        is_given = await off_loop(elements, lambda: self._gradients.gather_here(numbers, gradients)) and is_given
+        if self.gradients.waits_for_device(gradients):
+            is_given = await in_thread(lambda: self.gradients.gather_there(numbers, gradients)) and is_given
+        elements = self.gradients.elements_gathered(numbers)
+        is_given = await off_loop(elements, lambda: self.gradients.gather_here(numbers, gradients)) and is_given
         if step.state is StepState.LOST:  # Meanwhile, as another of its buckets has found out.
             await self._drop_step()
             raise step.dropped()
         bucket = step.give(numbers, abstain=not is_given)
         if not step.open:
-            self._gradients.on_last_bucket(gradients, step.number)
+            self.gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
         if not step.open:  # Gradients stand still now.
             await self._exchange.shared_memory.share_gradients()
@@ -262,31 +235,26 @@ class Steps:
         number = None if device is None else device_number(device)
         if self._bucket_step is None or not self._bucket_step.open:
             await self._exchange.shared_memory.share_gradients()
-        await self._retry(self._exchange.open)
+        await self.retry(self._exchange.open)
         if number is None:
-            return self._gradients.buffers(is_checked=is_checked)
-        return await in_thread(lambda: self._gradients.device_buffers(number))
-
-    async def keep_state(self, save: Save, restore: Restore, prefix: str) -> None:
-        """See ``AsyncParameters.keep_state``."""
-        _check_member(self._participation)
-        await self._retry(self._exchange.open)
-        await self._participation.keep_state(save, restore, prefix=prefix)
+            return self.gradients.buffers(is_checked=is_checked)
+        return await in_thread(lambda: self.gradients.device_buffers(number))
 
     async def finish(self) -> None:
         """Returns when all that was pushed is applied. Raises InvalidArgumentError where that takes another call."""
-        await self._retry(self._begin)
-        if self.sequence.unfinished:
+        await self.retry(self._begin)
+        sequence = self._participation.sequence
+        if sequence.unfinished:
             raise InvalidArgumentError(
-                f"push {self.sequence.step} of {self._participation.name!r} failed, and servers may have a part of "
-                "it: push its gradient again before a snapshot"
+                f"push {sequence.step} of {self._participation.name!r} failed, and servers may have a part of it: push "
+                "its gradient again before a snapshot"
             )
 
     async def release_memory(self, *, shared: bool = True) -> None:
         """See ``AsyncParameters.release_memory``."""
         await self._end_step()
-        release = self._gradients.release_memory
-        await in_thread(release) if self._gradients.has_device else release()
+        release = self.gradients.release_memory
+        await in_thread(release) if self.gradients.has_device else release()
         self._results.release_memory()
         await self._exchange.shared_memory.release_memory(shared=shared)
 
@@ -295,7 +263,7 @@ class Steps:
         if self._bucket_step is not None:
             await self._bucket_step.close()
         self._results.discard()
-        self._gradients.unregister()  # Before the pages of shared memory are replaced.
+        self.gradients.unregister()  # Before the pages of shared memory are replaced.
         await self._exchange.close()
 
     # --- their parts --------------------------------------------------------------------------------------------------
@@ -304,27 +272,45 @@ class Steps:
         await self._exchange.open()
         await self._end_step()
 
-    async def _send(
-        self, flat: Flat | DeviceVector | None, norm: float, target: PullTarget | None, weight: float
-    ) -> None:
-        gradient: Flat | EncodedGradient | None = flat if isinstance(flat, np.ndarray) else None
+    async def _push_once(self, push: _WholePush) -> PullTarget | None:
+        """Make a push in this incarnation. Returns where the new weights are, if they were asked for."""
+        await self._exchange.shared_memory.share_gradients()
+        await self._begin()
+        target = self._results.target(push.wanted) if push.wanted is not None else None
+        if push.gathered is None:
+            waits = self.gradients.waits_for_device(push.gradients)
+            push.gathered = await off_loop(self._elements, lambda: self._gather(push), waits=waits)
+        await self._reach_first_step()
         try:
-            if self.encoding is not None:
-                gradient, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
-            elif flat is not None and not isinstance(flat, np.ndarray):
-                cast = partial(self._gradients.cast, flat, self._exchange.slicing)
-                gradient = await in_thread(cast)
-            progress = self._participation.begin_push()
-            waiting = self._exchange.waiting(push=True, reads=target is not None)
-            push = _push(self._exchange, progress, gradient, norm, target, weight or 1.0)
-            async with self._exchange.invalidate_on_error():
-                await _encoded_meanwhile(push, gradient, waiting)
-        except BaseException:  # This includes cancellation.
+            step = await self._make_step(*push.gathered, push.weight, target)
+            parts, waiting = step.whole(), self._exchange.waiting(push=True, reads=step.reads)
+            try:
+                if step.is_encoding:
+                    await step.send_while_encoding(parts, waiting)
+                else:
+                    with waiting:
+                        await step.send(parts)
+            except BaseException:  # This includes cancellation. Servers may still read memory that is the user's again.
+                await self._exchange.shared_memory.withdraw()
+                raise
+        except BaseException:
             if self.encoding is not None:
                 self.encoding.discard_unsent()
             raise
-        abstained = gradient is None or (isinstance(gradient, EncodedPush) and bool(gradient.abstained))
-        self._on_pushed(progress, abstained, seen=target is not None)
+        step.absorb(parts)
+        self._on_pushed(step.progress, step.abstains, seen=step.reads)
+        return target
+
+    async def _make_step(
+        self, flat: Flat | DeviceVector | None, norm: float, weight: float, target: PullTarget | None
+    ) -> PushStep:
+        """Return the step that sends a gathered gradient, encoded as far as that comes before sending."""
+        values: Gradient | None = flat if isinstance(flat, np.ndarray) else None
+        if self.encoding is not None:
+            values, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
+        elif flat is not None and not isinstance(flat, np.ndarray):
+            values = await in_thread(partial(self.gradients.cast, flat, self._exchange.slicing))
+        return PushStep(self._exchange, values, weight, target, norm)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
@@ -350,17 +336,13 @@ class Steps:
 
     async def _reach_first_step(self) -> None:
         """A worker that joined and pushes without a pull: waits until the others are at its first step."""
-        if self.sequence.before_first_step:
+        if self._participation.sequence.before_first_step:
             await self._pull_into(self._results.target(Wanted(None, copy=False)))
 
-    async def _result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
-        waits = wanted.there is not None
-        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted), waits=waits)
-
-    def _gather(self, gradients: Mapping[str, ArrayLike], weight: float) -> tuple[Flat | DeviceVector | None, float]:
-        """The checked gradient and, where the servers need it, its norm; None to abstain."""
-        flat = self._gradients.gather(gradients, self.sequence.step)
-        if not weight:
+    def _gather(self, push: _WholePush) -> tuple[Flat | DeviceVector | None, float]:
+        """Return the checked gradient and, if the servers need it, its norm; None to abstain."""
+        flat = self.gradients.gather(push.gradients, self._participation.sequence.step)
+        if not push.weight:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
@@ -368,12 +350,10 @@ class Steps:
 
     # --- another incarnation ------------------------------------------------------------------------------------------
 
-    def _incarnation(self) -> int:
-        return self._participation.incarnation
-
-    async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def retry(self, work: Callable[[], Awaitable[T]]) -> T:
         """Return the result of ``work``, in this incarnation or a later one."""
-        return cast(T, await run_in_incarnation(work, self._rejoin_and_retry, self._incarnation))
+        result = await run_in_incarnation(work, self._rejoin_and_retry, lambda: self._participation.incarnation)
+        return cast(T, result)
 
     async def _rejoin_and_retry(self, fenced: FencedError, incarnation: int) -> bool:
         await self._rejoin(fenced, incarnation)
@@ -383,7 +363,7 @@ class Steps:
 
     async def _rejoin_or_drop(self, fenced: FencedError, incarnation: int) -> bool:
         """Rejoin, and drop the whole push that was under way unless it continues. Returns True if it does."""
-        number = self.sequence.step
+        number = self._participation.sequence.step
         if continues := await self._rejoin(fenced, incarnation):
             return continues
         self._drop(number)
@@ -404,7 +384,7 @@ class Steps:
     def _drop(self, number: int) -> None:
         """The push of this number is dropped. Raises PushDroppedError as ``on_drop`` says."""
         self._participation.on_dropped()
-        expulsion, sequence = self._exchange.expulsion, self.sequence
+        expulsion, sequence = self._exchange.expulsion, self._participation.sequence
         what = "step" if sequence.synchronous else "push"
         goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
         title = f"{what} {number} of {self._participation.name!r}"
@@ -426,12 +406,12 @@ class Steps:
         # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
         consistency = self._spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
-        begin = partial(self._gradients.begin_step, gradients)
-        vector = await in_thread(begin) if self._gradients.waits_for_device(gradients) else begin()
+        begin = partial(self.gradients.begin_step, gradients)
+        vector = await in_thread(begin) if self.gradients.waits_for_device(gradients) else begin()
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
         assert isinstance(gradient, np.ndarray | EncodedPush)
-        weighted, on_finished = WeightedGradient(gradient, weight), partial(self._on_pushed, seen=reads)
-        return BucketStep(self._exchange, self._results, self._index, weighted, on_finished, whole=whole, reads=reads)
+        plan, on_finished = StepPlan(self._index, whole=whole), partial(self._on_pushed, seen=reads)
+        return BucketStep(self._exchange, gradient, weight, self._results, plan, on_finished, reads=reads)
 
     async def _end_step(self) -> None:
         """The step in buckets is over, once it is answered."""
@@ -446,9 +426,9 @@ class Steps:
         skips: drop the push that the script makes next, because its iteration has lost a push before it.
         """
         if skips:
-            await self._retry(self._begin)
+            await self.retry(self._begin)
             self._results.discard()
-            self._drop(self.sequence.step)
+            self._drop(self._participation.sequence.step)
         step, self._bucket_step = self._bucket_step, None
         if step is not None:
             await step.drop()
@@ -460,56 +440,10 @@ class Steps:
                 raise step.dropped()
 
 
-def _check_member(participation: Participation) -> None:
+def check_member(participation: Participation) -> None:
+    """Raise NotMemberError if the handle was opened for reading."""
     if not participation.is_member:
         raise NotMemberError(
             f"{participation.name!r} was opened for reading: pass init and optimizer to client.parameters() to take "
             "part"
         )
-
-
-async def _push(
-    exchange: Exchange,
-    progress: PendingRequest,
-    gradient: Flat | EncodedGradient | None,
-    norm: float,
-    target: PullTarget | None,
-    weight: float,
-) -> None:
-    """Sends a gradient. Of one that failed before, when it was given otherwise, some slices may abstain."""
-    abstained = gradient.abstained if isinstance(gradient, EncodedPush) else frozenset[int]()
-    if not abstained:
-        await exchange.push(progress, gradient, norm, target, weight)
-        return
-    parts = [(progress.part(progress.pending - abstained), gradient), (progress.part(abstained), None)]
-    try:
-        await all_or_first_error(
-            [exchange.push(part, one, norm, target, weight) for part, one in parts if part.pending]
-        )
-    finally:
-        for part, _ in parts:
-            progress.absorb(part)
-
-
-async def _encoded_meanwhile(
-    push: Coroutine[Any, Any, None], gradient: Flat | EncodedGradient | None, waiting: ReportedWait
-) -> None:
-    """Carries ``push`` out, and encodes its gradient meanwhile where that is not done yet. The script is ``waiting``
-    from then on."""
-    if not isinstance(gradient, EncodedPush) or not gradient.is_encoding:
-        with waiting:
-            await push
-        return
-    pushing = asyncio.create_task(push, name="psdist push")
-    try:
-        await gradient.encoded()
-        with waiting:
-            await pushing
-    finally:
-        pushing.cancel()
-        try:
-            await until_done(pushing)
-        finally:  # Where this is cancelled, too: the errors of both tasks are seen, and let go of.
-            if not pushing.cancelled():
-                pushing.exception()
-            gradient.end()

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.bucket_step import AsyncBucket
 from psdist.client.core.partition import Arrays
 from psdist.client.datasets import AsyncDataset, Range
 from psdist.client.parameters import AsyncParameters
@@ -27,6 +26,7 @@ from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.snapshots import SnapshotInfo
+from psdist.client.step import AsyncBucket
 from psdist.client.steps import Statistics
 from psdist.compression import Codec
 from psdist.consistency import Consistency

@@ -6,7 +6,7 @@ touches it was given, so slices are sent while the rest of the gradient is still
 Invariants: A slice becomes ready once, after the last of its tensors was given. If its bucket fails before the slice is
     answered, the slice becomes ready again when all of its tensors are given again.
 
-Not here: values (``partition``), sending (``bucket_step``).
+Not here: values (``partition``), sending (``step``).
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
 from psdist import errors
-from psdist.client.bucket_step import StepState
 from psdist.client.core.partition import layout_of
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.vectors import DeviceVectors
 from psdist.client.gradients import GradientVector
 from psdist.client.session.worker_state import DeferredArray
 from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.client.step import StepState
 from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.compression import BFloat16, Cast, ChunkedTopK, Float16, Int8, PerTensor, RandomK, TopK
 

@@ -1,21 +1,23 @@
-"""A step in buckets: parts of its gradient are sent while the user still computes the rest.
+"""``PushStep``: one push of a worker under one number, whole or in buckets.
 
-``BucketStep`` is one such step, and ``AsyncBucket`` is the user's handle of one bucket. The slices of each bucket
-travel in a task of their own.
+A whole push is a step with one bucket, which ``Steps`` sends from the user's call. ``BucketStep`` is given bucket by
+bucket while the user still computes the rest, and sends each in a task of its own; ``AsyncBucket`` is the user's handle
+of one. Both kinds hand what they send to ``PushStep.send``.
 
-Invariants: the step's number is used up once, when every slice is answered. A failure is raised at least once, by the
-bucket or by the next call.
+Invariants: a step keeps its number until every slice is answered, and uses it up once. A failed whole push is made
+again with all slices pending, and servers ignore those that they have. A bucket's failure is raised at least once, by
+the bucket or by the next call.
 
-Not here: which slices are ready (``buckets``), checks of values (``parameters``).
+Not here: which slices are ready (``buckets``), checks of values (``gradients``), the order of calls (``steps``).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from enum import Enum, auto
 from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from psdist.client.core import partition
 from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
@@ -24,8 +26,11 @@ from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.exchange import Exchange
 from psdist.client.results import Results, Wanted
+from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import run_in_incarnation
+from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.delivery import all_or_first_error
+from psdist.client.transport.requests import EncodedGradient
 from psdist.errors import (
     ClosedError,
     FencedError,
@@ -37,8 +42,11 @@ from psdist.errors import (
     again,
 )
 from psdist.metrics.phases import Phase
+from psdist.off_loop import until_done
 
-Gradient = Flat | EncodedPush
+Gradient = Flat | EncodedGradient
+#: A request for some slices of a step, and their gradient; None if they abstain.
+Part = tuple[PendingRequest, Gradient | None]
 
 
 class StepState(Enum):
@@ -49,6 +57,95 @@ class StepState(Enum):
     LOST = auto()
     #: The next call has begun, or the step was dropped: what its buckets have is not valid any more.
     OVER = auto()
+
+
+class PushStep:
+    """One push under one number.
+
+    values: the gradient, raw or encoded; None if all of it abstains.
+    weight: weight of the gradient in the mean of its step; 0 if all of it abstains.
+    target: destination of the new weights; None if they are not asked for.
+    norm: L2 norm of the gradient, for servers that need it with each push.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        values: Gradient | None,
+        weight: float,
+        target: PullTarget | None,
+        norm: float = 0.0,
+    ) -> None:
+        self.progress = exchange.participation.begin_push()
+        self.values = values
+        self.weight = weight
+        self.target = target
+        self._norm = norm
+        self._exchange = exchange
+
+    @property
+    def number(self) -> int:
+        """The number of the push."""
+        return self.progress.number
+
+    @property
+    def reads(self) -> bool:
+        """True if the answers carry the new weights."""
+        return self.target is not None
+
+    @property
+    def abstains(self) -> bool:
+        """True if any slice is sent without values."""
+        return self.values is None or (isinstance(self.values, EncodedPush) and bool(self.values.abstained))
+
+    def whole(self) -> list[Part]:
+        """Return the requests of all slices. Slices that abstained in a failed attempt abstain again."""
+        if self.values is None or not isinstance(self.values, EncodedPush) or not self.values.abstained:
+            return [(self.progress, self.values)]
+        abstaining = self.values.abstained
+        return self.parts(ReadySlices(tuple(self.progress.pending - abstaining), tuple(abstaining)))
+
+    def parts(self, ready: ReadySlices) -> list[Part]:
+        """Return the requests of ``ready`` slices. ``absorb`` adds up their answers."""
+        pairs = [(ready.valued, self.values), (ready.abstaining, None)]
+        return [(self.progress.part(slices), values) for slices, values in pairs if slices]
+
+    def absorb(self, parts: Sequence[Part]) -> None:
+        """Count what was answered to ``parts`` as answered in this step."""
+        for part, _ in parts:
+            if part is not self.progress:
+                self.progress.absorb(part)
+
+    def send(self, parts: Sequence[Part]) -> Coroutine[Any, Any, None]:
+        """Return a coroutine that delivers the unanswered slices of ``parts``."""
+        weight = self.weight or 1.0
+        pushes = [
+            self._exchange.push(part, values, self._norm, self.target, weight) for part, values in parts if part.pending
+        ]
+        return pushes[0] if len(pushes) == 1 else all_or_first_error(pushes)
+
+    @property
+    def is_encoding(self) -> bool:
+        """True if slices are encoded in the background while others are sent."""
+        return isinstance(self.values, EncodedPush) and self.values.is_encoding
+
+    async def send_while_encoding(self, parts: Sequence[Part], waiting: ReportedWait) -> None:
+        """Send ``parts`` while they are encoded. waiting: entered once the gradient is encoded, because from then on
+        the script only waits for the servers."""
+        assert isinstance(self.values, EncodedPush)
+        pushing = asyncio.create_task(self.send(parts), name="psdist push")
+        try:
+            await self.values.encoded()
+            with waiting:
+                await pushing
+        finally:
+            pushing.cancel()
+            try:
+                await until_done(pushing)
+            finally:  # If this is cancelled, too: the errors of both tasks are retrieved and released.
+                if not pushing.cancelled():
+                    pushing.exception()
+                self.values.end()
 
 
 class AsyncBucket:
@@ -87,43 +184,34 @@ class AsyncBucket:
         return f"<{type(self).__name__} {', '.join(self.names[:4])}{', ...' * (len(self.names) > 4)}: {state}>"
 
 
-class WeightedGradient(NamedTuple):
-    """A vector, or what encodes it; and what it counts for in the mean of its step, 0 where all of it abstains."""
+class BucketStep(PushStep):
+    """A step that is given bucket by bucket.
 
-    values: Gradient
-    weight: float
-
-
-class BucketStep:
-    """One step that is given bucket by bucket.
-
-    gradient: the tensors that were given lie in its vector, and are not written again before their slices are answered.
-    on_finished: called once when the whole step is given and answered, with its progress and whether any of it
-    abstained.
-    reads: whether the new weights are asked for.
+    values: the vector that holds the given tensors, or its encoder. Tensors are not written again before their slices
+        are answered.
+    on_finished: called once when the whole step is given and answered, with its progress, and True if any of it
+        abstained.
     """
 
     def __init__(
         self,
         exchange: Exchange,
+        values: Flat | EncodedPush,
+        weight: float,
         results: Results,
-        index: SliceIndex,
-        gradient: WeightedGradient,
+        plan: StepPlan,
         on_finished: Callable[[PendingRequest, bool], None],
         *,
-        whole: bool,
         reads: bool,
     ) -> None:
+        target = results.target(Wanted(None, copy=False)) if reads else None
+        super().__init__(exchange, values, weight, target)
         self.state = StepState.UNDER_WAY
         #: Whether the user knows that this worker was expelled in this step.
         self.told_fenced = False
-        self._exchange = exchange
         self._results = results
-        self._gradient = gradient
-        self._target = results.target(Wanted(None, copy=False)) if reads else None
         self._on_finished = on_finished
-        self._progress = exchange.participation.begin_push()
-        self._plan = StepPlan(index, whole=whole)
+        self._plan = plan
         self._waiting: list[AsyncBucket] = []
         self._failures: list[PsdistError] = []
         #: What ends the buckets under way, while it does.
@@ -133,16 +221,6 @@ class BucketStep:
         self._changed = asyncio.Event()
 
     # --- giving ---
-
-    @property
-    def weight(self) -> float:
-        """What the gradient counts for in the mean of the step."""
-        return self._gradient.weight
-
-    @property
-    def reads(self) -> bool:
-        """Whether the answers have the new weights."""
-        return self._target is not None
 
     @property
     def open(self) -> bool:
@@ -160,11 +238,11 @@ class BucketStep:
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
         ready = self._plan.give(numbers, abstain=abstain)
-        if isinstance(self._gradient.values, EncodedPush):
-            ready = self._gradient.values.decide(ready)
+        if isinstance(self.values, EncodedPush):
+            ready = self.values.decide(ready)
         self._update_sequence()
         if ready.valued or ready.abstaining:
-            task = asyncio.create_task(self._send(bucket, numbers, ready), name="psdist bucket")
+            task = asyncio.create_task(self._send_bucket(bucket, numbers, ready), name="psdist bucket")
             self.tasks[task] = None
             task.add_done_callback(self._on_task_done)
         else:
@@ -173,17 +251,17 @@ class BucketStep:
 
     def _update_sequence(self) -> None:
         sequence = self._exchange.participation.sequence
-        if sequence.step == self._progress.number:
+        if sequence.step == self.progress.number:
             sequence.set_given(whole=not self.open)
 
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self.tasks.pop(task, None)
 
-    async def _send(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
-        parts = self._parts(ready)
+    async def _send_bucket(self, bucket: AsyncBucket, numbers: tuple[int, ...], ready: ReadySlices) -> None:
+        parts = self.parts(ready)
         try:
-            if isinstance(self._gradient.values, EncodedPush):
-                parts = self._parts(await self._encode(self._gradient.values, ready))
+            if isinstance(self.values, EncodedPush):
+                parts = self.parts(await self._encode(self.values, ready))
             participation = self._exchange.participation
             send = partial(self._send_pending, parts)
             if not await run_in_incarnation(send, self._exchange.rejoin, lambda: participation.incarnation):
@@ -197,19 +275,17 @@ class BucketStep:
             bucket.error = error if isinstance(error, PsdistError) else InternalError(f"a bucket failed: {error!r}")
             self._failures.append(bucket.error)
         finally:
+            self.absorb(parts)
             for part, _ in parts:
-                self._progress.absorb(part)
                 self._plan.answer(part.versions)
             if bucket.error is not None:
                 self._plan.take_back(numbers, [index for part, _ in parts for index in part.pending])
                 self._update_sequence()
             self._update()
 
-    async def _send_pending(self, parts: Sequence[tuple[PendingRequest, Gradient | None]]) -> bool:
+    async def _send_pending(self, parts: Sequence[Part]) -> bool:
         """Send what is unanswered of ``parts``. Returns True once all of it is answered."""
-        weight = self._gradient.weight or 1.0
-        pushes = [self._exchange.push(part, flat, 0.0, self._target, weight) for part, flat in parts if part.pending]
-        await all_or_first_error(pushes)
+        await self.send(parts)
         return True
 
     async def _encode(self, push: EncodedPush, ready: ReadySlices) -> ReadySlices:
@@ -225,24 +301,16 @@ class BucketStep:
             return ReadySlices((), tuple(sorted((*ready.valued, *ready.abstaining))))
         return ready
 
-    def _parts(self, ready: ReadySlices) -> list[tuple[PendingRequest, Gradient | None]]:
-        """Requests for slices, and what their gradient is in (None: they abstain)."""
-        parts: list[tuple[tuple[int, ...], Gradient | None]] = [
-            (ready.valued, self._gradient.values),
-            (ready.abstaining, None),
-        ]
-        return [(self._progress.part(slices), gradient) for slices, gradient in parts if slices]
-
     def _update(self) -> None:
         """Completes buckets and the step after something was given, answered or failed, and wakes those who wait."""
         for bucket in self._waiting:
             if bucket.error is None and self._plan.is_complete(bucket.slices):
-                target = self._target
+                target = self.target
                 arrays = {} if target is None else self._results.bucket_arrays(target, bucket.numbers, bucket.slices)
                 bucket.weights = arrays
         self._waiting = [bucket for bucket in self._waiting if not bucket.done()]
         if self._plan.finished:
-            self._on_finished(self._progress, self._abstained)
+            self._on_finished(self.progress, self._abstained)
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -287,7 +355,7 @@ class BucketStep:
             await self.raise_failure()
             if missing := self._plan.missing_names():
                 raise InvalidArgumentError(
-                    f"step {self._progress.number} was begun in buckets and misses {missing}: give them by "
+                    f"step {self.progress.number} was begun in buckets and misses {missing}: give them by "
                     "push_pull_async first"
                 )
             with self._exchange.counted_wait():
@@ -317,11 +385,6 @@ class BucketStep:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
-    def number(self) -> int:
-        """The step's number."""
-        return self._progress.number
-
-    @property
     def finished(self) -> bool:
         """Whether all was given and answered."""
         return self._plan.finished
@@ -329,7 +392,7 @@ class BucketStep:
     def dropped(self) -> FencedError:
         """The error for the user of a worker that was expelled in this step, and takes part again without it."""
         return FencedError(
-            f"step {self._progress.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
+            f"step {self.progress.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
             "Begin the next one with new gradients: this worker takes part again"
         )
 
