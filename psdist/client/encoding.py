@@ -233,7 +233,7 @@ class Encoding:
         self._restored: State = {}
         self._is_kept = False
         #: The push that the encoder is at: who numbered it, and its number.
-        self._begun = (participation.origin, -1)
+        self._begun = (participation.current.origin, -1)
         #: What the last push that was dropped took with it, until a message says so.
         self._lost = ""
         self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in layout.tensors))
@@ -296,14 +296,14 @@ class Encoding:
         with self._lock:
             if not part.sequence.unfinished:  # No server has anything of it.
                 self._encoder.discard_push()
-                self._encoder.rank = part.origin.rank  # A worker that registers again may be given another one.
-            self._begun = part.origin, part.sequence.step
+                self._encoder.rank = part.current.origin.rank  # A worker that registers again may be given another one.
+            self._begun = part.current.origin, part.sequence.step
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self, flat: Flat | DeviceVector | None) -> AnyEncoder:
         """The encoder of gradients that lie where ``flat`` does, with the state that was restored."""
         part = self._participation
-        settings = self._codec, self._layout, part.entry.slicing, part.origin.rank
+        settings = self._codec, self._layout, part.entry.slicing, part.current.origin.rank
         if flat is not None and not isinstance(flat, np.ndarray):
             return await self._load_on_device(settings, flat.device)
         await self._compiler.loaded()
@@ -397,7 +397,7 @@ class Encoding:
     def _end_if_over(self) -> None:
         """Ends a push that the others went on without."""
         origin, number = self._begun
-        if origin is not self._participation.origin:
+        if origin is not self._participation.current.origin:
             self.drop_push()
         elif number < self._participation.sequence.step:
             self.end_push()

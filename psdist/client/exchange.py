@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from psdist.client.core import routing
 from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
-from psdist.client.core.routing import RoutingPlan, ServerNews
+from psdist.client.core.routing import RoutingPlan
 from psdist.client.participation import Participation
 from psdist.client.reporting.phase_timer import PhaseTimer
 from psdist.client.session.activity import ReportedWait
@@ -36,7 +35,7 @@ from psdist.client.transport.transport import Transport, Transports
 from psdist.compression import Cast, Codec, Float32
 from psdist.errors import FencedError, WaitTimeoutError
 from psdist.settings.config import TransportName
-from psdist.types import ClusterMap, DType
+from psdist.types import DType
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +70,16 @@ class Exchange:
         self._membership = session.membership
         view, waits = session.membership.view, session.waits
         self.shared_memory = SharedMemory(
-            view, waits, grpc, participation.sender, participation.entry, options.cast.dtype,
+            view, waits, grpc, participation.current.sender, participation.entry, options.cast.dtype,
             required=options.transport == "shm", member=participation.is_member, stable=participation.is_stable,
         )  # fmt: skip
         self.tcp = TcpTransport(
-            view, waits, grpc, participation.sender, participation.entry, required=options.transport == "tcp"
+            view, waits, grpc, participation.current.sender, participation.entry, required=options.transport == "tcp"
         )
         preferred: dict[str, tuple[Transport, ...]] = {"shm": (self.shared_memory,), "tcp": (self.tcp,), "grpc": ()}
         self._transports = Transports(*preferred.get(options.transport, (self.shared_memory, self.tcp)), grpc)
         pusher = participation if participation.is_member else None
         self.delivery = Delivery(session, self._transports, pusher, options.request_timeout)
-        self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
         self._rejoining = asyncio.Lock()
         #: All handles of this client that take part. They rejoin together: others may wait for any of them.
         self.siblings: Callable[[], Iterable[Exchange]] = tuple
@@ -106,7 +104,7 @@ class Exchange:
                 f"taking part in {self.participation.name!r} again took longer than request_timeout={limit:g} s: "
                 "calling again goes on with it"
             ) from None
-        return self.participation.goes_on
+        return self.participation.current.continues
 
     async def follow_rejoin(self) -> None:
         """Take part in the incarnation in which another handle of this client rejoins."""
@@ -115,14 +113,13 @@ class Exchange:
             return
         async with self._rejoining:
             await self._membership.retry_across_incarnations(self._start_incarnation)
-            participation.is_outdated = not participation.goes_on and not participation.has_begun
+            participation.is_outdated = not participation.current.continues and not participation.has_begun
 
     async def _start_incarnation(self, mine: Registration) -> None:
         await self.participation.start_incarnation(mine)
-        self._planned = None
         await self.shared_memory.withdraw()
         for transport in (self.shared_memory, self.tcp):
-            transport.rejoin(self.participation.sender, self.participation.entry)
+            transport.rejoin(self.participation.current.sender, self.participation.entry)
 
     @property
     def expulsion(self) -> Expulsion:
@@ -163,7 +160,7 @@ class Exchange:
     async def open(self) -> None:
         """Before each call: raises if this client is out (FencedError if only this incarnation has ended, see
         ``rejoin``), and prepares transports where that was not tried."""
-        routes = self._plan(range(self.slicing.count)).routes
+        routes = self._plan_all().routes
         if not self._transports.is_missing(routes):
             return
         limit = self.options.request_timeout
@@ -194,23 +191,27 @@ class Exchange:
         what = "step" if part.sequence.synchronous else "push"
         title = f"{what} {progress.number} of {part.name!r}"
         request = PushRequest(
-            part.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
+            part.current.sender, progress, self.slicing, title, part.sequence.versions, flat, self.options.cast, norm,
             self.traffic, target, encoded, weight,
         )  # fmt: skip
-        return self.delivery.deliver(request, self._plan)
+        return self.delivery.deliver(request, part.current.routes.plan)
 
     async def pull(self, target: PullTarget) -> None:
         """Gets weights into ``target``."""
         part = self.participation
         progress = part.sequence.begin_pull()
         title = f"the pull of {part.name!r}"
-        request = PullRequest(part.sender, progress, self.slicing, title, target, self.traffic)
-        await self.delivery.deliver(request, self._plan)
+        request = PullRequest(part.current.sender, progress, self.slicing, title, target, self.traffic)
+        await self.delivery.deliver(request, part.current.routes.plan)
         part.sequence.end_pull(progress)
+
+    def _plan_all(self) -> RoutingPlan:
+        """Return the routes of all slices. Raises as ``Routes.plan``."""
+        return self.participation.current.routes.plan(range(self.slicing.count))
 
     def remote_slices(self) -> list[tuple[int, ...]]:
         """By server, the slices of those that share no memory with this worker."""
-        transports, routes = self.transports(), self._plan(range(self.slicing.count)).routes
+        transports, routes = self.transports(), self._plan_all().routes
         return [route.slices for route in routes if transports.get(route.server_id) != "shm"]
 
     async def probe(self, slices: Sequence[int], target: PullTarget) -> None:
@@ -218,17 +219,5 @@ class Exchange:
         part = self.participation
         progress = PendingRequest(0, set(slices))
         title = f"measuring the links of {part.name!r}"
-        request = PullRequest(part.sender, progress, self.slicing, title, target, self.traffic)
-        await self.delivery.deliver(request, self._plan)
-
-    def _plan(self, slices: Sequence[int]) -> RoutingPlan:
-        """Where ``slices`` go. The plan for all of them is kept as long as nothing is heard."""
-        view, name = self._membership.view, self.participation.name
-        self._membership.raise_if_expelled(self.participation.incarnation)
-        if view.cluster.entry(name) is None:  # The map may be here before the news.
-            raise FencedError(f"the run goes back to a snapshot: {name!r} is not placed any more")
-        if len(slices) < self.slicing.count:
-            return routing.plan(view.cluster, name, slices, view.news)
-        if self._planned is None or self._planned[0] is not view.cluster or self._planned[1] is not view.news:
-            self._planned = view.cluster, view.news, routing.plan(view.cluster, name, slices, view.news)
-        return self._planned[2]
+        request = PullRequest(part.current.sender, progress, self.slicing, title, target, self.traffic)
+        await self.delivery.deliver(request, part.current.routes.plan)

@@ -1,26 +1,80 @@
-"""One worker's part in one parameter set: the numbers of its pushes, over all of its incarnations.
+"""One worker's part in one parameter set, over all of its incarnations.
 
-A worker that was expelled takes part again as its next incarnation, and goes on with the push that it was making where
-that is still right. After a rollback it begins anew, from the snapshot.
+``Incarnation`` is an immutable value: the identity, push sequence and routes of one incarnation. A worker that was
+expelled takes part again with a new value, which continues the push under way if that is still valid. After a rollback
+it starts over from the snapshot.
 
-Invariants: each incarnation has one push sequence. A push keeps its number, and the incarnation that it was first
-numbered in, until it is answered or dropped.
+Invariants: an incarnation is replaced whole. Each has one push sequence. A push keeps its number, and the incarnation
+that it was first numbered in, until it is answered or dropped.
 
 Not here: how pushes reach the servers (``exchange``), what is reported to the user (``steps``).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from psdist.client.core import routing
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
+from psdist.client.core.routing import RoutingPlan, ServerNews
 from psdist.client.session.activity import ReportedWait
+from psdist.client.session.membership import WorkerMembership
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
 from psdist.client.session.worker_state import Restore, Save, State, check_state, fetch, part_of
 from psdist.client.transport.creation import CreatedParameters, ParametersCreator
 from psdist.client.transport.requests import RequestIdentity
 from psdist.consistency import BSP, SSP
-from psdist.types import ParametersEntry
+from psdist.errors import FencedError
+from psdist.types import ClusterMap, ParametersEntry
 from psdist.v1 import scheduler_pb2
+
+
+class Routes:
+    """The routes of one incarnation's requests, by the newest map."""
+
+    def __init__(self, membership: WorkerMembership, name: str, slices: int, incarnation: int) -> None:
+        self._membership = membership
+        self._name = name
+        self._slices = slices
+        self._incarnation = incarnation
+        self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
+
+    def plan(self, slices: Sequence[int]) -> RoutingPlan:
+        """Return the routes of ``slices``. The plan of all slices is cached until a map or news arrives.
+
+        Raises FencedError if the incarnation has ended.
+        """
+        view, name = self._membership.view, self._name
+        self._membership.raise_if_expelled(self._incarnation)
+        if view.cluster.entry(name) is None:  # The map may arrive before the news.
+            raise FencedError(f"the run goes back to a snapshot: {name!r} is not placed any more")
+        if len(slices) < self._slices:
+            return routing.plan(view.cluster, name, slices, view.news)
+        if self._planned is None or self._planned[0] is not view.cluster or self._planned[1] is not view.news:
+            self._planned = view.cluster, view.news, routing.plan(view.cluster, name, slices, view.news)
+        return self._planned[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Incarnation:
+    """One incarnation of this worker in one parameter set.
+
+    sender: identity of its requests.
+    origin: registration under which its pushes began to be numbered. It is another object if they began anew.
+    entry: the parameter set, by the map with which the incarnation began.
+    sequence: numbers of its pushes.
+    routes: routes of its requests.
+    continues: True if it continues the pushes of the incarnation before.
+    """
+
+    sender: RequestIdentity
+    origin: Registration
+    entry: ParametersEntry
+    sequence: PushSequence
+    routes: Routes
+    continues: bool
 
 
 class Participation:
@@ -29,54 +83,65 @@ class Participation:
     def __init__(
         self, session: WorkerSession, creator: ParametersCreator, created: CreatedParameters, *, is_member: bool
     ) -> None:
-        self.entry: ParametersEntry = created.entry
         self.is_member = is_member
         #: Pushes that were under way when this worker was expelled, and went on.
         self.resumed = 0
-        #: Whether this incarnation goes on with the pushes of the one before.
-        self.goes_on = False
         self._is_outdated = False
         #: The push under way is recorded in the order of the script.
         self._is_recorded = False
         self._session = session
         self._creator = creator
         self._layout = created.layout
-        #: Who this worker was when its pushes began to be numbered.
-        self._origin = session.membership.registration
         #: How often the values began anew from a snapshot, as far as this worker's state and pushes have followed.
         self.generation = created.entry.generation
-        self.sender = self._make_sender(self._origin)
         #: On the learning rate of the pushes that begin from now on; None where others say it.
         self.lr_factor: float | None = None
-        #: Another one in each incarnation of this worker.
-        self.sequence = self._make_sequence(created, None)
+        #: The incarnation that takes part.
+        self.current = self._make_incarnation(created, session.membership.registration, None)
 
-    def _make_sender(self, mine: Registration) -> RequestIdentity:
-        return RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, self.name)
-
-    def _make_sequence(self, created: CreatedParameters, before: PushSequence | None) -> PushSequence:
-        consistency = self.entry.spec.consistency if self.is_member else None
-        sequence = PushSequence(self.entry.slicing.count, consistency, created.first_step, before)
+    def _make_incarnation(
+        self, created: CreatedParameters, mine: Registration, before: Incarnation | None
+    ) -> Incarnation:
+        """Return the incarnation ``mine``, which takes part from now on. before: the one that it continues."""
+        entry, spec = created.entry, created.entry.spec
+        sequence = PushSequence(
+            entry.slicing.count,
+            spec.consistency if self.is_member else None,
+            created.first_step,
+            None if before is None else before.sequence,
+        )
         if self.is_member:
-            self._session.snapshots.marks.enter(self.name, sequence)
-        if self.is_member and self.entry.spec.is_ordered:
-            self._session.iterations.enter(self.name, sequence)
-        return sequence
+            self._session.snapshots.marks.enter(spec.name, sequence)
+        if self.is_member and spec.is_ordered:
+            self._session.iterations.enter(spec.name, sequence)
+        return Incarnation(
+            sender=RequestIdentity(mine.run_id, mine.worker_id, mine.incarnation, spec.name),
+            origin=mine if before is None else before.origin,
+            entry=entry,
+            sequence=sequence,
+            routes=Routes(self._session.membership, spec.name, entry.slicing.count, mine.incarnation),
+            continues=before is not None,
+        )
 
     @property
     def name(self) -> str:
         """The parameter set's name."""
-        return self.entry.spec.name
+        return self.current.entry.spec.name
 
     @property
     def incarnation(self) -> int:
-        """The incarnation of this worker that takes part."""
-        return self.sender.incarnation
+        """Number of the incarnation that takes part."""
+        return self.current.sender.incarnation
 
     @property
-    def origin(self) -> Registration:
-        """Who this worker was when its pushes began to be numbered. Another object where they began anew."""
-        return self._origin
+    def sequence(self) -> PushSequence:
+        """Numbers of the pushes of the incarnation that takes part."""
+        return self.current.sequence
+
+    @property
+    def entry(self) -> ParametersEntry:
+        """The parameter set, by the map with which the incarnation began."""
+        return self.current.entry
 
     @property
     def is_stable(self) -> bool:
@@ -103,21 +168,17 @@ class Participation:
     # --- another incarnation ------------------------------------------------------------------------------------------
 
     async def start_incarnation(self, mine: Registration) -> None:
-        """Takes part as the incarnation ``mine``, and sets ``goes_on``."""
+        """Take part as the incarnation ``mine``."""
         if self.is_member:
             created = await self._creator.create(self.entry.spec, self._layout, None, self._resume_push(mine))
         else:
             created = await self._creator.describe(self.name)
         is_rolled_back = created.entry.generation != self.generation
-        self.goes_on = created.resumed and not is_rolled_back
-        self.resumed += self.goes_on and self.sequence.unfinished
-        if not self.goes_on:
-            self._origin = mine
-            if self.is_member and self.entry.spec.is_ordered:
-                self._session.iterations.order.lose_place()
-        self.entry = created.entry
-        self.sender = self._make_sender(mine)
-        self.sequence = self._make_sequence(created, self.sequence if self.goes_on else None)
+        continues = created.resumed and not is_rolled_back
+        self.resumed += continues and self.sequence.unfinished
+        if not continues and self.is_member and self.entry.spec.is_ordered:
+            self._session.iterations.order.lose_place()
+        self.current = self._make_incarnation(created, mine, self.current if continues else None)
         if is_rolled_back:  # Perhaps to before its settings were changed.
             created.announce()
             if self.is_member:
@@ -131,10 +192,11 @@ class Participation:
     def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
         """The push that this worker would go on with. In BSP, under another rank, its contribution would be added in
         another place."""
-        if self.sequence.synchronous and mine.rank != self._origin.rank:
+        origin = self.current.origin
+        if self.sequence.synchronous and mine.rank != origin.rank:
             return None
         return scheduler_pb2.ResumePush(
-            origin=self._origin.incarnation, number=self.sequence.step, generation=self.generation
+            origin=origin.incarnation, number=self.sequence.step, generation=self.generation
         )
 
     # --- pushes -------------------------------------------------------------------------------------------------------
@@ -202,7 +264,7 @@ class Participation:
     def _first_clock(self) -> int | None:
         """SSP: this worker's clock, less the number of its next push; None while the map does not have it."""
         entry = self._session.membership.view.cluster.entry(self.name)
-        mine = (self.sender.worker_id, self.sender.incarnation)
+        mine = (self.current.sender.worker_id, self.incarnation)
         members = (m for m in (entry.members if entry is not None else ()) if (m.worker_id, m.incarnation) == mine)
         return next((member.first_step - member.first_push for member in members), None)
 

@@ -199,7 +199,9 @@ async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
         async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
             read = await reader.parameters("only-read")
             await read.pull()
-            read.exchange.shared_memory.rejoin(read.exchange.participation.sender, read.exchange.participation.entry)
+            read.exchange.shared_memory.rejoin(
+                read.exchange.participation.current.sender, read.exchange.participation.entry
+            )
             assert set((await read.pull())["w"].tolist()) == {1.0} and read.statistics().transport == "shm"
 
 

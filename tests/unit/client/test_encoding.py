@@ -435,7 +435,8 @@ async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
     def encoding_of(rank: int) -> tuple[Encoding, SimpleNamespace]:
         entry = SimpleNamespace(slicing=slicing, spec=SimpleNamespace(non_finite="reject"))
         sequence = SimpleNamespace(step=0, unfinished=False)
-        part = SimpleNamespace(origin=SimpleNamespace(rank=rank), entry=entry, sequence=sequence)
+        current = SimpleNamespace(origin=SimpleNamespace(rank=rank))
+        part = SimpleNamespace(current=current, entry=entry, sequence=sequence)
         return Encoding(RandomK(0.1), layout, cast(Participation, part)), part
 
     async def payload(encoding: Encoding) -> bytes:
@@ -447,7 +448,7 @@ async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
 
     (mine, part), (other, _) = encoding_of(1), encoding_of(2)
     assert await payload(mine) != await payload(other)
-    part.origin = SimpleNamespace(rank=2)
+    part.current = SimpleNamespace(origin=SimpleNamespace(rank=2))
     mine.restore({})
     other.restore({})
     assert await payload(mine) == await payload(other)
