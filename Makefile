@@ -51,7 +51,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # What make check runs.
-CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_proto.py
+CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
 .PHONY: demo kernels test check verify long sim chaos fuzz bench proto clean
 .DEFAULT_GOAL := test
