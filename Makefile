@@ -2,7 +2,8 @@
 #
 #   make demo     train real digits through two servers and two workers on this machine
 #   make test     every check, and every test that does not only widen another: some minutes on two cores
-#   make check    lint, types, drift of the generated stubs, tidiness (no training)
+#   make check    lint, types, drift of the generated stubs, tidiness, the documents (no training)
+#   make docs     the documents as a site in .site, with warnings as errors and all links checked
 #   make verify   everything there is, in about an hour: test, long, sim, chaos, fuzz, bench. A part that fails stops no other;
 #                 the end is one table. It takes smaller numbers than sim and chaos take by themselves, unless they are
 #                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
@@ -29,6 +30,8 @@ WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
 	wait $$work; status=$$?; kill $$dots 2>/dev/null; echo; return $$status; }; announced
 PYTEST := $(BIN)/python -m pytest
+# The variable turns off an advertisement of the theme.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Test dependency only: the optimizers are compared with torch.optim. PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS in the
 # environment can point pip to a build without CUDA.
@@ -53,7 +56,7 @@ PROTOS := $(wildcard proto/psdist/v1/*.proto)
 # What make check runs.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test check verify long sim chaos fuzz bench proto clean
+.PHONY: demo kernels test check docs verify long sim chaos fuzz bench proto clean
 .DEFAULT_GOAL := test
 
 # --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
@@ -90,6 +93,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(PYTEST) -q $(CHECKS)
+	$(MKDOCS)
+
+docs: $(VENV)/.dev
+	$(MKDOCS)
 
 verify: $(VENV)/.dev
 	$(BIN)/python -m tests.verify
@@ -127,5 +134,5 @@ fuzz: $(VENV)/.dev kernels
 	NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=.fuzz $(BIN)/python -m tests.fuzz --inputs $$(($(INPUTS) / 100)) --seed 1
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis psdist-runs .bench .fuzz .site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

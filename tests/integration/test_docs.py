@@ -19,7 +19,6 @@ from psdist.compression import pulls
 from psdist.compression.gpu.sparse_coders import coder_of
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
-from psdist.settings import exit_codes
 from psdist.settings import programs as programs_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -52,15 +51,15 @@ def test_the_client_of_the_wire_page_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"\[(0\.999\d+ ?){4}\]\n", done.stdout), done.stdout
 
 
-def test_the_program_of_the_page_on_use_trains(tmp_path: Path) -> None:
-    script = _program_of("use.md", tmp_path)
+def test_the_program_of_the_page_on_fast_steps_trains(tmp_path: Path) -> None:
+    script = _program_of("fast-steps.md", tmp_path)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert re.fullmatch(r"0\.878 after 20 steps by \w+\n", done.stdout), done.stdout
 
 
-def test_workers_agree_on_a_mean_as_the_page_on_use_says(tmp_path: Path) -> None:
-    script = _program_of("use.md", tmp_path, number=1)
+def test_workers_agree_on_a_mean_as_the_page_on_loops_says(tmp_path: Path) -> None:
+    script = _program_of("loops.md", tmp_path)
     command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", str(script)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -116,6 +115,12 @@ def test_the_readmes_run_ends_at_its_step_also_when_it_is_resumed(tmp_path: Path
         assert ("this run resumes" in done.stdout + done.stderr) == is_resumed
         ends += re.findall(r"^\[worker 0\] (.* after 200 steps)$", done.stdout, re.M)
     assert len(ends) == 2 and ends[0] == ends[1], ends
+
+
+def test_the_tutorial_has_the_program_of_the_readme() -> None:
+    pages = (DOCS / "tutorial.md", DOCS.parent / "README.md")
+    first, second = (re.findall(r"```python\n(.*?)```", page.read_text(), re.S) for page in pages)
+    assert first == second and len(first) == 1
 
 
 def test_the_loop_for_torch_resumes_at_its_step(tmp_path: Path) -> None:
@@ -190,11 +195,6 @@ def test_the_page_on_time_limits_has_each_flag_with_its_default() -> None:
     assert told == known
 
 
-def test_the_page_on_use_has_every_exit_status() -> None:
-    rows = [[row.text, ", ".join(row.roles), row.cause, row.remedy] for row in exit_codes.TABLE]
-    assert _table("use.md", "Exit statuses") == rows
-
-
 def test_the_page_on_time_limits_has_each_argument_with_its_default() -> None:
     places: dict[str, tuple[Callable[..., object], ...]] = {
         "connect_timeout": (psdist.init, psdist.Client, psdist.AsyncClient),
@@ -244,9 +244,9 @@ def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
             assert (feedback == "none") == (not isinstance(codec, compression.Compressor))
 
 
-def _program_of(page: str, directory: Path, number: int = 0) -> Path:
-    """A Python program of a page, as a file."""
-    code = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)[number]
+def _program_of(page: str, directory: Path) -> Path:
+    """The Python program of a page, as a file."""
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
     script = directory / "program.py"
     script.write_text(code)
     return script

@@ -1,0 +1,68 @@
+"""Hook of mkdocs that adds the pages outside ``docs``, such as the README, and the files that pages link to.
+
+Links to them are rewritten, so that mkdocs checks all links of all pages. A link to a file that does not exist stays as
+it is, and mkdocs reports it.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+#: Pages outside ``docs`` by their path in the project, with their path in the site.
+PAGES = {
+    "README.md": "index.md",
+    "ARCHITECTURE.md": "ARCHITECTURE.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "SECURITY.md": "SECURITY.md",
+    "servers/README.md": "servers/README.md",
+    "examples/README.md": "examples/README.md",
+}
+#: A link's or a picture's target in Markdown and in HTML, without anchor.
+_TARGET = re.compile(r'(\]\(|(?:src|srcset|href)=")(?!https?:|#|mailto:)([^)#"\s]+)')
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add the pages outside ``docs``, and the files that any page links to."""
+    for path, site_path in PAGES.items():
+        files.append(File.generated(config, site_path, abs_src_path=str(ROOT / path)))
+    for page in list(files.documentation_pages()):
+        for _, target in _TARGET.findall(page.content_string):
+            path = _project_path(page.src_uri, target)
+            if _is_source(path) and files.get_file_from_path(path) is None:
+                files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links of the project's folders to links of the site."""
+
+    def rewritten(match: re.Match[str]) -> str:
+        path = _project_path(page.file.src_uri, match[2])
+        if path.startswith("docs/"):
+            path = path.removeprefix("docs/")
+        elif path in PAGES:
+            path = PAGES[path]
+        elif not _is_source(path):
+            return match[0]
+        return match[1] + posixpath.relpath(path, posixpath.dirname(page.file.src_uri) or ".")
+
+    return _TARGET.sub(rewritten, markdown)
+
+
+def _project_path(page: str, target: str) -> str:
+    """The path in the project of a link's target. page: the page's path in the site."""
+    origin = {site_path: path for path, site_path in PAGES.items()}.get(page, f"docs/{page}")
+    return posixpath.normpath(posixpath.join(posixpath.dirname(origin), target))
+
+
+def _is_source(path: str) -> bool:
+    """True for a file outside ``docs`` that is no page of the site."""
+    return not path.startswith(("docs/", "../")) and path not in PAGES and (ROOT / path).is_file()

@@ -1,0 +1,117 @@
+"""The reference of errors and exit statuses, ``docs/errors.md``, from their declarations.
+
+    python -m tests.error_reference > docs/errors.md
+
+``tests/unit/test_error_reference.py`` compares the page with this output. Only the remedies are written here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Final
+
+from psdist.errors import BY_CODE, PsdistError
+from psdist.settings.exit_codes import TABLE
+
+_PAGE: Final = """# Errors and exit statuses
+
+This page is generated from the code: `python -m tests.error_reference > docs/errors.md` writes it.
+
+## Errors
+
+Every error of psdist is a class of `psdist.errors` with a stable code. The message names the offending value, the limit
+and the remedy. `PsdistError` is the base of all of them; `error.code` is the code, and `error.details` holds the
+offending values as text. An operation that raised an error has changed nothing, unless its entry says otherwise. On the
+wire a refused call has the gRPC status of the entry ([wire.md](wire.md#2-errors)).
+"""
+
+_EXIT_STATUSES: Final = """## Exit statuses
+
+| status | of | cause | what to do |
+|---|---|---|---|"""
+
+_ROLES: Final = """
+A *script* is a worker under a launcher, a *launcher* is `psdist run` or `psdist-worker`, and a *command* is any other
+word of `psdist`. A full disk under the standard output of a launcher loses lines, but neither ends nor fails a run.
+
+A script that fails passes its own status on.
+"""
+
+#: The classes of ``psdist.errors``: tests may define others.
+ERRORS: Final = {code: cls for code, cls in BY_CODE.items() if cls.__module__ == "psdist.errors"}
+
+#: What the user should do, by code.
+REMEDIES: Final = {
+    "invalid_argument": "Correct the value that the message names.",
+    "configuration": "Correct the flag, variable or file that the message names.",
+    "invalid_name": "Use 1 to 256 of these characters.",
+    "unknown_tensor": "Use a name of `Parameters.names`.",
+    "missing_tensor": "Pass every tensor of the parameter set.",
+    "shape_mismatch": "Pass an array of the declared shape.",
+    "dtype_mismatch": "Convert the array to the dtype that the message names.",
+    "non_finite_gradient": "Find the NaN or Inf, or open the parameters with `non_finite=\"skip\"`.",
+    "unknown_codec": "Use a codec of [compression.md](compression.md#codecs).",
+    "malformed_payload": "Report it, unless you wrote the client: see [payload-format.md](payload-format.md).",
+    "limit_exceeded": "Send less, or free what the message names.",
+    "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token.",
+    "insecure_bind": "Bind to loopback, or pass `--insecure` and a token on a private network.",
+    "protocol_mismatch": "Install the same release of psdist on both sides.",
+    "wrong_run": "Correct the `--run-id` or the address.",
+    "duplicate_member": "Choose another id, or wait until the lease of the earlier member ends.",
+    "fenced": "Call again: `Client` registers as a new incarnation. `DistributedDataParallel` cannot continue.",
+    "not_member": "Open the parameters before using them.",
+    "unknown_parameters": "Create the parameter set, or correct its name.",
+    "unknown_dataset": "Open the data set, or correct its name.",
+    "layout_mismatch": "Pass the same tensors on all workers; use another name for another model.",
+    "settings_mismatch": "Pass the same settings on all workers; on resuming see "
+    "[the table](snapshots.md#resuming-with-other-settings).",
+    "stale_epoch": "Nothing: `Client` routes again by the new map.",
+    "stale_estimate": "Nothing: `Client` sends the whole gradient.",
+    "future_step": "Push steps in order, without gaps.",
+    "sequence_gap": "Push in order, without gaps.",
+    "scheduler_unreachable": "Check that the scheduler runs, its address, and the firewall.",
+    "server_unreachable": "Call again with the same gradients: slices that were taken count once.",
+    "sharing_unavailable": "Use `transport=\"auto\"`, or remove the reason that the message names.",
+    "tcp_unavailable": "Use `transport=\"auto\"`, or open the server's `--data-port`.",
+    "device_unavailable": "Install what the message names ([gpu.md](gpu.md#what-it-needs)).",
+    "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",
+    "stale_term": "Nothing: only servers see it, and the newer primary takes over.",
+    "replica_mismatch": "Check the memory of both servers, and start the run from a snapshot.",
+    "stale_copy": "Nothing: only servers see it, and the copy is filled again.",
+    "server_lost": "Start the run again, with `--replicas 2` or snapshots if it had neither.",
+    "run_lost": "Start the run again; it resumes from its newest snapshot if there is one.",
+    "run_not_started": "Look at the machine that the message names, fix the script there, and start the run again.",
+    "storage": "Check the storage's address, permissions and free space.",
+    "no_storage": "Use `psdist run`, or give the scheduler a `--storage-path`.",
+    "snapshot_corrupt": "Use an earlier snapshot; `psdist snapshot verify` checks all of them.",
+    "unknown_snapshot": "Choose one of `psdist snapshot list`.",
+    "snapshot_failed": "Call again once the reason is removed.",
+    "wait_timeout": "Look at the members that the message names; then call again.",
+    "mutual_wait": "Make all workers call in the same order ([loops.md](loops.md#loops-that-count-by-the-step)).",
+    "worker_left": "Let all workers open the same parameter sets before any of them ends.",
+    "uneven_inputs": "Give all workers the same number of batches, or call `join` without raising.",
+    "late_worker": "Nothing, or restart all workers from a checkpoint.",
+    "push_dropped": "Call again. If it repeats, raise `--worker-timeout` "
+    "([workers.md](workers.md#busy-frozen-and-dropped)).",
+    "closed": "Do not use a client after `close()`.",
+    "internal": "Report it with the traceback and the logs.",
+}  # fmt: skip
+
+
+def page() -> str:
+    """The text of the page."""
+    rows = [f"| {row.text} | {', '.join(row.roles)} | {row.cause} | {row.remedy} |" for row in TABLE]
+    entries = [_entry(code, cls) for code, cls in sorted(ERRORS.items())]
+    return "\n".join([_PAGE, *entries, _EXIT_STATUSES, *rows, _ROLES])
+
+
+def _entry(code: str, error: type[PsdistError]) -> str:
+    builtin = [base.__name__ for base in error.__mro__ if base.__module__ == "builtins"][:-3]
+    kinds = f", also a `{builtin[0]}`" if builtin else ""
+    text = " ".join((inspect.getdoc(error) or "").split()).replace("``", "`")
+    head = f"### `{code}`\n\n`{error.__name__}`, gRPC status `{error.status}`{kinds}"
+    return f"{head}.\n\n{text} **What to do:** {REMEDIES[code]}\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")
