@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.codemap import END, PAGE, START, codemap
 from tests.test_tidy import MODULES, ROOT, imports, module_name, parsed
 
 FOLDER_MODULES_MAX = 16
@@ -119,6 +120,9 @@ def widths(node: ast.ClassDef) -> tuple[int, int]:
         if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store) and ast.unparse(inner.value) == "self"
     }
     return methods, len(fields | stored)
+
+
+_FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def _is_name(node: ast.expr) -> bool:
@@ -247,15 +251,26 @@ def test_docstrings_begin_with_a_sentence() -> None:
     assert {module: lines for module, lines in found.items() if lines} == {}
 
 
-def test_the_architecture_names_every_module() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"`[a-z_/]*?([a-z_0-9]+)\.py`", text))
-    missing = [
-        module
-        for module, path in PRODUCT.items()
-        if not path.stem.startswith("__") and path.stem not in named and folder(module) != "psdist.cli"
-    ]
-    assert not missing
+def test_the_codemap_has_every_file() -> None:
+    found = PAGE.read_text(encoding="utf-8").partition(START)[2].partition(END)[0]
+    assert found == codemap(), "run: python -m tests.codemap"
+
+
+def test_the_main_loops_name_what_exists() -> None:
+    """Each ``Class.method`` or ``module.function`` of their section."""
+    text = PAGE.read_text(encoding="utf-8").split("## The main loops\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)\.(\w+)(?:\([^`]*\))?`", text))
+    known = {(module.rpartition(".")[2], name) for module in PRODUCT for name in defined(module)}
+    for _, node in classes():
+        known |= {(node.name, inner.name) for inner in node.body if isinstance(inner, _FUNCTION)}
+    assert named and named <= known, sorted(named - known)
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8").partition(START)[0]
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    paths = [path.relative_to(ROOT).as_posix() for path in MODULES]
+    assert named and {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in paths)} == set()
 
 
 def defined(module: str) -> set[str]:
