@@ -28,7 +28,7 @@ from psdist.v1 import server_pb2
 from psdist.wire import limits
 from psdist.wire.backoff import LogPacer
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 
 class Promised(FrameReceiver, Protocol):
@@ -91,7 +91,7 @@ class TcpListener:
                     host=host,
                     port=port,
                 ) from None
-            _log.warning("TCP connections disabled", host=host, reason=reason)
+            logger.warning("TCP connections disabled", host=host, reason=reason)
             return
         self.port = listening.getsockname()[1]
 
@@ -133,7 +133,7 @@ class TcpListener:
     def note_stranger(self, reason: str) -> None:
         """Log that a connection was closed."""
         if count := self._log.note(asyncio.get_running_loop().time()):
-            _log.info("closed unidentified connections", connections=count, reason_of_the_last=reason)
+            logger.info("closed unidentified connections", connections=count, reason_of_the_last=reason)
 
     def forget(self, unidentified: _Unidentified) -> None:
         """Remove a connection that was identified or has ended."""

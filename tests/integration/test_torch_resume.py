@@ -49,7 +49,7 @@ def batch(step: int, rank: int) -> Tensor:
     return torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + rank)) * 5
 
 
-def test_data_parallel_training_resumes_from_the_scripts_checkpoint(
+def test_data_parallel_training_resumes_from_the_file_of_the_script(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It does not use the values of the first start, which are in the snapshot. Each worker logs this."""
@@ -105,7 +105,6 @@ def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any]
 ) -> None:
     """The scheduler of the second life is advanced to the step of the first: the bytes of an uninterrupted run."""
-
     # Made once, as the workers' threads share the random numbers.
     at_first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
