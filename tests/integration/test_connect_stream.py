@@ -1,5 +1,4 @@
-"""The server's Connect stream and its TCP connections, spoken by hand: what they do, what is refused or cut off, and
-that the server survives it all."""
+"""Connect stream of a server and its TCP connections, driven by hand: results, refusals, and closed connections."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ STEPPED = INITIAL - np.float32(0.5) * GRADIENT
 
 
 class TcpBench(Bench):
-    """A server with a port for direct connections."""
+    """Server with a port for TCP connections."""
 
     def __init__(self, host: ParameterServer, channel: grpc.aio.Channel, listener: TcpListener) -> None:
         super().__init__(host, channel)
@@ -134,13 +133,13 @@ class Worker:
         self._ids = 0
 
     async def ask(self, request: pb.ConnectRequest | bytes | None = None) -> pb.ConnectResponse:
-        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
+        """Send the stream's request and return the answer. Raises the error that ends the stream."""
         default = pb.ConnectRequest(identity=self.bench.identity(self.worker))
         await self.call.write(default if request is None else request)
         return await self.stream()
 
     async def stream(self) -> Any:
-        """The stream's next message. Raises what it ends with."""
+        """Return the stream's next message. Raises the error that ends the stream."""
         try:
             async with asyncio.timeout(60):
                 response = await self.call.read()
@@ -221,7 +220,7 @@ async def still_serves(bench: TcpBench, step: int = 0) -> None:
     assert np.array_equal(await peer.say(peer.push(step)), before - np.float32(0.5) * GRADIENT)
 
 
-# --- what it does -----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_step_in_frames(bench: TcpBench) -> None:
@@ -328,7 +327,7 @@ async def test_calls_after_a_cancelled_one_go_on(bench: TcpBench) -> None:
     assert len(await other.answers(theirs)) == COUNT
 
 
-# --- what it refuses: the call ----------------------------------------------------------------------------------------
+# --- refused calls ----------------------------------------------------------------------------------------------------
 
 Change = Callable[[Worker], pb.ShareRequest]
 
@@ -399,7 +398,7 @@ async def test_a_fenced_workers_calls_end(bench: TcpBench, when: str) -> None:
         await peer.answers(request)
 
 
-# --- what it cuts off: the connection ---------------------------------------------------------------------------------
+# --- closed connections -----------------------------------------------------------------------------------------------
 
 Wrong = Callable[[Worker, pb.ShareRequest], bytes]
 PART = cut(GRADIENT)[0].tobytes()

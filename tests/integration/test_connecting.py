@@ -1,4 +1,4 @@
-"""Who may open a direct connection to a server: nonces, strangers, and connections that say nothing."""
+"""Access to a server's TCP port: nonces, strangers, and silent connections."""
 
 from __future__ import annotations
 

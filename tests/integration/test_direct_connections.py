@@ -74,7 +74,7 @@ async def until(condition: Any) -> None:
             await asyncio.sleep(0)
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 async def test_auto_prefers_tcp_to_grpc_and_says_why_not_shm(

@@ -103,7 +103,7 @@ class Primary:
         assert (await self.receive()).WhichOneof("kind") == "filled"
 
     async def refusal(self) -> PsdistError:
-        """With what the replica ends the stream."""
+        """Return the error that ends the replica's stream."""
         async with asyncio.timeout(60):
             try:
                 while await self.call.read() is not grpc.aio.EOF:
@@ -179,7 +179,7 @@ async def test_a_stream_ends_with_its_connection(replicas: Replicas) -> None:
             assert await primary.call.read() is grpc.aio.EOF
 
 
-#: What is sent on a connection after the copy, and what it is refused with.
+#: Frames sent on a connection after the copy, and the errors that refuse them.
 BAD: dict[str, tuple[dict[str, Any], bytes, type[PsdistError], str]] = {
     "another size": ({"update": update(1)}, bytes(4 * SIZE - 4), InvalidArgumentError, "has 16384 bytes"),
     "no such slice": ({"update": update(1, 7)}, bytes(4 * SIZE), InvalidArgumentError, "slice 7 of 1"),

@@ -74,13 +74,13 @@ class Worker:
         return attached
 
     async def ask(self, request: pb.ShareRequest | bytes) -> pb.Attached:
-        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
+        """Send the stream's request and return the answer. Raises the error that ends the stream."""
         await self.call.write(request)
         response = await self.hear_stream()
         return response.attached
 
     async def hear_stream(self) -> pb.ShareResponse:
-        """The stream's next message. Raises what it ends with."""
+        """Return the stream's next message. Raises the error that ends the stream."""
         try:
             response = await self.call.read()
         except grpc.aio.AioRpcError as error:
@@ -99,8 +99,8 @@ class Worker:
             await asyncio.get_running_loop().sock_sendall(self.connection, data)
 
     async def say(self, *requests: pb.ShareRequest | bytes) -> pb.ShareResponse:
-        """Sends requests on the connection and returns the next message. Raises what the stream or the call ends
-        with."""
+        """Send requests on the connection and return the next message. Raises the error that ends the stream or the
+        call."""
         await self.send(*requests)
         try:
             (size,) = struct.unpack("<I", await self._receive(4))
@@ -159,7 +159,7 @@ async def still_serves(bench: Bench, step: int = 0) -> None:
     assert np.array_equal(peer.values(), before - np.float32(0.5) * GRADIENT)
 
 
-# --- what it does -----------------------------------------------------------------------------------------------------
+# --- results ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_step_goes_through_the_arenas(bench: Bench) -> None:
@@ -255,7 +255,7 @@ async def test_for_whom_a_call_waits_is_told(bench: Bench, monkeypatch: pytest.M
     assert list(response.answers.versions) == [1]
 
 
-# --- what it refuses: the call ---------------------------------------------------------------------------------------
+# --- refused calls ----------------------------------------------------------------------------------------------------
 
 Change = Callable[[Worker], pb.ShareRequest]
 
@@ -330,7 +330,7 @@ async def test_calls_under_way_are_bounded(bench: Bench) -> None:
     assert ended == {1, 3, 4, pushed.call_id}
 
 
-# --- what it refuses: the stream --------------------------------------------------------------------------------------
+# --- refused streams --------------------------------------------------------------------------------------------------
 
 
 async def test_bytes_that_are_no_message(bench: Bench) -> None:

@@ -121,7 +121,7 @@ async def test_shm_where_there_is_no_room_fails_clearly(cluster: EmbeddedCluster
         (handle,) = await opened(clients, "must-share")
         with file_limit(1 << 20), pytest.raises(SharingUnavailableError, match=r"no room.*transport='auto'"):
             await handle.push_pull(gradient())
-        # Nothing was sent, and where there is room again it goes on.
+        # Nothing was sent, and the script continues once there is room again.
         assert set((await handle.push_pull(gradient()))["w"].tolist()) == {1.0}
         assert handle.statistics().transport == "shm"
 
@@ -421,7 +421,7 @@ def under_way(handle: AsyncParameters) -> bool:
 
 
 async def test_a_killed_server_ends_calls_at_once() -> None:
-    # Not because it is silent for so long.
+    # Not because of its silence.
     lost = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=600.0)
     try:
         async with members(lost, {"transport": "shm"}, {"transport": "shm"}) as clients:

@@ -108,7 +108,8 @@ async def test_what_a_given_up_push_left_is_not_changed_by_who_has_the_next_turn
         await until_pushed(clients[1], names[0])
         pushing.cancel()
         await asyncio.wait({pushing})
-        # The servers read that gradient once the other worker has pushed. What the second writes now is not theirs.
+        # The servers read that gradient once the other worker has pushed. Later writes of the second worker are not
+        # theirs.
         results = await asyncio.gather(turn(second, -5.0), turn(others[1], -1.0))
         assert set(results[0].tolist()) == set(results[1].tolist()) == {4.0}
         assert set((await turn(others[0], -1.0)).tolist()) == {3.0}

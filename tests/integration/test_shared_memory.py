@@ -242,7 +242,7 @@ async def test_no_read_is_torn(cluster: EmbeddedCluster, monkeypatch: pytest.Mon
             """A busy machine may give each its turn between the others' copies."""
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- statistics -------------------------------------------------------------------------------------------------------
 
 
 async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) -> None:

@@ -1,4 +1,4 @@
-"""The port of direct connections: where it listens, and what it says if it cannot. Sockets are on loopback."""
+"""Port for TCP connections: the addresses it listens on, and errors if it cannot. Sockets are on loopback."""
 
 from __future__ import annotations
 

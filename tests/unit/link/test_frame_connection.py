@@ -21,7 +21,7 @@ LOOPS: list[Callable[[], asyncio.AbstractEventLoop]] = [asyncio.new_event_loop, 
 
 
 class End:
-    """One end of a connection, what came there, and what it ended with. memory: where payloads go."""
+    """One end of a connection, its received frames, and the errors it ended with. memory: buffer for payloads."""
 
     def __init__(self, memory: np.ndarray | None = None) -> None:
         self.headers: list[bytes] = []
@@ -222,7 +222,7 @@ def test_connection(case: Callable[[], Awaitable[None]], new_loop: Callable[[], 
 
 
 class KernelsWord:
-    """A transport whose socket tells what a kernel knows of its connection."""
+    """Transport whose socket returns a fixed state of the kernel's connection."""
 
     def __init__(self, retransmits: int, probes: int, since_ms: int, family: int = socket.AF_INET) -> None:
         self.family = family

@@ -1,4 +1,4 @@
-"""Each limit of ``psdist.wire.limits`` on what a peer can make a process hold is enforced, with a typed error."""
+"""Each limit of ``psdist.wire.limits`` on the memory that peers can use is enforced, with a typed error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ loop = pytest.mark.asyncio(loop_scope="session")
 ECHO = "/test.Test/Echo"
 
 
-# --- what the scheduler remembers -------------------------------------------------------------------------------------
+# --- memory of the scheduler ------------------------------------------------------------------------------------------
 
 
 def layout(*shapes: list[int]) -> common_pb2.Layout:
@@ -157,7 +157,7 @@ def test_next_pushes() -> None:
 
 
 def test_workers_that_a_server_hears() -> None:
-    """What a server says beyond the limit is left out: the others are alive all the same."""
+    """Reports beyond the limit are dropped, and the other workers stay alive."""
     heard = [
         common_pb2.WorkerIncarnation(worker_id=f"w{number}", incarnation=1) for number in range(limits.MEMBERS_MAX + 1)
     ]
@@ -185,7 +185,7 @@ def test_barrier_names(name: str) -> None:
     ],
 )
 def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
-    """What the store could not hold would end the scheduler."""
+    """A number that the store cannot hold would end the scheduler."""
     driver = Driver()
     worker, _ = driver.join()
     before, call = driver.stored, driver.number()
@@ -243,7 +243,7 @@ def test_calls_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [name for name, _ in driver.cluster.machines.barriers.arrivals] == ["b0", "b1"]
 
 
-# --- what the transport takes -----------------------------------------------------------------------------------------
+# --- limits of the transport ------------------------------------------------------------------------------------------
 
 
 async def _echo(data: bytes, context: object) -> bytes:
@@ -325,6 +325,6 @@ async def test_connections(transport: Any) -> None:
         assert await reader.read(1), "the server begins with its settings"
     async with asyncio.timeout(60):
         reader, writer = await asyncio.open_connection(host, int(port))
-        assert await reader.read() == b"", "one connection more is closed at once"
+        assert await reader.read() == b"", "one connection more is closed immediately"
     for _, each in (*opened, (None, writer)):
         each.close()

@@ -37,7 +37,7 @@ libc.fclose(stream)
 print(len(re.findall(rb"<heap nr", text.value)))
 """
 
-#: Allocates in eight threads at once.
+#: Allocates in eight threads concurrently.
 HEAPS = """
 import threading
 from psdist.wire import malloc_options
@@ -83,7 +83,7 @@ def heaps(code: str = HEAPS, **environ: str) -> int:
 
 
 def faults(**environ: str) -> tuple[str, int]:
-    """What a new process says: whether it was done, and page faults."""
+    """Run a new process. Return whether the settings were applied, and its page faults."""
     answer = subprocess.run([sys.executable, "-c", CODE], env=environ, capture_output=True, text=True, check=True)
     done, count = answer.stdout.split()
     return done, int(count)

@@ -1,4 +1,4 @@
-"""How a member registers, and what it says in its session: heartbeats, and reports between them."""
+"""Registration of a member, and its session requests: heartbeats, and reports in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a handler raises ends its call as a status, for single answers and for streams, and nothing else ends."""
+"""Exceptions of a handler end its call as a status, for single answers and for streams, and end nothing else."""
 
 from __future__ import annotations
 

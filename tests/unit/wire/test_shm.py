@@ -1,4 +1,4 @@
-"""Arenas and their handover: what can be written, what cannot, what a peer may offer, and what is left behind."""
+"""Arenas and their handover: writable and read-only parts, invalid offers, and files left behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @pytest.fixture(scope="module", autouse=True)
 def collecting_is_fast() -> Iterator[None]:
-    """What other tests imported is not looked at each time: that alone takes a second and more."""
+    """Objects imported by other tests are not collected each time: that alone takes a second and more."""
     gc.collect()
     gc.freeze()
     yield
@@ -386,7 +386,7 @@ async def test_both_sides_get_the_file_of_the_other() -> None:
     assert not path.exists()
     assert GradientArena.open(fd, 10, "float32").nonce == gradients.nonce
     assert WeightsArena.open(taken, 1, 10).nonce == weights.nonce
-    with mine, theirs:  # The connection is there for both still.
+    with mine, theirs:  # Both ends of the connection are still open.
         mine.send(b"call")
         assert theirs.recv(9) == b"call"
 

@@ -1,4 +1,4 @@
-"""Errors cross the wire as themselves; what the transport says becomes a class of ours."""
+"""Errors cross the wire unchanged; failures of gRPC itself become classes of psdist."""
 
 from __future__ import annotations
 

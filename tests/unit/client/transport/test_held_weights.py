@@ -1,4 +1,4 @@
-"""What a worker holds of the weights, and differences that are added to it."""
+"""Weights held by a worker, and differences added to them."""
 
 from __future__ import annotations
 

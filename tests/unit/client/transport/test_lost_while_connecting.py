@@ -1,4 +1,4 @@
-"""A server that is lost while a connection to it is opened: the attempt ends at once, whatever it waits for."""
+"""Loss of a server while a connection to it is opened: the attempt ends immediately, at every stage."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_the_end_of_the_stream_ends_it(ports: dict[str, int], name: str, s
 
 
 async def test_a_server_that_was_just_killed_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port refuses before the end of its stream is known. A run that insists on direct connections goes on."""
+    """Its port refuses before the end of its stream is known. A run that requires the TCP transport continues."""
     monkeypatch.setattr(dialing, "_REFUSED_SECONDS", 3600.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

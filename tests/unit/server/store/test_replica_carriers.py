@@ -1,4 +1,5 @@
-"""What carries updates to a replica: payloads in the arena and in frames, and what may still be read at the end."""
+"""Transports of updates to a replica: payloads in the arena and in frames, and gradients that may be read after the
+end."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ async def gives_up_after(rounds: int) -> bool:
         was_open = stream.carrier_text == "shm"
         stream.close()
         await asyncio.gather(stream.task, return_exceptions=True)
-        await turns(3)  # The loop closes what it has taken over.
+        await turns(3)  # The loop closes its sockets.
         if peer.connection is not None:
             with peer.connection:
                 peer.connection.settimeout(0)

@@ -1,4 +1,4 @@
-"""Of several writers to one server the one with the lowest slice goes first, and none waits for one that is stuck."""
+"""Write order of several callers to one server: the lowest slice goes first, and nobody waits for a stuck writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One direct connection without a network: bytes are given to it by hand, and what it sends is kept."""
+"""One TCP connection without a network: bytes are fed by hand, and sent frames are recorded."""
 
 from __future__ import annotations
 
