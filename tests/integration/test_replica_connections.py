@@ -1,5 +1,5 @@
-"""The replica's end of a Replicate stream and its connections, spoken to by hand: what it takes, what is refused or cut
-off, and that the next stream is served as if nothing had been."""
+"""Replica's end of a Replicate stream and its connections, driven by hand: accepted, refused and closed connections.
+The next stream is served as usual."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Replicas:
         return Primary(self._channel, self._stack)
 
     async def weights(self) -> np.ndarray:
-        """What B has, once it is the primary."""
+        """Return B's weights, after making it the primary."""
         await self.pair.b.host.follow(self.pair.map_of(2, Shard(B, 2)))
         return await self.pair.b.pull()
 

@@ -1,5 +1,5 @@
-"""Weights that are sent from where they lie: what a worker receives is of one version, also where others go on without
-it meanwhile. uvloop sends from there; asyncio's own loop of Python 3.11 copies."""
+"""Weights sent from their place in memory: a worker receives a single version, even if others continue without it.
+uvloop sends in place; asyncio's own loop of Python 3.11 copies."""
 
 from __future__ import annotations
 

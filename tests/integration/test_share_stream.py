@@ -1,5 +1,5 @@
-"""The server's Share stream and the connection for its calls, spoken by hand: what it does, what it refuses, that it
-survives it all."""
+"""Share stream of a server and the connection for its calls, driven by hand: results, refusals, and survival of
+both."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ class Host:
         self.start("server", "psdist-server", "--scheduler", "scheduler:29600", *address, ipc="shareable")
 
     def start(self, role: str, *command: str, ipc: str = "private") -> None:
-        """A container that goes on in the background."""
+        """Start a container in the background."""
         self.started.append(f"{self.name}-{role}")
         docker("run", "--detach", "--name", self.started[-1], *self._flags(role, ipc), "psdist", *command)
 
     def train(self, transport: str, ipc: str) -> str:
-        """What a worker in a container of its own prints, to its end."""
+        """Run a worker in a separate container. Return its output."""
         return docker("run", "--rm", *self._flags("worker", ipc), "psdist", "python", "-c", _TRAIN, transport)
 
     def _flags(self, role: str, ipc: str) -> list[str]:
@@ -68,7 +68,7 @@ class Host:
         return f"container:{self.name}-server"
 
     def sockets(self) -> str:
-        """What is left in the server's shared-memory file system."""
+        """List the server's shared-memory file system."""
         return docker("exec", f"{self.name}-server", "ls", "/dev/shm").strip()
 
 

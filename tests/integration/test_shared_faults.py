@@ -416,7 +416,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def under_way(handle: AsyncParameters) -> bool:
-    """Whether a call was sent over shared memory and is not answered."""
+    """True if a call was sent over shared memory and is unanswered."""
     return any(stream.calls for stream in handle.exchange.shared_memory.streams.values())
 
 

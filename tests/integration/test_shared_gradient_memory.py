@@ -62,7 +62,7 @@ async def turn(handle: AsyncParameters, value: float) -> np.ndarray:
 
 
 async def address(handle: AsyncParameters) -> int:
-    """Where the gradients lie."""
+    """Return the address of the gradients."""
     return int((await handle.gradient_buffers())["w"].__array_interface__["data"][0])
 
 

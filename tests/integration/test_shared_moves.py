@@ -95,7 +95,7 @@ def check_shared(handle: AsyncParameters, without: str) -> None:
     assert shared is not None
 
 
-# Copies are made of what the other case reads in place.
+# Copies of the weights that the other case reads in place.
 @pytest.mark.parametrize("copy", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_when_a_server_dies_training_goes_on_in_shared_memory(cluster: EmbeddedCluster, copy: bool) -> None:
     async with joined(cluster, "shm", "shm") as (_, handles):

@@ -44,7 +44,7 @@ SPEC = ParametersSpec("p", optim.SGD(lr=1.0), BSP(), slice_elements=SIZE)
 
 
 class Server:
-    """One server on a free port, and what a worker says to it."""
+    """One server on a free port, driven as by a worker."""
 
     def __init__(self, replica: Replica, carriers: Collection[str]) -> None:
         # Nobody is slow here: not on a busy machine either.
@@ -116,7 +116,7 @@ class Pair:
             await server.host.follow(self.map_of(epoch, shard, ready=ready))
 
     async def reports(self) -> list[ReplicaReport]:
-        """What the primary has to report, as soon as there is something."""
+        """Wait for the primary's reports."""
         async with asyncio.timeout(60):
             while not (found := self.a.host.reports()):
                 self.a.reported.clear()
@@ -132,7 +132,7 @@ class Pair:
 
     @property
     def carrier(self) -> str:
-        """What carries updates from A to B."""
+        """Transport of updates from A to B."""
         (shown,) = self.a.host.statistics().parameters[0].replicas
         return shown.carrier
 

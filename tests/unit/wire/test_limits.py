@@ -251,7 +251,7 @@ async def _echo(data: bytes, context: object) -> bytes:
 
 
 class Transport:
-    """A server that answers with what it was sent; ``held`` calls of Hold wait until they are cancelled."""
+    """Server that echoes requests; ``held`` calls of Hold wait until they are cancelled."""
 
     def __init__(self, message_bytes: int) -> None:
         self.server = channels.make_server("", message_bytes)

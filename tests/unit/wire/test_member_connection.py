@@ -20,7 +20,7 @@ from psdist.wire.member_connection import MemberConnection, SessionRequests
 
 
 class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Ends registrations with ``endings``, each of which is a status, and accepts those after them."""
+    """Scheduler that ends registrations with ``endings``, a list of statuses, and accepts those after them."""
 
     def __init__(self, *endings: grpc.StatusCode) -> None:
         self.endings = list(endings)

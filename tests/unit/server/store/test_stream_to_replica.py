@@ -21,7 +21,7 @@ ME, OTHER = Replica("server-0", 1), Replica("server-1", 1)
 
 
 class Source:
-    """Slices that never stand still."""
+    """Slices that are never quiescent."""
 
     def __init__(self) -> None:
         self.asked: asyncio.Queue[int] = asyncio.Queue()
