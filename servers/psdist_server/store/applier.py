@@ -1,15 +1,14 @@
-"""Carries out the updates that the shard machines of a server ask for, here and at the replicas.
+"""Carries out the updates that a server's shard machines ask for, here and at the replicas.
 
-A slice is updated by one fused kernel, straight from the contributions, several slices at once. Where a slice has
-replicas, the kernel also writes out what it applies, into memory that was reserved before. That is sent to the replicas
-when the kernel has ended, and the update is complete when all required ones have acknowledged it. They run the same
+A slice is updated by one fused kernel, straight from the contributions, several slices at a time. If a slice has
+replicas, the kernel also writes out the applied gradient, into memory reserved in advance. This is sent to the replicas
+when the kernel has ended, and the update is complete when all required ones have acknowledged it. Replicas run the same
 kernel on it, so all copies have the same bytes.
 
-While a snapshot is cut (``copy_on_write``), the kernel of an update first copies what the snapshot needs of the slice,
-and updates that must not go on yet wait.
+While a snapshot is being cut (``copy_on_write``), an update's kernel first copies the slice if the snapshot needs it,
+and updates that must not proceed yet wait.
 
-Invariants: at most one kernel works on a slice at a time. A quiescent slice can be copied, and its record then
-describes exactly what is in its arrays. What was asked of a slice has no effect once the slice is dropped.
+Invariants: At most one kernel works on a slice at a time. A pending update has no effect once its slice is dropped.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ from psdist_server.store.slice_contents import SliceContents
 
 
 class Outcome(NamedTuple):
-    """The result of a kernel: how long it took, contributions that were left out, and of a mean itself and its sum of
-    squares."""
+    """Result of a kernel: its duration, the contributions left out, and for a mean the array and its sum of squares."""
 
     seconds: float
     bad: Bad = ()
@@ -43,9 +41,13 @@ class Outcome(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """What a kernel works on. is_raw: the update's parts are the contributions, not their mean. square: of that mean
-    (clipping). is_shipped: replicas need the update with its gradient. target: where the slice is copied to before it
-    is updated."""
+    """Work item of a kernel.
+
+    is_raw: the update's parts are the contributions, not their mean.
+    square: sum of squares of that mean (clipping).
+    is_shipped: replicas need the update with its gradient.
+    target: memory that the slice is copied to before it is updated.
+    """
 
     effect: Apply | Aggregate
     update: Update
@@ -57,7 +59,7 @@ class _Job(NamedTuple):
 
 @dataclass(slots=True)
 class _Shipment:
-    """An update that is in the arrays here, and that replicas must have."""
+    """An update that is in the arrays here, and that replicas must acknowledge."""
 
     effect: Apply
     lsn: int
@@ -69,7 +71,7 @@ class _Shipment:
 class Applier:
     """Carries out ``Apply`` and ``Aggregate`` effects.
 
-    done: called with each effect that is carried out, everywhere, and what came of it.
+    done: called with each effect that is complete, here and at the replicas, and its outcome.
     """
 
     def __init__(
@@ -89,19 +91,19 @@ class Applier:
         self._contents = contents
         self._done = done
         self._max_grad_norm = entry.spec.optimizer.max_grad_norm
-        #: BSP: the factor by which the newest step is clipped, by step.
+        #: BSP: clipping factor of the newest step, by step.
         self._clip_factors: dict[int, float | None] = {}
-        #: What Aggregate made for Apply: the mean, its sum of squares, and the factor on the learning rate.
+        #: Results of Aggregate for Apply: the mean, its sum of squares, and the factor on the learning rate.
         self._means: dict[int, tuple[Array | None, float, float]] = {}
         self._shipments: dict[int, _Shipment] = {}
-        #: Updates that wait for room among those that are kept for replicas.
+        #: Updates that wait for room in the log of replicated updates.
         self._waiting: deque[_Job] = deque()
         self._is_shipping = False
         #: Updates that wait for a snapshot.
         self.gate = UpdateGate[_Job](self._deliver)
 
     def start(self, effect: Apply | Aggregate) -> None:
-        """Begins to carry ``effect`` out."""
+        """Start carrying out ``effect``."""
         index = effect.index
         values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
         lr_factor = self._gradients.lr_factor(effect.parts)
@@ -122,7 +124,7 @@ class Applier:
             self._deliver(_Job(effect, update))
 
     def norm_known(self, step: int, norm: float) -> None:
-        """BSP: the global norm of ``step``, by which the aggregated slices are clipped."""
+        """BSP: set the global norm of ``step``, by which the aggregated slices are clipped."""
         self._clip_factors = {step: clip_factor(norm, self._max_grad_norm)}
 
     def _deliver(self, job: _Job) -> None:
@@ -137,7 +139,7 @@ class Applier:
             self._ship(job)
 
     def _write(self, job: _Job) -> None:
-        """Begins to update a slice, and to copy it before where a snapshot needs that."""
+        """Start updating a slice, with a copy before if a snapshot needs one."""
         index = job.effect.index
         self._contents.write_started(index)
         if (target := self.gate.copy_for_update(index)) is not None:
@@ -145,22 +147,22 @@ class Applier:
         self._kernels.submit(index, self._dense.carry_out, job, self._applied)
 
     def _ship(self, job: _Job) -> None:
-        """Begins an update that is sent to the replicas."""
+        """Start an update that is sent to the replicas."""
         given = job.update
         mean = self._replicator.memory.reserve(given.index) if given.parts else None
         update = replace(given, mean=mean)
         self._write(_Job(job.effect, update, job.is_raw, job.square, is_shipped=True))
 
     def replicated(self, index: int, lsn: int) -> None:
-        """All replicas that must have update ``lsn`` of slice ``index`` have it."""
+        """Record that all required replicas have update ``lsn`` of slice ``index``."""
         shipment = self._shipments.get(index)
         if shipment is not None and shipment.lsn == lsn:
             shipment.is_replicated = True
             self._end_if_done(shipment)
 
     def ship_waiting(self) -> None:
-        """There may be room for updates that wait."""
-        if self._is_shipping:  # By a caller further up, where small slices are updated at once.
+        """Start waiting updates while there is room."""
+        if self._is_shipping:  # A caller up the stack does this: small slices are updated synchronously.
             return
         self._is_shipping = True
         try:
@@ -184,7 +186,7 @@ class Applier:
         self._done(effect, outcome)
 
     def _combine(self, works: Sequence[tuple[int, _Job]]) -> list[Outcome]:
-        """Runs in a kernel thread, or on the loop."""
+        """Compute means. Runs in a kernel thread, or on the loop."""
         outcomes = []
         for index, job in works:
             started = time.perf_counter()
@@ -200,7 +202,7 @@ class Applier:
         self._done(effect, outcome)
 
     def _applied(self, job: _Job, applied: Applied) -> None:
-        """An update is in the arrays here."""
+        """Handle an update that is in the arrays here."""
         effect, outcome = job.effect, Outcome(*applied)
         assert isinstance(effect, Apply)
         if job.is_raw:
@@ -208,26 +210,27 @@ class Applier:
         if job.is_shipped:
             self._send(job, outcome)
             return
-        if (lsn := self._replicator.take_lsn(effect.index)) is not None:  # Those being filled count it all the same.
+        if (lsn := self._replicator.take_lsn(effect.index)) is not None:  # Replicas being filled count it, too.
             self._replicator.update(_replica_update(job, lsn))
         self._written(effect, job.target)
         self._end(effect, outcome)
 
     def _send(self, job: _Job, outcome: Outcome) -> None:
-        """Sends an update to the replicas before the slice counts as quiescent: it goes ahead of any copy of it."""
+        """Send an update to the replicas. This happens before the slice counts as quiescent, so the update precedes any
+        copy of it."""
         effect, index = job.effect, job.effect.index
         assert isinstance(effect, Apply)
         lsn = self._replicator.take_lsn(index)
         shipment = self._shipments[index] = _Shipment(effect, lsn or 0, outcome)
         if lsn is not None:
             self._replicator.update(_replica_update(job, lsn))
-        else:  # The last replica went meanwhile.
+        else:  # The last replica left meanwhile.
             self._replicator.memory.cancel([index])
             shipment.is_replicated = True
         self._written(effect, job.target)
         shipment.may_end = True
         self._end_if_done(shipment)
-        self.ship_waiting()  # Nothing may be kept of this one, and no acknowledgement come.
+        self.ship_waiting()  # This update may have left room without an acknowledgement to come.
 
     def _written(self, effect: Apply, target: CopyTarget | None) -> None:
         self._contents.write_ended(effect)
@@ -236,7 +239,7 @@ class Applier:
         self._contents.notify(effect.index)
 
     def drop(self, indices: Collection[int]) -> None:
-        """These slices are no longer updated here; what runs has no effect. See ``KernelLauncher.discard``."""
+        """Stop updating these slices here; running kernels have no effect. See ``KernelLauncher.discard``."""
         self._gradients.discard_slices(indices)
         self._kernels.discard(indices)
         self._replicator.memory.cancel(indices)

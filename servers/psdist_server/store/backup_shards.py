@@ -1,11 +1,11 @@
-"""The shards that this server holds for another primary, and what their primaries send.
+"""The shards that this server holds for other primaries, and the handling of the primaries' messages.
 
-What arrives for a slice is carried out in order: arrays that replace it, updates, and comparisons of its digest.
-Updates of different slices run in the kernel threads side by side. An update is acknowledged when it and all before it
-are in the arrays. Of a server's streams only the newest counts. A late message on an earlier one could begin a copy
-again that is complete, and the primary reads answers on the newest stream only.
+Messages for a slice are handled in order: arrays that replace it, updates, and comparisons of its digest. Updates of
+    different slices run concurrently in the kernel threads. An update is acknowledged when it and all earlier ones are
+    in the arrays. Only the newest of a server's streams counts: a late message on an earlier one could restart a copy
+    that is complete, and the primary reads answers on the newest stream only.
 
-Not here: which update comes next (``core.replication``), the stream (``service``).
+``core.replication`` decides which update comes next; ``replica_service`` serves the stream.
 """
 
 from __future__ import annotations
@@ -39,8 +39,10 @@ Answer = Callable[[pb.ReplicateResponse], None]
 
 
 class _QueuedUpdate(NamedTuple):
-    """An update of shard ``number`` that is carried out when the slice's earlier ones are done. square: of its gradient
-    (clipping)."""
+    """An update of shard ``number``, to be carried out after the slice's earlier ones.
+
+    square: sum of squares of its gradient (clipping).
+    """
 
     number: int
     term: int
@@ -53,7 +55,7 @@ class _QueuedUpdate(NamedTuple):
 class BackupShards:
     """The shards of one parameter set that this server holds for other primaries.
 
-    fail: called with the error where a copy is not what it should be.
+    fail: called with the error if a copy's bytes differ from its primary's.
     """
 
     def __init__(
@@ -76,14 +78,13 @@ class BackupShards:
         self._incoming: dict[int, list[Array]] = {}
         self._queues: dict[int, deque[_QueuedUpdate | Callable[[], None]]] = {}
         self._busy: set[int] = set()
-        #: Shards that the map has this server copy, and that it has no memory for.
+        #: Shards that this server should copy by the map, but has no memory for.
         self._no_room: dict[int, LimitExceededError] = {}
-        #: Where each server reads answers, by its id: on its newest stream.
+        #: Answer function of each server's newest stream, by its id.
         self._answers: dict[str, Answer] = {}
 
     def add(self, number: int, indices: Iterable[int], shard: Shard) -> None:
-        """Holds one more shard from now on. Where there is no memory for it, its primary is refused until the next
-        map."""
+        """Start holding a shard. If there is no memory for it, its primary is refused until the next map."""
         try:
             self._dense.hold(indices)
         except LimitExceededError as error:
@@ -92,31 +93,33 @@ class BackupShards:
         self.machines[number] = BackupReplication(number, indices, shard)
 
     def remove(self, number: int) -> BackupReplication:
-        """Accepts nothing more for a shard. Wait for ``KernelLauncher.settled``: what was accepted is carried out."""
+        """Stop accepting messages for a shard. Wait for ``KernelLauncher.settled`` afterwards: accepted updates are
+        still carried out."""
         machine = self.machines.pop(number)
         for index in machine.slices:
             self._incoming.pop(index, None)
         return machine
 
     def discard(self, indices: Iterable[int]) -> None:
-        """Nothing that waits for these slices is carried out any more."""
+        """Drop all queued work for these slices."""
         for index in indices:
             self._queues.pop(index, None)
 
     def follow(self, shards: Sequence[Shard]) -> None:
-        """Follows a new map: its primaries; whether there is memory for its shards is found out anew."""
+        """Adopt a new map: its primaries. Memory for refused shards is tried again."""
         self._no_room.clear()
         for number, machine in self.machines.items():
             machine.follow(shards[number])
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Forgets what is known of other producers. Entries that a primary with an older map still sends go at the next
-        change: no primary has a newer map, as its streams wait for that (``Admission.admit_primary``)."""
+        """Drop the entries of other producers. Entries that a primary with an older map still sends are dropped at the
+        next change: no primary has a newer map, as its streams wait for that (``Admission.admit_primary``)."""
         for machine in self.machines.values():
             machine.retain(producers)
 
     def open_stream(self, sender: Replica, answer: Answer) -> pb.ReplicateResponse:
-        """What is here of the sender's shards. From now on only messages on the stream of ``answer`` count."""
+        """Report this server's copies of the sender's shards. From now on only messages on the stream of ``answer``
+        count."""
         self._answers[sender.server_id] = answer
         held = [
             pb.ReplicateResponse.Held(
@@ -130,10 +133,10 @@ class BackupShards:
     def on_message(
         self, sender: Replica, frame: Frame[pb.ReplicateRequest], entry: ParametersEntry, answer: Answer
     ) -> None:
-        """Handles one message. Raises InvalidArgumentError where the stream cannot go on."""
+        """Handle one message. Raises InvalidArgumentError if the stream cannot continue."""
         message = frame.header
         if self._answers.get(sender.server_id) != answer:
-            raise InvalidArgumentError(f"{sender} has opened another stream since: this one counts no more")
+            raise InvalidArgumentError(f"{sender} has opened another stream: this one is no longer valid")
         if message.WhichOneof("kind") == "confirm":
             self._confirm(sender, message.confirm, entry, answer)
             return
@@ -142,7 +145,7 @@ class BackupShards:
             if message.shard in self._no_room:
                 raise self._no_room[message.shard]
             machine = self.machines.get(message.shard)
-            if machine is not None:  # Else it was moved from here, as the primary's next map says.
+            if machine is not None:  # Otherwise the shard moved away; the primary's next map says so.
                 self._on_shard_message(machine, sender, frame, answer)
         except (StaleTermError, StaleCopyError, ReplicaMismatchError, LimitExceededError) as error:
             answer(_refused(message.shard, message.term, error))
@@ -186,7 +189,7 @@ class BackupShards:
             case "digest":
                 self._on_digest(machine, message, answer)
             case kind:
-                raise InvalidArgumentError(f"a message of kind {kind} is unknown here")
+                raise InvalidArgumentError(f"unknown message kind {kind}")
 
     def _on_state(self, machine: BackupReplication, state: pb.ReplicateRequest.SliceState, payload: memoryview) -> None:
         index = state.slice
@@ -224,7 +227,7 @@ class BackupShards:
             if self._dense.digest(index) == digest:
                 return
             error = ReplicaMismatchError(
-                f"slice {index} of shard {number} has other bytes here than at its primary, both at version {version}: "
+                f"slice {index} of shard {number} differs from its primary's bytes, both at version {version}: "
                 "the shard is stopped",
                 slice=index,
             )
@@ -251,7 +254,7 @@ class BackupShards:
         self._enqueue(update.index, _QueuedUpdate(number, term, update.lsn, dense, update.square, sender))
 
     def _acknowledge(self, machine: BackupReplication, sender: Replica, term: int, lsn: int) -> None:
-        """Acknowledges an update, unless there is another term, under which its number means something else."""
+        """Acknowledge an update, unless the term has changed: its number would mean another update."""
         if term == machine.term:
             ack = pb.ReplicateResponse.Ack(shard=machine.number, term=term, lsn=machine.applied(term, lsn))
             self._answers[sender.server_id](pb.ReplicateResponse(ack=ack))
@@ -289,7 +292,7 @@ class BackupShards:
         self._next(index)
 
     def _next(self, index: int) -> None:
-        """Carries out what waits for a slice, up to its next update."""
+        """Carry out the queued work of a slice, up to its next update."""
         queue = self._queues.get(index)
         while queue and index not in self._busy:
             work = queue.popleft()

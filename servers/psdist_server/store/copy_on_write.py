@@ -1,14 +1,14 @@
 """Copies of slices for a snapshot, made before updates change the slices.
 
-``SliceCopies`` stands between the state of the cut (``core.cut``), the kernels that copy, and the writer of the files
-(``snapshot_writer``), which takes slices in the order of its files. ``UpdateGate`` holds the updates that must wait for
-that. Everything here runs on the event loop.
+``SliceCopies`` connects the state of the cut (``core.cut``), the kernels that copy, and the writer of the files
+(``snapshot_writer``), which takes slices in file order. ``UpdateGate`` holds the updates that must wait for copies.
+Everything here runs on the event loop.
 
-While training goes on, every slice changes soon after it has reached the cut. So slices are copied as soon as the
-kernel threads have nothing else to do.
+During training, every slice changes soon after it has reached the cut. So slices are copied as soon as the kernel
+threads are otherwise idle.
 
-Invariants: the memory of a copy is used again only when its slice has been written, or the attempt is over and no
-kernel uses it. No update waits for an attempt that is over.
+Invariants: The memory of a copy is reused only when its slice has been written, or the attempt is over and no kernel
+    uses it. No update waits for an attempt that is over.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ from psdist_server.kernels.pool import KernelLauncher
 
 U = TypeVar("U")
 
-#: Copies that writers have under way beside those that updates ask for.
+#: Copies in progress for writers, in addition to those for updates.
 WRITER_COPIES: Final = 8
-#: The longest that the writers of one attempt let copies go first.
+#: Longest time that the writers of one attempt yield to other copies.
 REST_SECONDS: Final = 0.25
-#: Copies ahead of updates that are under way at a time.
+#: Copies ahead of updates in progress at a time.
 _AHEAD: Final = 2
 
 
 class CopyTarget(NamedTuple):
-    """Where a slice is copied to: weights, then state, one after another. ``copied`` is called on the loop when it is,
-    unless the slice was discarded."""
+    """Destination of a slice's copy: weights, then state, one after another. ``copied`` is called on the loop when the
+    copy is complete, unless the slice was discarded."""
 
     memory: Array
     copied: Callable[[], None]
 
 
 class SliceCopies:
-    """The copies of one attempt: made for updates, ahead of them or for the writer, and kept until they are written.
+    """The copies of one attempt: made for updates, ahead of them or for the writer, and held until they are written.
 
-    pool: their memory. resume: called when an update of slice ``index`` may continue; -1 for any slice.
+    pool: their memory.
+    resume: called when an update of slice ``index`` may continue; -1 for any slice.
     """
 
     def __init__(
@@ -64,21 +65,21 @@ class SliceCopies:
         self._kernels = kernels
         self._resume = resume
         self._copies: dict[int, Array] = {}
-        #: Writers that wait for a slice to reach the cut, or to be copied.
+        #: Writers waiting for a slice to reach the cut, or to be copied.
         self._awaited: dict[int, asyncio.Future[None]] = {}
-        #: Slices at the cut that will change soon, and how many of them are being copied.
+        #: Slices at the cut that will change soon, and the number of them being copied.
         self._ahead: deque[int] = deque()
         self._copying_ahead = 0
         self._is_pumping = False
-        #: Slices that updates are copying.
+        #: Slices being copied by updates.
         self._by_updates: set[int] = set()
-        #: Writers that let copies go first, and the seconds for which they may still do so.
+        #: Writers that are yielding to other copies, and the seconds left for that.
         self._resting: list[asyncio.Future[None]] = []
         self._rest_left = REST_SECONDS
         self.is_over = False
 
     def copy_for_update(self, index: int) -> CopyTarget | None:
-        """Where an update of slice ``index``, which begins now, must copy the slice first; None where it need not."""
+        """Return the memory to which a starting update of slice ``index`` must copy it first, or None."""
         if self.state.is_safe(index):
             return None
         self.state.copy_for_update(index)
@@ -101,9 +102,9 @@ class SliceCopies:
         self._resume(index)
 
     def copy_ahead(self, indices: Iterable[int] = ()) -> None:
-        """Slices at the cut that will change soon: they are copied when there is nothing else to do."""
+        """Copy slices at the cut that will change soon, when the kernel threads are otherwise idle."""
         self._ahead.extend(indices)
-        if self._is_pumping:  # By a caller further up, where small slices are copied at once.
+        if self._is_pumping:  # A caller up the stack does this: small slices are copied synchronously.
             return
         self._is_pumping = True
         while self._ahead and self._copying_ahead < _AHEAD and not self.state.budget.is_exhausted and not self.is_over:
@@ -120,18 +121,18 @@ class SliceCopies:
         self._copied(index)
 
     def _submit(self, index: int, copied: Callable[[int], None], *, last: bool = False) -> None:
-        """Copies a slice that no update changes meanwhile. last: after all updates."""
+        """Copy a slice that no update changes meanwhile. last: after all updates."""
         target = CopyTarget(self._acquire(index), partial(copied, index))
         self._kernels.submit(index, self._copy, target, _on_copied, last)
 
     def _copy(self, works: Sequence[tuple[int, CopyTarget]]) -> list[None]:
-        """Runs in a kernel thread, or on the loop."""
+        """Copy slices. Runs in a kernel thread, or on the loop."""
         for index, target in works:
             self._dense.copy_slice(index, target.memory)
         return [None] * len(works)
 
     def end(self) -> None:
-        """The attempt is over, or everything is written: nothing waits for it any more, and its memory is free when the
+        """End the attempt, which is over or fully written. Nothing waits for it any more; memory is released when the
         kernels that write to it have ended."""
         self.is_over = True
         copying = set(self.state.copying)
@@ -145,8 +146,7 @@ class SliceCopies:
         self._end_rest()
 
     async def take(self, index: int) -> Array:
-        """The copy of slice ``index``: all its arrays one after another. Waits until it has reached the cut and is
-        copied."""
+        """Wait for the copy of slice ``index``, and return it: all its arrays one after another."""
         while index not in self.state.copied:
             if self.state.needs_copy(index):
                 self._copy_for_writer(index)
@@ -155,7 +155,7 @@ class SliceCopies:
         return self._copies[index]
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begins to copy those of these slices that need a copy."""
+        """Start copying those of these slices that need a copy."""
         for index in indices:
             if self.state.needs_copy(index):
                 self._copy_for_writer(index)
@@ -165,13 +165,13 @@ class SliceCopies:
         self._submit(index, self._copied)
 
     def notify_writer(self, index: int) -> None:
-        """Slice ``index`` has reached the cut, or is copied: a writer that waits for it checks again."""
+        """Wake a writer that waits for slice ``index``, which has reached the cut or is copied."""
         future = self._awaited.pop(index, None)
         if future is not None and not future.done():
             future.set_result(None)
 
     def written(self, index: int) -> None:
-        """The copy that ``take`` returned is in its file."""
+        """Release the copy that ``take`` returned; it is in its file."""
         self.state.written(index)
         del self._copies[index]
         self.pool.release(index)
@@ -180,12 +180,12 @@ class SliceCopies:
 
     @property
     def _is_hurried(self) -> bool:
-        """Whether slices are being copied for updates, or ahead of them."""
+        """True if slices are being copied for updates, or ahead of them."""
         return bool(self._by_updates or self._copying_ahead)
 
     async def rest(self) -> None:
-        """Waits while slices are copied that training needs next, because writing would take the processor from that.
-        Waits REST_SECONDS at most in one attempt, and not where the budget is exhausted."""
+        """Pause the writer while slices are copied that training needs next, because writing would compete for the
+        processor. Pauses at most REST_SECONDS in one attempt, and never if the budget is exhausted."""
         loop = asyncio.get_running_loop()
         while self._is_hurried and self._rest_left > 0 and not self.state.budget.is_exhausted:
             began, quiet = loop.time(), loop.create_future()
@@ -202,11 +202,11 @@ class SliceCopies:
         self._resting.clear()
 
     def versions(self, indices: Sequence[int]) -> list[int]:
-        """Versions at the cut of slices that were taken."""
+        """Return the versions at the cut of slices that were taken."""
         return [self.state.versions[index] for index in indices]
 
     def waiting_for(self) -> str:
-        """What the writer waits for; "" where that is nothing, or the storage."""
+        """Return the writer's wait as text, or "" if that is nothing or the storage."""
         index = next((index for index in self._awaited if index not in self.state.versions), None)
         if index is None:
             return ""
@@ -218,44 +218,44 @@ def _on_copied(target: CopyTarget, _: None) -> None:
 
 
 class UpdateGate(Generic[U]):
-    """Holds updates that would overwrite what a snapshot still needs, until it has a copy.
+    """Holds updates that would overwrite slices that a snapshot still needs, until these are copied.
 
-    deliver: carries a deferred update out.
+    deliver: carries out a deferred update.
     """
 
     def __init__(self, deliver: Callable[[U], None]) -> None:
         self._deliver = deliver
-        #: Of the snapshot that is being cut.
+        #: Copies of the snapshot being cut.
         self._copies: SliceCopies | None = None
         self._deferred: dict[int, U] = {}
         self._order: list[int] = []
         self._is_resuming = False
 
     def arm(self, copies: SliceCopies) -> None:
-        """A snapshot is being cut: updates may have to wait for its ``copies``."""
+        """Start a cut: updates may have to wait for its ``copies``."""
         self._copies = copies
 
     def disarm(self) -> None:
-        """There is no snapshot to be cut any more: ``resume`` delivers all updates."""
+        """End the cut; ``resume`` delivers all updates."""
         self._copies = None
 
     def blocks(self, index: int) -> bool:
-        """Whether an update of slice ``index`` must be deferred."""
+        """Return True if an update of slice ``index`` must be deferred."""
         return self._copies is not None and self._copies.state.blocks_update(index)
 
     def copy_for_update(self, index: int) -> CopyTarget | None:
-        """Where an update of slice ``index``, which begins now, must copy the slice first; None where it need not."""
+        """Return the memory to which a starting update of slice ``index`` must copy it first, or None."""
         return self._copies.copy_for_update(index) if self._copies is not None else None
 
     def defer(self, index: int, update: U) -> None:
-        """Holds the update of a slice that ``blocks`` names."""
+        """Hold the update of a slice for which ``blocks`` is True."""
         heapq.heappush(self._order, index)
         self._deferred[index] = update
 
     def resume(self, index: int = -1) -> None:
-        """Delivers the update of slice ``index``, and of others, the lowest first, as many as may go on."""
+        """Deliver the update of slice ``index``, and as many others as may continue, the lowest first."""
         self._resume_one(index)
-        if self._is_resuming:  # By a caller further up, where small slices are updated at once.
+        if self._is_resuming:  # A caller up the stack does this: small slices are updated synchronously.
             return
         self._is_resuming, order = True, self._order
         try:
@@ -272,9 +272,9 @@ class UpdateGate(Generic[U]):
 
     @property
     def deferred(self) -> Collection[int]:
-        """Slices of which an update waits."""
+        """Slices that have a waiting update."""
         return self._deferred.keys()
 
     def discard(self, index: int) -> None:
-        """The update of slice ``index`` is wanted no more."""
+        """Drop the update of slice ``index``."""
         self._deferred.pop(index, None)

@@ -1,8 +1,8 @@
-"""The cut of a snapshot in one parameter store: finds out which slices have reached it, and what follows from that.
+"""The cut of a snapshot in one parameter store: detects which slices have reached it, and acts on that.
 
-This stands between the shard machines, which hold marked pushes back and whose updates move slices towards the cut, and
-the copies that are made before a slice changes further (``copy_on_write``). It runs on the event loop, except for
-prefaulting memory: touching memory for the first time takes longer than the copy.
+It connects the shard machines, which hold marked pushes and whose updates move slices towards the cut, with the copies
+that are made before a slice changes further (``copy_on_write``). It runs on the event loop, except for prefaulting
+memory: touching memory for the first time takes longer than the copy.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.copy_on_write import WRITER_COPIES, SliceCopies, UpdateGate
 from psdist_server.store.shard_router import ShardRouter
 
-#: Memory of copies is kept so long for the next snapshot.
+#: Time for which memory of copies is kept for the next snapshot.
 KEEP_SECONDS: Final = 30.0
-#: Slices change soon where one did within this time.
+#: Slices are expected to change soon if one changed within this time.
 ACTIVE_SECONDS: Final = 2.0
-#: Memory for copies is prefaulted from so many steps before the cut on, where it is at least so much.
+#: Memory for copies is prefaulted this many steps before the cut, if it is at least this large.
 _PREFAULT_STEPS: Final = 3
 _PREFAULT_BYTES_MIN: Final = 8 << 20
 
@@ -41,17 +41,17 @@ class CutController:
         self._kernels = kernels
         self._gate = gate
         self.current: SliceCopies | None = None
-        #: Called with the reason why the current cut cannot be taken any more.
+        #: Called with the reason if the current cut cannot be taken any more.
         self._fail: Callable[[str], None] = lambda reason: None
         self._pool: MemoryPool | None = None
         self._shrinking: asyncio.TimerHandle | None = None
-        #: When a slice was updated last.
+        #: Time of the last update of any slice.
         self._updated_at = float("-inf")
         self._is_prefaulted = False
 
     def arm(self, attempt: int, state: CutState, fail: Callable[[str], None]) -> SliceCopies:
-        """Begins to watch for the cut of ``state``, in BSP at a step that no slice has passed. ``fail`` is called with
-        the reason where it cannot be taken any more."""
+        """Start watching for the cut of ``state``, in BSP at a step that no slice has passed. ``fail`` is called with
+        the reason if the cut cannot be taken any more."""
         copies = SliceCopies(state, self._memory(state), self._dense, self._kernels, self._gate.resume)
         self.current, self._fail = copies, fail
         self._is_prefaulted = sum(state.sizes.values()) < _PREFAULT_BYTES_MIN
@@ -63,16 +63,16 @@ class CutController:
         return copies
 
     def agree(self, copies: SliceCopies, following: Mapping[Producer, int]) -> None:
-        """SSP and ASP: the first push of each producer that is not in the snapshot."""
+        """SSP and ASP: set the first push of each producer that is not in the snapshot."""
         copies.state.agree(following)
         self._check_all(copies)
 
     def end_steps(self, step: int) -> None:
-        """BSP: no worker is left to push the steps below ``step``, which is that of the cut."""
+        """BSP: no worker is left to push the steps below ``step``, the step of the cut."""
         self._router.dispatch_all(StepsEnded(step))
 
     def disarm(self, copies: SliceCopies) -> None:
-        """The snapshot is written, or given up: nothing waits for it any more."""
+        """End the cut, because the snapshot is written or abandoned. Nothing waits for it any more."""
         copies.end()
         if self.current is not copies:
             return
@@ -86,20 +86,20 @@ class CutController:
 
     @property
     def delays_training(self) -> bool:
-        """Whether an update waits for the snapshot to be written."""
+        """True if an update waits for the snapshot to be written."""
         return bool(self._gate.deferred)
 
     def _memory(self, state: CutState) -> MemoryPool:
         largest = max(state.sizes.values(), default=4) // 4
         most = min(len(state.sizes), state.budget.limit // (4 * largest) + 1) + WRITER_COPIES
         pool = self._pool
-        # A kernel may still copy for an attempt before.
+        # A kernel may still be copying for an earlier attempt.
         if pool is None or pool.shape != (largest, most) or pool.is_used:
             pool = self._pool = MemoryPool(largest, most)
         return pool
 
     def _prefault(self, copies: SliceCopies, version: int) -> None:
-        """Touches memory for copies where slices, of which one is at ``version``, will change and the cut is near."""
+        """Touch memory for copies if the cut is near and slices (one is at ``version``) are about to change."""
         state = copies.state
         is_near = state.step is None or version + _PREFAULT_STEPS >= state.step
         if not self._is_prefaulted and is_near and self._is_active and self._pool is not None:
@@ -118,7 +118,7 @@ class CutController:
             self._pool.shrink()
 
     def applied(self, index: int) -> list[Effect]:
-        """What follows for slice ``index`` from an update that is done."""
+        """Handle the end of an update of slice ``index``. Returns the effects."""
         self._updated_at = asyncio.get_running_loop().time()
         if (copies := self.current) is None:
             return []
@@ -129,8 +129,8 @@ class CutController:
         return [effect for number in at_cut for effect in self._router.of(number).on(SliceCut(number))]
 
     def follow(self, changes: RoleChanges, members_changed: bool) -> None:
-        """A new map. A cut goes through the shards, and in SSP and ASP the workers, that were there when it began: it
-        fails where these change."""
+        """Adopt a new map. A cut covers the shards, and in SSP and ASP the workers, that existed when it started: it
+        fails if these change."""
         if self.current is None:
             return
         if changes.demoted or changes.promoted or changes.created:
@@ -148,7 +148,7 @@ class CutController:
             self._router.dispatch(index, SliceCut(index))
 
     def _check(self, copies: SliceCopies, indices: Iterable[int]) -> list[int]:
-        """Slices, of which no update is under way, that have reached the cut just now."""
+        """Return the slices that have just reached the cut. None of ``indices`` has an update in progress."""
         at_cut = []
         try:
             for index in indices:

@@ -65,9 +65,10 @@ _log = structlog.get_logger("psdist.server")
 class ParameterStore:
     """The shards of ``entry`` that ``me`` is the primary of, or holds copies of. Empty before the first ``update``.
 
-    dense: its arrays, wherever they lie. network: how other servers are reached.
+    dense: the arrays, in host or device memory.
+    network: access to the other servers.
     on_aggregated: called with (store, step) when all slices served here are aggregated (clipping).
-    prepare_sums: called when the first push begins that is encoded or has a weight.
+    prepare_sums: called when the first push starts that is encoded or has a weight.
     """
 
     def __init__(
@@ -105,8 +106,8 @@ class ParameterStore:
         self.backups = BackupShards(entry.spec, dense, kernels, self.norms, self.counters, self.fail_permanently)
 
     def check_installed(self) -> None:
-        """Raises UnknownParametersError while initial values are missing, and the error after which nothing is updated
-        here any more."""
+        """Raise UnknownParametersError while initial values are missing, and the error that permanently stopped updates
+        here."""
         self.router.calls.raise_if_failed()
         installed, served = self.installed_slices, len(self.router.indices)
         if installed < served or not self.entry.ready:
@@ -117,12 +118,15 @@ class ParameterStore:
 
     @property
     def installed_slices(self) -> int:
-        """How many of the slices that are served here have their initial values."""
+        """Number of slices served here that have their initial values."""
         return len(self.dense.installed.intersection(self.router.indices))
 
     def install(self, index: int, payload: memoryview, epoch: int) -> None:
-        """Sets the initial weights of a slice. Raises InvalidArgumentError once the parameter set is ready, and for
-        values that are not as many as the slice's, or not finite: weights would never be finite again."""
+        """Set the initial weights of a slice.
+
+        Raises InvalidArgumentError if the parameter set is ready, if the number of values is not the slice's, or if
+        they are not finite: the weights could never become finite again.
+        """
         self.router.calls.raise_if_failed()
         self.router.check_slice(index, epoch)
         expected = self.dense.slicing.size(index) * ITEM_BYTES["float32"]
@@ -141,7 +145,8 @@ class ParameterStore:
         self._installed(index)
 
     async def load(self, index: int, arrays: Sequence[Array], version: int) -> None:
-        """Sets a slice served here from a snapshot: float32[n] each, weights first; these alone if the map says so."""
+        """Set a slice served here from a snapshot. arrays: float32[n] each, weights first; only these are used if the
+        map says so."""
         weights_only = self.entry.restore is not None and self.entry.restore.weights_only
 
         def write() -> None:
@@ -152,7 +157,7 @@ class ParameterStore:
                 self.dense.install_state(index, number, array, version)
 
         await self.kernels.write(index, sum(array.size for array in arrays), write)
-        if self.router.get(index) is not None:  # Else the shard went to another server meanwhile.
+        if self.router.get(index) is not None:  # Otherwise the shard moved to another server meanwhile.
             self.router.dispatch(index, SliceLoaded(index, version))
             self._installed(index)
 
@@ -161,8 +166,9 @@ class ParameterStore:
         self.replicator.contents.notify(index)
 
     def fence(self, live: Mapping[str, int]) -> None:
-        """A new map, by which these incarnations of workers are live: ends the calls of others. Comes before
-        ``update``, since the end of a membership ends what its worker waits for too: it would read past the bound."""
+        """End the calls of workers that a new map does not name; ``live`` has the incarnations that it names. Call this
+        before ``update``: the end of a membership also unblocks what its worker waits for, which would let it read past
+        the staleness bound."""
         self.readers.fence(live)
         self.gradients.estimates.fence(live)
         self.router.calls.fence(live)
@@ -190,7 +196,7 @@ class ParameterStore:
         """Stop serving and copying the shards that other servers serve or copy. Returns the copies taken out."""
         for number in changes.demoted:
             self._demote(number)
-            _log.info("a shard is served elsewhere", parameters=self.entry.spec.name, shard=number, epoch=epoch)
+            _log.info("stopped serving a shard", parameters=self.entry.spec.name, shard=number, epoch=epoch)
         copies = {number: self.backups.remove(number) for number in (*changes.discarded, *changes.promoted)}
         for number in changes.discarded:
             self.backups.discard(copies[number].slices)
@@ -242,7 +248,7 @@ class ParameterStore:
         await off_loop(elements, make_room, waits=elements >= _LARGE_ELEMENTS)
 
     def _become_primary(self, number: int, copy: BackupReplication | None, epoch: int) -> None:
-        """Start serving a shard: a new one, or one of which this server has a copy."""
+        """Start serving a shard: a new one, or one that this server has a copy of."""
         entry, indices = self.entry, self.router.slices_of(number)
         spec, shard = entry.spec, entry.shards[number]
         try:
@@ -275,7 +281,8 @@ class ParameterStore:
                 self.aggregation.aggregated(state.version, index)
 
     async def close(self) -> None:
-        """The parameter set was removed or begins anew, or the server ends. Calls that wait here are routed anew."""
+        """Release everything: the parameter set was removed or restarts, or the server ends. Waiting calls are routed
+        again."""
         for number in list(self.router.machines):
             self._demote(number)
         for number in list(self.backups.machines):
@@ -296,28 +303,28 @@ class ParameterStore:
         self.counters.applied_slices += 1
         machine = self.router.of(index)
         effects = machine.on(SliceApplied(index))
-        # Before these effects begin the slice's next update, it can be read, compared and copied as it is.
+        # Before these effects start the slice's next update, it can be read, compared and copied.
         self.reads.updated(index, machine.slices[index].version)
         self.replicator.applied(index)
         self.router.run([*effects, *self.cuts.applied(index)])
 
     def norm_known(self, step: int, norm: float) -> None:
-        """The global norm of ``step``: what was aggregated is applied."""
+        """Apply the aggregated slices of ``step``, whose global norm is known."""
         self.applier.norm_known(step, norm)
         self.router.dispatch_all(NormKnown(step))
 
     def fail(self, what: str, error: BaseException) -> None:
-        """A defect: all calls end with an error, now and in the future, and the log has the traceback."""
+        """Handle a defect: log the traceback, and fail all present and future calls."""
         _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
         self.router.calls.fail_permanently(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
     def fail_permanently(self, error: PsdistError) -> None:
-        """Nothing of the parameter set can be trusted here any more: all calls end with ``error``."""
+        """Stop the parameter set here: fail all present and future calls with ``error``."""
         _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
 
     def waiting_for(self, call: Call) -> str:
-        """Why the call's oldest slice is not answered yet."""
+        """Return why the call's oldest slice is unanswered."""
         for token, index in call.outstanding.items():
             if (machine := self.router.get(index)) is not None:
                 return machine.waiting_for(token, index) or self._own_wait(index)
@@ -327,16 +334,17 @@ class ParameterStore:
         machine = self.replicator.machines.get(self.router.shard_of(index))
         replicas = ", ".join(sorted(map(str, machine.behind))) if machine is not None else ""
         if index in self.applier.gate.deferred:
-            return "for a snapshot to be written, for which this server can copy no more"
+            return "for a snapshot to be written: this server has no memory for more copies"
         return f"for {replicas} to acknowledge the update" if replicas else "for this server to apply the update"
 
     def _carrier(self, replica: Replica) -> str:
-        """What carries the updates to a replica, and why nothing better does; empty while no stream is open."""
+        """Describe the carrier of updates to a replica, and why no better one is used. Empty while no stream is
+        open."""
         stream = self.replicator.streams.get(replica)
         return stream.carrier_text if stream is not None else ""
 
     def statistics(self) -> server_pb2.ParametersStatistics:
-        """Counters and waits as a message."""
+        """Return counters and waits as a message."""
         machines = self.router.machines.values()
         return server_pb2.ParametersStatistics(
             parameters=self.entry.spec.name,

@@ -1,8 +1,8 @@
-"""Gradients that were pushed and wait for their update: checked when they arrive, and kept by token until then.
+"""Pushed gradients that wait for their update: checked on arrival, and stored by token.
 
-Contributions in gRPC messages, and those that are encoded, are checked for NaN and Inf when they arrive. Others are
-checked by the kernel that reads them: those in shared memory could change in between. What is encoded is kept as it
-came until then.
+Contributions in gRPC messages and encoded contributions are checked for NaN and Inf on arrival. Others are checked by
+the kernel that reads them, since those in shared memory could change in between. Encoded contributions are stored
+encoded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from psdist_server.kernels.encoded import is_encoded
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
-#: Factors of workers that compute them by other libraries differ in the last digits.
+#: Factors computed by different libraries differ in the last digits.
 _LR_FACTOR_TOLERANCE: Final = 1e-6
 
 
 @dataclass(slots=True)
 class PendingGradient:
-    """A contribution that waits for its update. is_shared: it lies in memory of the worker, and this server holds
-    nothing for it. first_step: BSP: since when its worker takes part."""
+    """A contribution that waits for its update.
+
+    is_shared: it is in memory of the worker, and this server holds nothing for it.
+    first_step: BSP: its worker's first step.
+    """
 
     index: int
     call: Call
@@ -42,9 +45,9 @@ class PendingGradient:
 
 
 class PendingGradients:
-    """The contributions of one parameter set that are not used yet.
+    """The unused contributions of one parameter set.
 
-    prepare_sums: called when the first push begins that is encoded or has a weight.
+    prepare_sums: called when the first push starts that is encoded or has a weight.
     """
 
     def __init__(
@@ -55,9 +58,9 @@ class PendingGradients:
         prepare_sums: Callable[[], None] = lambda: None,
     ) -> None:
         self._prepare_sums = prepare_sums
-        #: There was a push that was encoded or had a weight, so that contributions are summed up before the update.
+        #: A push was encoded or had a weight, so contributions may have to be summed before the update.
         self._has_sums = False
-        #: There was a push with a factor on the learning rate.
+        #: A push had a factor on the learning rate.
         self._has_lr_factors = False
         self._spec = spec
         self._slicing = slicing
@@ -68,9 +71,11 @@ class PendingGradients:
         self.estimates = GradientEstimates(slicing)
 
     def begin_push(self, call: Call) -> None:
-        """A push whose header was read. Raises InvalidArgumentError where it must bring its gradient's global norm and
-        does not, for a weight that is out of range, or where nothing is averaged, and for a factor on the learning
-        rate that is out of range."""
+        """Check the header of a push.
+
+        Raises InvalidArgumentError if a required global norm is missing, if the weight is out of range or nothing is
+        averaged, and if the factor on the learning rate is out of range.
+        """
         needed, norm = self._needs_norm and not call.abstain, call.gradient.norm
         if needed and not (math.isfinite(norm) and norm >= 0):
             raise InvalidArgumentError(f"grad_norm={norm} must be finite: the optimizer has max_grad_norm")
@@ -86,12 +91,12 @@ class PendingGradients:
             self._prepare_sums()
 
     def receive(self, call: Call, index: int, payload: memoryview) -> tuple[Gradient, bool]:
-        """What a payload contributes, and whether it counts. It does not where the push abstains, or where it is not
-        finite and the policy is to skip that.
+        """Return a payload's contribution, and True if it counts. It does not count if the push abstains, or if it is
+        not finite and the policy is to skip.
 
-        Raises InvalidArgumentError for a size that the slice cannot have, NonFiniteGradientError where the policy is to
-        reject, MalformedPayloadError where it is encoded and cannot be decoded, StaleEstimateError for a difference
-        to what is not kept here.
+        Raises InvalidArgumentError for a size that the slice cannot have, NonFiniteGradientError if the policy is to
+        reject, MalformedPayloadError if it is encoded and cannot be decoded, and StaleEstimateError for a difference
+        whose base is not stored here.
         """
         values = self._decode(call, index, payload)
         if call.abstain or not self._is_finite(call, index, values):
@@ -106,8 +111,8 @@ class PendingGradients:
         return gradient, True
 
     def _decode(self, call: Call, index: int, payload: memoryview) -> Gradient:
-        """A payload's elements, or its bytes where it is encoded, in place. Raises InvalidArgumentError where they are
-        not as many as the slice's, or more than it can have."""
+        """Return a payload's elements, or its bytes if it is encoded, in place. Raises InvalidArgumentError if the size
+        does not fit the slice."""
         if call.is_encoded and not call.abstain:
             self.check_size(index, len(payload))
             return np.frombuffer(payload, np.uint8)
@@ -119,7 +124,7 @@ class PendingGradients:
         return gradient_of(payload, call.dtype)
 
     def check_size(self, index: int, size: int) -> None:
-        """Raises MalformedPayloadError where no encoding of slice ``index`` has ``size`` bytes."""
+        """Raise MalformedPayloadError if no encoding of slice ``index`` has ``size`` bytes."""
         elements = self._slicing.size(index)
         most = segments.payload_limit(elements)
         if not 0 < size <= most:
@@ -128,21 +133,21 @@ class PendingGradients:
             )
 
     def _is_finite(self, call: Call, index: int, values: Gradient) -> bool:
-        """Whether all elements are finite. Raises NonFiniteGradientError where they are not and the policy is to
-        reject, MalformedPayloadError where they are encoded and cannot be decoded."""
+        """Return True if all elements are finite. Raises NonFiniteGradientError if they are not and the policy is to
+        reject, and MalformedPayloadError if they are encoded and cannot be decoded."""
         if self._check_encoded(call, index, values) if call.is_encoded else kernels.all_finite(values):
             return True
         self._count_non_finite(call, index)
         return False
 
     def _count_non_finite(self, call: Call, index: int) -> None:
-        """A contribution is not finite. Raises NonFiniteGradientError where the policy is to reject it."""
+        """Count a contribution that is not finite. Raises NonFiniteGradientError if the policy is to reject it."""
         self._counters.of(call.identity.worker_id).non_finite += 1
         if self._spec.non_finite != "skip":
             raise self._non_finite(index)
 
     def _check_encoded(self, call: Call, index: int, values: Gradient) -> bool:
-        """``_is_finite`` of an encoded payload."""
+        """Do the same as ``_is_finite`` for an encoded payload."""
         elements, is_finite = self._slicing.size(index), True
         try:
             segments.check(values.view(np.uint8), elements)
@@ -163,38 +168,41 @@ class PendingGradients:
         )
 
     def add(self, token: int, gradient: PendingGradient) -> None:
-        """Keeps a contribution until it is used or discarded."""
+        """Store a contribution until it is used or discarded."""
         if not gradient.is_shared:
             self._counters.bytes_held += gradient.values.nbytes
         self._by_token[token] = gradient
 
     def values(self, tokens: Iterable[int]) -> list[Gradient]:
-        """The elements of contributions, or what they are encoded as."""
+        """Return the elements of contributions, or their encoded bytes."""
         return [self._by_token[token].values for token in tokens]
 
     def are_encoded(self, values: Iterable[Gradient]) -> bool:
-        """Whether some of these contributions are encoded."""
+        """Return True if some of these contributions are encoded."""
         return self._has_sums and any(map(is_encoded, values))
 
     def norm(self, token: int) -> float:
-        """The global norm of the gradient that a contribution is part of, as the worker sent it."""
+        """Return the global norm of a contribution's gradient, as sent by the worker."""
         return self._by_token[token].call.gradient.norm
 
     def weights(self, tokens: Iterable[int]) -> tuple[float, ...]:
-        """What each contribution counts for; empty where all count the same as one that says nothing."""
+        """Return the weight of each contribution; empty if all have the default weight."""
         if not self._has_sums:
             return ()
         found = tuple(self._by_token[token].call.gradient.weight for token in tokens)
         return found if any(weight != 1.0 for weight in found) else ()
 
     def lr_factor(self, tokens: Iterable[int]) -> float:
-        """The factor on the learning rate of an update by these contributions, which are in rank order."""
+        """Return the learning-rate factor of an update by these contributions, which are in rank order."""
         decides = self._decides(tokens)
         return 1.0 if decides is None else decides[1]
 
     def _decides(self, tokens: Iterable[int]) -> tuple[PendingGradient, float] | None:
-        """Which contribution decides on the learning rate, and its factor: of those that have one, that of the worker
-        that has taken part longest. One that was started again has perhaps not heard of the run's rate."""
+        """Return the contribution that decides the learning rate, and its factor.
+
+        Of those that have a factor, the worker that has been a member longest decides. A restarted worker may not know
+        the run's current rate.
+        """
         if not self._has_lr_factors:
             return None
         gradients = (self._by_token[token] for token in tokens)
@@ -202,9 +210,11 @@ class PendingGradients:
         return min(stated, key=lambda pair: pair[0].first_step, default=None)
 
     def used(self, index: int, tokens: tuple[int, ...], left_out: Bad) -> None:
-        """An update of slice ``index`` has read these contributions. Those at positions ``left_out`` held NaN or Inf
-        and are not in it, which their workers learn where the policy is to reject. So do workers whose factor on the
-        learning rate is not the update's."""
+        """Discard contributions that an update of slice ``index`` has read.
+
+        Those at positions ``left_out`` held NaN or Inf and were skipped; their calls fail if the policy is to reject.
+        Calls whose learning-rate factor differs from the update's fail, too.
+        """
         self._compare_lr_factors(tokens)
         for position in left_out:
             call = self._by_token[tokens[position]].call
@@ -215,7 +225,7 @@ class PendingGradients:
             self.discard(token)
 
     def _compare_lr_factors(self, tokens: tuple[int, ...]) -> None:
-        """Fails the calls that have another factor than the update was made with."""
+        """Fail the calls whose factor differs from that of the update."""
         if (decides := self._decides(tokens)) is None:
             return
         gradient, used = decides
@@ -227,26 +237,26 @@ class PendingGradients:
                     InvalidArgumentError(
                         f"lr_factor={factor!r} in step {call.step} of {self._spec.name!r}, which was made with "
                         f"lr_factor={used!r}, set by {gradient.call.identity.worker_id}: a step has one learning rate, "
-                        "so all workers must set the same factor, also one that was started again or joined later"
+                        "so all workers must set the same factor, including those that restarted or joined later"
                     )
                 )
 
     def refused(self, token: int) -> None:
-        """A contribution was not taken, so that none may be a difference to it."""
+        """Discard a contribution that was refused, so that no later one can be a difference to it."""
         gradient = self._by_token.get(token)
         if gradient is not None and gradient.call.gradient.difference is not None:
             self.estimates.discard(gradient.call.identity.worker_id, gradient.index)
         self.discard(token)
 
     def discard(self, token: int) -> None:
-        """A contribution is needed no more."""
+        """Discard a contribution."""
         gradient = self._by_token.pop(token, None)
         if gradient is not None and not gradient.is_shared:
             self._counters.bytes_held -= gradient.values.nbytes
             gradient.call.release_payload()
 
     def discard_slices(self, indices: Collection[int]) -> None:
-        """All contributions to these slices, and estimates of them, are needed no more."""
+        """Discard all contributions to these slices, and their estimates."""
         self.estimates.discard_slices(indices)
         for token in [token for token, gradient in self._by_token.items() if gradient.index in indices]:
             self.discard(token)

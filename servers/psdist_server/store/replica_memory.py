@@ -1,15 +1,15 @@
 """Memory for the gradients that a primary sends to its replicas.
 
-It is an arena of slots, each large enough for a slice. A replica on this host has the arena mapped and reads gradients
-in place. A slot is free again when nothing refers to its array any more: not the machine that keeps the update, nor the
-queue of a connection, nor a stream whose replica has not acknowledged it. The slot that became free last is taken
-first, because it may still be in a cache.
+It is an arena of slots, each large enough for a slice. A replica on this host maps the arena and reads gradients in
+    place. A slot is free again when nothing references its array: not the machine that stores the update, nor the queue
+    of a connection, nor a stream whose replica has not acknowledged it. The most recently freed slot is reused first,
+    because it may still be in a cache.
 
-Invariants: the arena has at most KEPT_BYTES_MAX. What a replica may still read is never written to again: where a
-stream ends before its replica has acknowledged a gradient, that slot is lost (``lose``), and an arena that has lost
-half of its slots is replaced. Without a free slot, gradients have memory of their own, which is copied on its way.
+Invariants: The arena has at most KEPT_BYTES_MAX. Memory that a replica may still read is never written again: if a
+    stream ends before its replica has acknowledged a gradient, that slot is lost (``lose``), and an arena that has lost
+    half of its slots is replaced. Without a free slot, gradients get separate memory, which is copied when sent.
 
-Not here: how many gradients may be kept (``replicator``), who reads the arena (``replica_service``).
+``replicator`` limits the number of stored gradients; ``replica_service`` reads the arena.
 """
 
 from __future__ import annotations
@@ -28,44 +28,44 @@ from psdist.wire.limits import KEPT_BYTES_MAX
 from psdist.wire.shm import PAGE, GradientArena, reason_of
 from psdist_server.kernels.arrays import Array, Gradient
 
-#: Elements to whose multiple the slots are placed: a cache line.
+#: Alignment of slots, in elements: a cache line.
 _ALIGNMENT: Final = 16
 
 
 class UpdateMemory:
-    """The memory of one parameter set. shared: whether it may be shared with replicas on this host."""
+    """The memory of one parameter set. shared: True if it may be shared with replicas on this host."""
 
     def __init__(self, slicing: Slicing, *, shared: bool) -> None:
         self._slot_elements = -(-slicing.slice_elements // _ALIGNMENT) * _ALIGNMENT
-        # A slice has one update under way.
+        # A slice has at most one update in progress.
         self._slots = min(KEPT_BYTES_MAX // (4 * self._slot_elements), slicing.count)
         self._shared = shared
         self._arena: GradientArena | None = None
         self._making = asyncio.Lock()
         self._free: list[int] = []
         self._lost: list[Gradient] = []
-        #: Bytes for updates under way, by slice.
+        #: Bytes reserved for updates in progress, by slice.
         self._reserved: dict[int, int] = {}
         self._slicing = slicing
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes for updates that have begun, and are not sent yet."""
+        """Bytes reserved for updates that have started and are not sent yet."""
         return sum(self._reserved.values())
 
     def reserve(self, index: int) -> Array:
-        """Memory for the gradient of the next update of slice ``index``."""
+        """Return memory for the gradient of the next update of slice ``index``."""
         gradient = self.take(self._slicing.size(index))
         self._reserved[index] = gradient.nbytes
         return gradient
 
     def cancel(self, indices: Iterable[int]) -> None:
-        """What was reserved for these slices is sent, or never will be."""
+        """End the reservations of these slices, whose updates are sent or dropped."""
         for index in indices:
             self._reserved.pop(index, None)
 
     def arena(self) -> GradientArena:
-        """The arena, which is made where there is none. Raises SharingUnavailableError."""
+        """Return the arena, creating it if needed. Raises SharingUnavailableError."""
         if not self._shared or not self._slots:
             raise SharingUnavailableError("this server shares no memory with others")
         if self._arena is None:
@@ -74,7 +74,7 @@ class UpdateMemory:
         return self._arena
 
     async def prepare(self) -> None:
-        """Make the arena, if there is none, in a thread: its memory is cleared. Raises SharingUnavailableError."""
+        """Create the arena if needed, in a thread because its memory is cleared. Raises SharingUnavailableError."""
         if self._shared and self._slots and self._arena is None:
             async with self._making:
                 if self._arena is None:
@@ -91,35 +91,36 @@ class UpdateMemory:
         self._arena, self._free = arena, list(range(self._slots))
 
     def take(self, elements: int) -> Array:
-        """float32[elements], whose values are any: a free slot, or memory of its own where there is none."""
+        """Return float32[elements] with arbitrary values: a free slot, or separate memory if there is none."""
         if self._arena is None or not self._free:
             return np.empty(elements, np.float32)
         slot, free = self._free.pop(), self._free
         start = slot * self._slot_elements
-        # Arrays that are made from this one refer to it, and not to the arena, because its base is no array.
+        # Arrays derived from this one reference it, and not the arena, because its base is not an array.
         whole: Array = np.frombuffer(self._arena.part(start, start + self._slot_elements).data, np.float32)
         weakref.finalize(whole, free.append, slot).atexit = False
         return whole[:elements]
 
     def offset_of(self, arena: GradientArena, gradient: Gradient) -> int:
-        """Where in the file of ``arena`` a gradient begins, in bytes; 0 where it is not there."""
-        if not arena.shareable:  # It was given back, and what was written since is in no file.
+        """Return a gradient's offset in the file of ``arena``, in bytes, or 0 if it is elsewhere."""
+        if not arena.shareable:  # Detached: later writes reach no file.
             return 0
         offset = gradient.__array_interface__["data"][0] - arena.address
         return PAGE + offset if 0 <= offset < arena.flat.nbytes else 0
 
     def lose(self, gradients: Sequence[Gradient]) -> bool:
-        """These gradients may be read for an unlimited time. Returns whether the arena has lost half of its slots."""
+        """Give up gradients that may be read for an unlimited time. Returns True if the arena has lost half of its
+        slots."""
         if self._arena is not None:
             self._lost += [one for one in gradients if self.offset_of(self._arena, one)]
         return 2 * len(self._lost) >= max(1, self._slots)
 
     def renew(self) -> None:
-        """Another arena takes the place of this one, which lasts as long as its gradients do."""
+        """Replace this arena by a new one. The old one lives as long as its gradients do."""
         self.close()
 
     def close(self) -> None:
-        """Gives the arena back; gradients that are in it can be read as long as they are referred to."""
+        """Free the arena. Its gradients stay readable as long as they are referenced."""
         if self._arena is not None:
             self._arena.detach()
         self._arena, self._free, self._lost = None, [], []

@@ -1,12 +1,12 @@
-"""Keeps the copies of a store's shards at other servers in step with this server, their primary.
+"""The primary's side of replication: keeps the other servers' copies of a store's shards up to date.
 
-There is one stream (``Replicate``) to each server that holds copies. The machines (``replication``) decide what it
-carries, and what is sent again after a break.
+There is one stream (``Replicate``) to each server that holds copies. The machines (``core.replication``) decide its
+content, and which updates are sent again after a break.
 
-Invariants: messages leave in the order of the machines' effects. What is kept for replicas is bounded: above
-KEPT_BYTES_MAX further updates wait (``has_room``), and slices are copied one at a time.
+Invariants: Messages leave in the order of the machines' effects. Memory for replicas is bounded: above KEPT_BYTES_MAX
+    further updates wait (``has_room``), and slices are copied one at a time.
 
-Not here: the stream itself (``stream_to_replica``), what a replica does (``backup_shards``).
+The stream itself is in ``stream_to_replica``, the replica's side in ``backup_shards``.
 """
 
 from __future__ import annotations
@@ -48,13 +48,16 @@ from psdist_server.store.stream_to_replica import (
 
 _log = structlog.get_logger("psdist.server")
 
-#: Each so many updates of a shard the bytes of a slice are compared.
+#: Interval between comparisons of a slice's bytes, in updates of its shard.
 DIGEST_EVERY: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaReport:
-    """A primary's report to the scheduler: ``replica`` is filled, or does not answer. fill: of ``Shard.fills``."""
+    """A primary's report to the scheduler: ``replica`` is filled, or does not answer.
+
+    fill: number of the filling, as in ``Shard.fills``.
+    """
 
     kind: Literal["filled", "unreachable"]
     parameters: str
@@ -69,7 +72,7 @@ class Replicator:
     """The primary's side of the shards of one parameter store.
 
     fail: called with the error after which nothing here can be trusted.
-    fence: called with a shard of which a replica knows a newer primary.
+    fence: called with a shard if a replica knows a newer primary of it.
     replicated: called with the slice and lsn of an update that all required replicas have.
     ship_waiting: called when there may be room for waiting updates.
     """
@@ -97,27 +100,27 @@ class Replicator:
         self._replicated = replicated
         self.ship_waiting = ship_waiting
         self._shard_count = max(1, len(entry.shards))
-        #: The streams to servers that hold copies.
+        #: Streams to the servers that hold copies.
         self.streams: dict[Replica, StreamToReplica] = {}
         self._updates: Counter[int] = Counter()
         self.memory = UpdateMemory(entry.slicing, shared="shm" in network.carriers)
-        #: By shard, what to call when all replicas have what this server began with.
+        #: By shard: callbacks for when all replicas have the state that this server started with.
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
-        """This server is the primary of a shard from now on; ``follow`` comes next."""
+        """Start replicating a shard; ``follow`` comes next."""
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
-        """This server is the primary of a shard no more: confirmations that wait fail."""
+        """Stop replicating a shard: fail the waiting confirmations."""
         self.machines.pop(number, None)
         self._caught_up.pop(number, None)
         for stream in self.streams.values():
             stream.refuse(number)
 
     def follow(self, entry: ParametersEntry) -> None:
-        """Follows a new map: opens and closes streams, and copies shards to new replicas."""
-        for stream in self.streams.values():  # Before a copy begins by this map, which the replica may not have yet.
+        """Adopt a new map: open and close streams, and copy shards to new replicas."""
+        for stream in self.streams.values():  # Before a copy by this map, which the replica may not have yet.
             stream.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
@@ -138,7 +141,7 @@ class Replicator:
         self.ship_waiting()
 
     async def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         streams, self.streams = list(self.streams.values()), {}
         for stream in streams:
             stream.close()
@@ -146,7 +149,7 @@ class Replicator:
         self.memory.close()
 
     def installed(self, index: int) -> None:
-        """Slice ``index`` has (other) initial values: replicas are sent it again."""
+        """Send slice ``index``, which has new initial values, to the replicas again."""
         if (machine := self._machine(index)) is not None:
             self._carry_out(machine, machine.replaced(index))
 
@@ -154,7 +157,7 @@ class Replicator:
         return self.machines.get(index % self._shard_count)
 
     def needs_gradient(self, index: int) -> bool:
-        """Whether an update of slice ``index`` is sent with its gradient to any replica."""
+        """Return True if an update of slice ``index`` is sent with its gradient to any replica."""
         machine = self._machine(index)
         return machine is not None and bool(machine.peers) and machine.needs_gradient(index)
 
@@ -168,7 +171,7 @@ class Replicator:
         return None
 
     def has_room(self) -> bool:
-        """Whether another update may be kept until it is acknowledged."""
+        """Return True if another update may be stored until it is acknowledged."""
         kept = sum(machine.log_bytes for machine in self.machines.values())
         return kept + self.memory.reserved_bytes < KEPT_BYTES_MAX
 
@@ -180,17 +183,19 @@ class Replicator:
         self._carry_out(machine, machine.update(update, now()))
 
     def is_caught_up(self, index: int) -> bool:
-        """Whether workers may be answered by what this server began with as the primary of the slice's shard."""
+        """Return True if workers may see the state that this server started with as the primary of the slice's
+        shard."""
         machine = self._machine(index)
         return machine is None or machine.is_caught_up
 
     def when_caught_up(self, index: int, callback: Callable[[], None]) -> None:
-        """Calls ``callback`` once the slice's shard, which is not caught up, is; never where another primary comes
+        """Call ``callback`` once the slice's shard, which is not caught up, is. Never if another primary takes over
         first."""
         self._caught_up.setdefault(index % self._shard_count, []).append(callback)
 
     def applied(self, index: int) -> None:
-        """An update is done and the slice's next one has not begun: compares its bytes every DIGEST_EVERY-th time."""
+        """Handle the end of an update, before the slice's next one starts. Every DIGEST_EVERY-th time the replicas
+        compare their bytes."""
         machine = self._machine(index)
         if machine is None or not machine.peers:
             return
@@ -223,11 +228,11 @@ class Replicator:
                 callback()
 
     def opened(self, stream: StreamToReplica, machine: Machine, held: ReplicaState | None) -> None:
-        """``stream`` is open, and its replica has ``held`` of the shard."""
+        """Handle a newly opened ``stream``, whose replica has ``held`` of the shard."""
         self._carry_out(machine, machine.opened(stream.replica, held, now()))
 
     def copy_slice(self, stream: StreamToReplica, machine: Machine, index: int) -> None:
-        """Sends a quiescent slice."""
+        """Send a quiescent slice."""
         record, arrays = self.contents.record(index), self._dense.export(index)
         square = self._norms.known(record.version - 1).get(index, 0.0)
         for number, array in enumerate(arrays):
@@ -245,7 +250,7 @@ class Replicator:
                 stream.restart()
 
     def answered(self, stream: StreamToReplica, response: pb.ReplicateResponse) -> None:
-        """Handles an answer of a replica."""
+        """Handle an answer of a replica."""
         match response.WhichOneof("kind"):
             case "ack":
                 if (machine := self._current(response.ack.shard, response.ack.term)) is not None:
@@ -279,7 +284,7 @@ class Replicator:
             return
         _log.warning("refused by a replica", parameters=self.name, server=str(stream.replica), reason=str(error))
         if int(error.details.get("term", machine.term)) < machine.term:
-            stream.restart()  # Only its map is older: on a new stream it waits for the newer one.
+            stream.restart()  # Only its map is older. On a new stream it waits for the newer one.
             return
         machine.refused(refused.term)
         for other in self.streams.values():
@@ -291,15 +296,15 @@ class Replicator:
         return machine if machine is not None and machine.term == term else None
 
     def needs_confirm(self, indices: Iterable[int]) -> bool:
-        """Whether backups must be asked before these slices are read."""
+        """Return True if backups must confirm this primary before these slices are read."""
         return any(
             machine is not None and any(peer.required for peer in machine.peers.values())
             for machine in map(self._machine, indices)
         )
 
     async def confirm(self, indices: Iterable[int]) -> None:
-        """Returns when the backups have confirmed that this server is still the primary of these slices' shards. Raises
-        StaleEpochError where it is not."""
+        """Wait until the backups have confirmed that this server is still the primary of these slices' shards. Raises
+        StaleEpochError if it is not."""
         by_replica: dict[Replica, list[Machine]] = {}
         for number in sorted({index % self._shard_count for index in indices}):
             machine = self.machines.get(number)
@@ -310,7 +315,7 @@ class Replicator:
         await asyncio.gather(*(stream.confirm(machines) for stream, machines in streams))
 
     def reports(self, entry: ParametersEntry) -> list[ReplicaReport]:
-        """What is so now and not yet in the map."""
+        """Return the current facts about replicas that are not in the map yet."""
         found: list[ReplicaReport] = []
         for number, machine in sorted(self.machines.items()):
             shard = entry.shards[number]

@@ -1,7 +1,7 @@
-"""Routes what calls ask about slices to the machines of their shards, as events, and carries out the effects.
+"""Routes calls about slices to the machines of their shards, as events, and carries out the effects.
 
-Invariants: a call for a slice that is not served here is refused, and nothing was changed: its sender routes it anew. A
-call that waits for a slice ends when the slice's shard goes to another server.
+Invariants: A call for a slice that is not served here is refused without changing anything; its sender routes it again.
+    A call that waits for a slice fails when the slice's shard moves to another server.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from psdist_server.store.stream_to_replica import not_primary
 
 
 class ShardRouter:
-    """The machines of the shards that this server is the primary of, and the way of events to them.
+    """The machines of the shards that this server is the primary of. Passes events to them.
 
-    run: carries the effects of the machines out.
+    run: carries out the machines' effects.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class ShardRouter:
         self._name = entry.spec.name
         self._slice_count = entry.slicing.count
         self._shard_count = max(1, len(entry.shards))
-        #: The newest map, and the shards that it gives to this server.
+        #: Epoch of the newest map, and the shards that it assigns to this server.
         self._epoch = 0
         self._assigned: Collection[int] = ()
-        #: Shards of which a replica knows a newer primary.
+        #: Shards whose newer primary is known to a replica.
         self._fenced: set[int] = set()
         self._indices: tuple[int, ...] | None = ()
 
     def follow(self, epoch: int, assigned: Collection[int]) -> None:
-        """A new map, by which this server is the primary of the ``assigned`` shards."""
+        """Adopt a new map, by which this server is the primary of the ``assigned`` shards."""
         self._epoch, self._assigned = epoch, assigned
 
     def add(self, number: int, machine: BspShard | AsyncShard, *, is_loaded: bool = True) -> None:
@@ -85,51 +85,51 @@ class ShardRouter:
         self.unloaded.discard(number)
 
     def remove(self, number: int) -> None:
-        """This server is the primary of a shard no more: ends the calls that wait for it."""
+        """Stop serving a shard: fail the calls that wait for it."""
         del self.machines[number]
         self._indices = None
         self.unloaded.discard(number)
         self.calls.fail_slices(self.slices_of(number), not_primary(number))
 
     def fence_shard(self, number: int) -> None:
-        """A replica knows a newer primary of a shard: refuses its slices until the next map is followed."""
+        """Refuse a shard's slices until the next map is adopted, because a replica knows a newer primary."""
         self._fenced.add(number)
         self.calls.fail_slices(self.slices_of(number), not_primary(number))
 
     def unfence(self) -> None:
-        """The map has named the primaries anew."""
+        """Serve fenced shards again; the map has confirmed the primaries."""
         self._fenced.clear()
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The slices that are served here, ascending."""
+        """The slices served here, ascending."""
         if self._indices is None:
             self._indices = tuple(sorted(index for machine in self.machines.values() for index in machine.slices))
         return self._indices
 
     def slices_of(self, number: int) -> range:
-        """The slices of a shard."""
+        """Return the slices of a shard."""
         return range(number, self._slice_count, self._shard_count)
 
     def shard_of(self, index: int) -> int:
-        """The number of a slice's shard."""
+        """Return the number of a slice's shard."""
         return index % self._shard_count
 
     def get(self, index: int) -> BspShard | AsyncShard | None:
-        """The machine of a slice's shard; None where it is not served here."""
+        """Return the machine of a slice's shard, or None if it is not served here."""
         return self.machines.get(index % self._shard_count)
 
     def of(self, index: int) -> BspShard | AsyncShard:
-        """The machine of the shard of a slice that is served here."""
+        """Return the machine of the shard of a slice that is served here."""
         return self.machines[index % self._shard_count]
 
     def version(self, index: int) -> int:
-        """The version of a slice that is served here."""
+        """Return the version of a slice that is served here."""
         return self.of(index).slices[index].version
 
     def check_slice(self, index: int, epoch: int) -> None:
-        """Raises InvalidArgumentError where slice ``index`` does not exist or is another server's in map ``epoch``;
-        StaleEpochError where it is not served here any more."""
+        """Raise InvalidArgumentError if slice ``index`` does not exist or is another server's in map ``epoch``, and
+        StaleEpochError if it is no longer served here."""
         number = index % self._shard_count
         if number in self.machines and index < self._slice_count and number not in self._fenced:
             return
@@ -141,26 +141,33 @@ class ShardRouter:
         raise not_primary(number)
 
     def dispatch(self, index: int, event: Event) -> None:
-        """Passes an event about a slice that is served here to its machine, and carries out what follows."""
+        """Pass an event about a slice served here to its machine, and carry out the effects."""
         self.run(self.machines[index % self._shard_count].on(event))
 
     def dispatch_all(self, event: Event) -> None:
-        """Passes an event to all machines, and carries out what follows."""
+        """Pass an event to all machines, and carry out the effects."""
         for machine in self.machines.values():
             self.run(machine.on(event))
 
     def push(self, call: Call, index: int, base_version: int, payload: memoryview) -> None:
-        """Routes one contribution. Raises InvalidArgumentError and its kinds, StaleEpochError where the slice is not
-        here, and StaleEstimateError; then nothing was changed."""
+        """Route one contribution.
+
+        Raises InvalidArgumentError and its subclasses, StaleEpochError if the slice is not served here, and
+        StaleEstimateError; nothing has changed then.
+        """
         self.check_slice(index, call.identity.epoch)
         values, counts = self._gradients.receive(call, index, payload)
         self._counters.of(call.identity.worker_id).push_bytes += len(payload)
         self._push(call, index, base_version, PendingGradient(index, call, values, is_shared=False), not counts)
 
     def push_unchecked(self, call: Call, index: int, base_version: int, values: Gradient, *, is_shared: bool) -> None:
-        """Routes one contribution whose ``values`` the kernel checks: they are as many as the slice's, and may hold
-        anything. is_shared: they lie in memory of the worker. Raises InvalidArgumentError and StaleEpochError where the
-        slice is not here; then nothing was changed."""
+        """Route one contribution whose ``values`` the kernel checks. Their number is the slice's; their content is
+        arbitrary.
+
+        is_shared: they are in memory of the worker.
+
+        Raises InvalidArgumentError, and StaleEpochError if the slice is not served here; nothing has changed then.
+        """
         self.check_slice(index, call.identity.epoch)
         self._push(call, index, base_version, PendingGradient(index, call, values, is_shared), call.abstain)
 
@@ -175,14 +182,14 @@ class ShardRouter:
         self.dispatch(index, event)
 
     def pull(self, call: Call, index: int, min_version: int) -> None:
-        """Asks for one slice at ``min_version`` or later. Raises what ``check_slice`` does."""
+        """Request one slice at ``min_version`` or later. Raises the errors of ``check_slice``."""
         self.check_slice(index, call.identity.epoch)
         token = self.calls.ask(call, index)
         self._counters.of(call.identity.worker_id).pulls += 1
         self.dispatch(index, PullRequested(token, index, call.identity.worker_id, min_version))
 
     def cancel(self, call: Call) -> None:
-        """The call ended: nothing answers it any more."""
+        """Stop answering a call that ended."""
         for token, index in list(call.outstanding.items()):
             self.calls.pop(token)
             if self.get(index) is not None:
@@ -190,34 +197,31 @@ class ShardRouter:
         call.outstanding.clear()
 
     def propose(self, member: ParametersMember) -> bool:
-        """Whether ``member`` may join at its first step. If so, its contributions are waited for from now on."""
+        """Return True if ``member`` may join at its first step. If so, wait for its contributions from now on."""
         if not all(machine.admits(member) for machine in self.machines.values()):
             return False
         self.dispatch_all(JoinProposed(member))
         return True
 
     def withdraw(self, worker_id: str) -> None:
-        """Forgets a proposal."""
+        """Withdraw a proposal."""
         self.dispatch_all(JoinWithdrawn(worker_id))
 
     @property
     def proposed(self) -> list[str]:
-        """Workers whose proposal was accepted and that are no members yet."""
+        """Workers whose proposal was accepted and that are not members yet."""
         return sorted({worker_id for machine in self.machines.values() for worker_id in machine.proposals})
 
     @property
     def step_next(self) -> int:
-        """The step or clock that a worker may join at, as far as this server goes."""
+        """Lowest step or clock at which a worker may join, as far as this server is concerned."""
         return max((machine.step_next for machine in self.machines.values()), default=0)
 
 
 @dataclass(slots=True)
 class EffectRunner:
-    """Carries out the effects of the machines of one parameter set: answers to calls, and updates.
-
-    Invariants: effects are carried out in the order of the machines. An answer waits until the replicas have what it is
-    about. Each token is answered at most once.
-    """
+    """Carries out effects, in the order of the machines. An answer waits until the replicas have the state that it
+    exposes. Each token is answered at most once."""
 
     calls: CallTable
     gradients: PendingGradients
@@ -228,8 +232,7 @@ class EffectRunner:
     _is_running: bool = False
 
     def run(self, effects: Sequence[Effect]) -> None:
-        """Carries effects out in order. Those that follow from them are queued, so that no chain of calls gets too
-        deep."""
+        """Carry out effects in order. Follow-up effects are queued, which bounds the call depth."""
         self._effects.extend(effects)
         if self._is_running:
             return

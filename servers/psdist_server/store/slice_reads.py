@@ -1,13 +1,13 @@
-"""Reads of weights: those that are sent to workers, and workers that are sent them, or read them, from where they lie.
+"""Reads of weights: weights sent to workers, and the workers that read them in place.
 
-A read that is sent happens between two updates of its slice, so that none is torn. Where a slice stands still until a
-worker pushes it again, that worker's answer need not be a copy. This is so in BSP without backup workers, as long as it
-is a member; a worker that is fenced is sent nothing more before others go on without it. A worker that holds an earlier
-version is sent the differences from it, where they are known (``kernels.published``).
+A sent read happens between two updates of its slice, so none is torn. If a slice cannot change until a worker pushes it
+again, that worker's answer need not be a copy. This is so in BSP without backup workers, as long as the worker is a
+member; a fenced worker is sent nothing more before the others continue without it. A worker that holds an earlier
+version is sent the differences from it, if they are known (``kernels.published``).
 
-A worker of this host reads the weights of its last calls in place until its next ones. So the weights of slices that
-moved stay until every such worker has made a call by the map of the move, or a newer one, after which it reads none
-of them (``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
+A worker on this host reads the weights of its last calls in place until its next calls. So the weights of moved slices
+stay until every such worker has made a call by the map of the move, or a newer one; after that it reads none of them
+(``psdist.client.transport.shm.attachment``). They stay for at least a minute, for workers whose stream broke.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from psdist_server.store.shard_router import ShardRouter
 from psdist_server.store.statistics import Counters
 from psdist_server.store.stream_to_replica import not_primary
 
-#: So many encoded answers are kept for the other workers of the step.
+#: Encoded answers cached for the other workers of the step.
 ENCODED_MAX: Final = 4
 RECLAIM_SECONDS: Final = 60.0
 
 
 class Weights(NamedTuple):
-    """What is sent of a slice. differences: what the payload consists of; None where it is the weights."""
+    """Payload of a slice. differences: the parts of the payload; None if it is the weights."""
 
     version: int
     payload: bytes | memoryview
@@ -45,7 +45,7 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What is wanted of a slice. held: the version to which differences may be sent; None for none."""
+    """Requested form of a slice. held: the version to which differences may be sent, or None."""
 
     index: int
     dtype: str
@@ -57,13 +57,13 @@ def _wanted(index: int, call: Call) -> _Wanted:
 
 
 class SliceReads:
-    """Reads slices of one parameter set, at once or when the update under way is done."""
+    """Reads slices of one parameter set, immediately or after the current update."""
 
     def __init__(
         self, router: ShardRouter, dense: DenseParameters, counters: Counters, consistency: Consistency
     ) -> None:
         self._router = router
-        #: Whether an update waits for the pushes of all members.
+        #: True if an update waits for the pushes of all members.
         self._waits_for_all = isinstance(consistency, BSP) and not consistency.backup_workers
         self._dense = dense
         self._counters = counters
@@ -72,8 +72,8 @@ class SliceReads:
         self._copies: dict[tuple[int, _Wanted], Weights] = {}
 
     async def read(self, index: int, call: Call) -> Weights:
-        """A slice for the answer to a call. The payload is valid until the next await. Raises StaleEpochError where the
-        slice is not served here any more."""
+        """Read a slice for the answer to a call. The payload is valid until the next await. Raises StaleEpochError if
+        the slice is no longer served here."""
         return await self._read(_wanted(index, call))
 
     async def _read(self, wanted: _Wanted) -> Weights:
@@ -88,7 +88,7 @@ class SliceReads:
         return await future
 
     def _now(self, wanted: _Wanted, version: int) -> Weights:
-        """A slice that is not being written."""
+        """Read a slice that is not being written."""
         published = self._dense.published
         if published is not None and wanted.held is not None:
             found = published.differences(wanted.index, wanted.held, version)
@@ -97,7 +97,8 @@ class SliceReads:
         return Weights(version, self._dense.read(wanted.index, wanted.dtype))
 
     async def encode(self, answer: SliceAnswer, call: Call) -> bytes:
-        """The PushPullResponse with the slice's weights; the last few are kept, as in BSP all workers get the same."""
+        """Return the PushPullResponse with the slice's weights. The last few are cached, since in BSP all workers get
+        the same."""
         wanted = _wanted(answer.index, call)
         weights = await self._read(wanted)
         self._counters.of(call.identity.worker_id).pull_bytes += len(weights.payload)
@@ -116,16 +117,15 @@ class SliceReads:
         return self._encoded[key]
 
     async def lasting(self, answer: SliceAnswer, call: Call) -> Weights:
-        """A slice for the answer to a call of a member, or of a worker that reads. The payload stays as it is until
-        that worker pushes the slice again, or is fenced. Raises StaleEpochError where the slice is not served here any
-        more."""
+        """Read a slice for the answer to a call of a member, or of a worker that reads. The payload is valid until that
+        worker pushes the slice again, or is fenced. Raises StaleEpochError if the slice is no longer served here."""
         wanted = _wanted(answer.index, call)
         if wanted.dtype == "float32" and self._stands_still(answer, call):
             return self._now(wanted, answer.version)
         return await self._copy(wanted)
 
     def _stands_still(self, answer: SliceAnswer, call: Call) -> bool:
-        """Whether the next update of the slice waits for another push of the call's worker."""
+        """Return True if the next update of the slice waits for another push of the call's worker."""
         machine = self._router.get(answer.index)
         if not self._waits_for_all or not call.is_push or answer.ignored or machine is None:
             return False
@@ -133,7 +133,7 @@ class SliceReads:
         return not state.is_written and state.version == answer.version
 
     async def _copy(self, wanted: _Wanted) -> Weights:
-        """A slice whose payload stays as it is; the last few are kept, as in ``encode``."""
+        """Read a slice into a payload that never changes. The last few are cached, as in ``encode``."""
         weights = await self._read(wanted)
         key = (weights.version, wanted)
         if key not in self._copies:
@@ -143,14 +143,14 @@ class SliceReads:
         return self._copies[key]
 
     def updated(self, index: int, version: int) -> None:
-        """Slice ``index`` is at ``version``, and its next update has not begun: serves the reads that wait for it."""
+        """Serve the reads that wait for slice ``index``, which is at ``version``. Its next update has not started."""
         for future, wanted in self._waiting.pop(index, ()):
             if not future.done():
                 weights = self._now(wanted, version)
                 future.set_result(weights._replace(payload=bytes(weights.payload)))
 
     def fail(self, indices: Iterable[int], error: PsdistError) -> None:
-        """These slices are not served here any more."""
+        """Fail the reads of these slices, which are no longer served here."""
         for index in indices:
             for future, _ in self._waiting.pop(index, ()):
                 if not future.done():
@@ -158,14 +158,16 @@ class SliceReads:
 
 
 class Reader(Protocol):
-    """A worker that can read the weights in place, or is sent them from there. admitted: by which it made its last
-    call."""
+    """A worker that can read the weights in place, or is sent them from there.
+
+    admitted: the identity of its last call.
+    """
 
     @property
     def admitted(self) -> Identity: ...
 
     def fenced(self) -> None:
-        """The worker is fenced: sends it nothing more."""
+        """Stop sending to the worker, which is fenced."""
 
 
 class InPlaceReaders:
@@ -174,27 +176,27 @@ class InPlaceReaders:
     def __init__(self, dense: DenseParameters) -> None:
         self._readers: list[Reader] = []
         self._dense = dense
-        #: The epoch of the map by which a slice was moved to another server last.
+        #: Epoch of the map that last moved a slice to another server.
         self._released: dict[int, int] = {}
         self._reclaiming: asyncio.Future[None] | None = None
 
     def add(self, reader: Reader) -> None:
-        """One more worker reads weights in place."""
+        """Add a worker."""
         self._readers.append(reader)
 
     def remove(self, reader: Reader) -> None:
-        """A worker reads nothing in place any more."""
+        """Remove a worker, which reads nothing in place any more."""
         self._readers.remove(reader)
 
     def fence(self, live: Mapping[str, int]) -> None:
-        """A new map, by which these incarnations of workers are live, and which no slice was updated by yet."""
+        """Stop the readers whose incarnation is not ``live`` in a new map, before any slice is updated by it."""
         for reader in list(self._readers):
             if live.get(reader.admitted.worker_id) != reader.admitted.incarnation:
                 reader.fenced()
 
     async def release(self, indices: Sequence[int], epoch: int) -> None:
-        """These slices were moved by the map of ``epoch``: gives their state back now, and their weights when nothing
-        reads them any more."""
+        """Release slices that were moved by the map of ``epoch``: their state now, and their weights when nothing reads
+        them any more."""
         await off_loop(len(indices) * self._dense.slicing.slice_elements, partial(self._dense.release, indices))
         self._released.update(dict.fromkeys(indices, epoch))
         self._reclaim_later(indices, epoch)

@@ -1,4 +1,4 @@
-"""Counters of one parameter set on a server: plain numbers, written on the event loop, read by anybody."""
+"""Counters of one parameter set on a server: plain numbers, written on the event loop and readable from anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from psdist_server.core.replication import PrimaryReplication
 
 @dataclass(slots=True)
 class WorkerCounters:
-    """What one worker did, in slices and bytes."""
+    """Activity of one worker, in slices and bytes."""
 
     pushes: int = 0
     pulls: int = 0
@@ -28,7 +28,7 @@ class WorkerCounters:
     saved_bytes: int = 0
 
     def answered(self, ignored: bool, late: bool, staleness: int) -> None:
-        """Counts one acknowledged contribution."""
+        """Count one acknowledged contribution."""
         self.late += ignored and late
         self.duplicates += ignored and not late
         self.staleness_sum += staleness
@@ -45,11 +45,11 @@ class Counters:
     workers: dict[str, WorkerCounters] = field(default_factory=dict)
 
     def of(self, worker_id: str) -> WorkerCounters:
-        """The counters of a worker; new ones where it is new."""
+        """Return the counters of a worker, new ones if it is new."""
         return self.workers.setdefault(worker_id, WorkerCounters())
 
     def by_worker(self) -> list[server_pb2.WorkerStatistics]:
-        """The counters of workers as messages."""
+        """Return the workers' counters as messages."""
         return [
             server_pb2.WorkerStatistics(
                 worker_id=worker_id, **{name: getattr(counters, name) for name in WorkerCounters.__dataclass_fields__}
@@ -64,7 +64,7 @@ def replica_statistics(
     now: float,
     lease_seconds: float,
 ) -> list[server_pb2.ReplicaStatistics]:
-    """How far each replica of these shards is behind. carrier: says what carries the updates to one."""
+    """Return how far each replica of these shards is behind. carrier: describes the carrier of updates to a replica."""
     found = []
     for number, machine in sorted(machines.items()):
         unreachable = machine.unreachable(now, lease_seconds)
