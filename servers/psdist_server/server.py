@@ -162,7 +162,7 @@ class ParameterServer:
         return {(name, worker_id) for name, store in self.stores.items() for worker_id in store.router.proposed}
 
     def waiting_for(self, call: Call) -> str:
-        """Return what the call is waiting for, or "" if that is only its own sender."""
+        """Return the reason why the call is waiting, or "" if that is only its own sender."""
         store = self.stores.get(call.identity.parameters)
         return store.waiting_for(call) if store else ""
 

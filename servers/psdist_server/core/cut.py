@@ -1,6 +1,6 @@
 """The cut of one snapshot attempt through the slices of a parameter set that this server serves. Pure.
 
-A slice is at the cut when its content is what the snapshot must contain. In BSP: it is at the step of the cut. In SSP
+A slice is at the cut when it has exactly the content for the snapshot. In BSP: it is at the step of the cut. In SSP
     and ASP: it has each producer's pushes before the cut, and no others. From then on it must be copied before its next
     update. The writer takes slices in file order: it uses an existing copy, or requests one.
 

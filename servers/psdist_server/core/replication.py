@@ -477,7 +477,7 @@ class BackupReplication:
         return self._acked
 
     def retain(self, producers: Collection[Producer]) -> None:
-        """Drop all other producers: none of their pushes can be repeated any more."""
+        """Drop all other producers, whose pushes can no longer be repeated."""
         for record in self.records.values():
             record.retain(producers)
 

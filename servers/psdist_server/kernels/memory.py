@@ -125,7 +125,7 @@ class WeightsMemory:
     once its memory is reclaimed.
 
     array: float32[total]. Replaced if ``hold`` finds no room for an arena.
-    sequence: uint64[slices]. Replaced likewise.
+    sequence: uint64[slices]. Replaced together with ``array``.
     arena: None if there is none, for the reason ``arena_error``.
     """
 
