@@ -48,11 +48,11 @@ class Admission:
         self._heard: dict[tuple[str, int], float] = {}
         self._map_changed = asyncio.Condition()
 
-    def follow(self, cluster: ClusterMap) -> None:
+    def adopt_workers(self, cluster: ClusterMap) -> None:
         """Refuse workers that are not in this newer map from now on."""
         self.live = {worker.worker_id: worker.incarnation for worker in cluster.workers}
 
-    async def followed(self, cluster: ClusterMap) -> None:
+    async def adopt_map(self, cluster: ClusterMap) -> None:
         """Resume the requests that waited for this map; all stores have adopted it."""
         self.map = cluster
         async with self._map_changed:

@@ -39,7 +39,7 @@ from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 from psdist_server.service import SERVICE, ServerService
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 _GRACE_SECONDS: Final = 1.0
 
@@ -68,7 +68,7 @@ def main(settings: ServerSettings) -> int:
 def _end_without_device(error: DeviceLostError) -> None:
     """Exit the process immediately, from any thread. No pending answer can be trusted, and to its peers the server
     looks killed."""
-    _log.error("the device is lost, with all parameters on it; exiting", reason=str(error))
+    logger.error("the device is lost, with all parameters on it; exiting", reason=str(error))
     logging.shutdown()
     os._exit(exit_codes.DEVICE_LOST)
 
@@ -115,7 +115,7 @@ async def _serve(settings: ServerSettings, scheduler: str, lanes: Lanes | None) 
         server.add_generic_rpc_handlers((service.handler(),))
         probe = await add_standard_services(server, SERVICE, reflects=is_loopback(settings.host))
         await server.start()
-        _log.info(
+        logger.info(
             "serving",
             address=advertise,
             scheduler=scheduler,
@@ -146,7 +146,7 @@ async def _until_stopped(
     await asyncio.wait({session, stopped, run_ended}, return_when=asyncio.FIRST_COMPLETED)
     code = 0
     if session.done() and (error := session.exception()):
-        _log.error("the scheduler ended the membership of this server", reason=str(error))
+        logger.error("the scheduler ended the membership of this server", reason=str(error))
         code = exit_codes.of_ended_run(error)
     if code == 0 and not run_ended.done():
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
@@ -182,7 +182,7 @@ async def _own_address(settings: ServerSettings, scheduler: str, port: int) -> s
 
     def on_failure(reason: str) -> None:
         if pacers[reason].note(now()):
-            _log.warning("cannot resolve a name", scheduler=scheduler, reason=reason)
+            logger.warning("cannot resolve a name", scheduler=scheduler, reason=reason)
 
     bound = addresses.format_address(settings.host, port)
     return await addresses.advertised_address(

@@ -32,7 +32,7 @@ from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
 from psdist_server.store.replicator import ReplicaReport
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 
 class ServerSession:
@@ -79,7 +79,7 @@ class ServerSession:
             nonlocal logged_at
             if now() - logged_at > limits.REPORT_WAIT_SECONDS:
                 logged_at = now()
-                _log.warning("waiting for the scheduler", address=self._connection.address, reason=error.message)
+                logger.warning("waiting for the scheduler", address=self._connection.address, reason=error.message)
 
         # The scheduler may not have noticed yet that an earlier process with this id ended.
         retried = (ServerUnreachableError, DuplicateMemberError)
@@ -116,7 +116,7 @@ class ServerSession:
                 return
             if self.in_session:  # Logged once, not for each further attempt.
                 backoff.reset()
-                _log.warning("session broken; reconnecting", scheduler=self._connection.address, reason=reason)
+                logger.warning("session broken; reconnecting", scheduler=self._connection.address, reason=reason)
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session(self, server: ParameterServer) -> None:
@@ -163,7 +163,7 @@ class ServerSession:
     async def _handle(self, response: pb.SessionResponse, server: ParameterServer) -> None:
         match response.WhichOneof("command"):
             case "map":
-                await server.follow(convert.map_from_proto(response.map))
+                await server.adopt_map(convert.map_from_proto(response.map))
                 if not self.in_session:
                     self.in_session = True
                     for parameters, worker_id in self._stale:
@@ -186,15 +186,15 @@ class ServerSession:
                 server.withdraw(response.join_withdrawn.parameters, response.join_withdrawn.worker_id)
             case "member_lost":
                 lost = response.member_lost
-                _log.info("member lost", member=lost.member_id, reason=lost.reason)
+                logger.info("member lost", member=lost.member_id, reason=lost.reason)
             case "shards_lost":
-                _log.error("shards lost", text=response.shards_lost.text)
+                logger.error("shards lost", text=response.shards_lost.text)
             case "snapshot":
                 server.snapshot_writer.command(response.snapshot)
             case "rolled_back":
-                _log.warning("rolled back", text=response.rolled_back.text)
+                logger.warning("rolled back", text=response.rolled_back.text)
             case "run_ended":
-                _log.info("the run has ended")
+                logger.info("the run has ended")
                 self.run_ended.set()
 
     async def drain(self, timeout_seconds: float) -> None:
@@ -208,9 +208,9 @@ class ServerSession:
             async for progress in stub.Drain(request, metadata=metadata, timeout=timeout_seconds):
                 if progress.drained:
                     return
-                _log.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
+                logger.info("draining", shards_left=progress.shards_left, waiting_for=progress.waiting_for)
         except grpc.aio.AioRpcError as failure:
-            _log.warning("not drained", reason=self._connection.error(failure).message)
+            logger.warning("not drained", reason=self._connection.error(failure).message)
 
     async def leave(self, reason: str) -> None:
         """End the membership. Waits at most a second for the scheduler's answer."""
@@ -218,7 +218,7 @@ class ServerSession:
         try:
             await self._connection.leave(self.registration.server_id, self.registration.incarnation, reason)
         except PsdistError as error:
-            _log.info("left; the scheduler did not answer", reason=str(error))
+            logger.info("left; the scheduler did not answer", reason=str(error))
 
     async def close(self) -> None:
         """Close the channel."""

@@ -97,14 +97,14 @@ class ParameterServer:
         with each report about a snapshot."""
         self._report, self._report_snapshot = report, report_snapshot
 
-    async def follow(self, cluster: ClusterMap) -> None:
+    async def adopt_map(self, cluster: ClusterMap) -> None:
         """Adopt a newer cluster map: change roles, and pass changed members to the machines."""
         if not self.peers.follow(cluster):
             return
-        self.admission.follow(cluster)
+        self.admission.adopt_workers(cluster)
         for entry in cluster.parameters:
             name = entry.spec.name
-            if name in self.stores and _begins_anew(self.stores[name].entry, entry):
+            if name in self.stores and _is_obsolete(self.stores[name].entry, entry):
                 await self._close_store(name)
             if name not in self.stores and any(self.me in shard.replicas for shard in entry.shards):
                 self.stores[name] = self._open_store(entry)
@@ -113,8 +113,8 @@ class ParameterServer:
                 await self.stores[name].update(entry, cluster.epoch)
         for gone in sorted(self.stores.keys() - {entry.spec.name for entry in cluster.parameters}):
             await self._close_store(gone)
-        self.loader.follow(self.stores.values())
-        await self.admission.followed(cluster)
+        self.loader.update_loads(self.stores.values())
+        await self.admission.adopt_map(cluster)
 
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
         dense = DenseParameters(entry) if self._lanes is None else DeviceParameters(entry, self._lanes)
@@ -215,7 +215,7 @@ def _opened_once(url: str, opener: Callable[[str], Storage]) -> Callable[[], Sto
     return opened
 
 
-def _begins_anew(before: ParametersEntry, after: ParametersEntry) -> bool:
+def _is_obsolete(before: ParametersEntry, after: ParametersEntry) -> bool:
     """True if this server's content of the parameter set is obsolete."""
     if after.generation != before.generation:
         return after.generation > before.generation

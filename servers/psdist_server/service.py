@@ -30,7 +30,7 @@ from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, SliceAnswer
 from psdist_server.tcp_service import serve_connect
 
-log = logging.getLogger("psdist.server")
+logger = logging.getLogger("psdist.server")
 
 SERVICE: Final = server_pb2.DESCRIPTOR.services_by_name["ServerService"]
 _NORMS_PER_MESSAGE: Final = 1 << 17
@@ -66,7 +66,7 @@ class ServerService:
             "Replicate": self._replicas.serve,
             "FetchNorms": self._fetch_norms,
         }
-        return service_handler(SERVICE, handlers, log)
+        return service_handler(SERVICE, handlers, logger)
 
     async def _push(
         self, message_type: PushMessage, requests: AsyncIterator[bytes], _: grpc.aio.ServicerContext
@@ -108,7 +108,7 @@ class ServerService:
                 await call.slots.acquire()
             call.asked_all()
         except Exception as error:  # The stream raises it; otherwise it would wait for a reader that has ended.
-            call.fail(as_psdist_error(error, "reading a push", log))
+            call.fail(as_psdist_error(error, "reading a push", logger))
 
     async def _open_push(
         self, call: Call, message: server_pb2.PushPullRequest | server_pb2.PushRequest

@@ -31,7 +31,7 @@ from psdist_server.kernels.arrays import PUBLISHED, Array
 from psdist_server.snapshot_writer import together
 from psdist_server.store.parameter_store import ParameterStore
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 _AT_A_TIME: Final = 4
 _RETRY_MIN_SECONDS: Final = 0.2
@@ -89,7 +89,7 @@ class SnapshotLoader:
         self._rng = rng
         self._loads: dict[str, _Load] = {}
 
-    def follow(self, stores: Iterable[ParameterStore]) -> None:
+    def update_loads(self, stores: Iterable[ParameterStore]) -> None:
         """Adopt a new map: start the loads that it asks for, and stop the others."""
         wanted = {h.entry.spec.name: h for h in stores if h.entry.restore is not None and not h.entry.ready}
         for name in [name for name, load in self._loads.items() if wanted.get(name) is not load.store]:
@@ -146,10 +146,10 @@ class SnapshotLoader:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, PsdistError):
-            _log.error("loading failed", exc_info=error)
+            logger.error("loading failed", exc_info=error)
             error = InternalError(f"loading from a snapshot failed: {error!r}")
         entry = load.store.entry
-        _log.error("cannot load", parameters=entry.spec.name, snapshot=load.restore.directory, reason=str(error))
+        logger.error("cannot load", parameters=entry.spec.name, snapshot=load.restore.directory, reason=str(error))
         load.failed = ShardLoadFailed(entry.spec.name, entry.generation, load.restore, error)
         self._report()
 
@@ -170,7 +170,9 @@ class SnapshotLoader:
                 if clock() - answered >= PATIENCE_SECONDS:
                     raise
                 if load.waiting_for != error.message:
-                    _log.warning("cannot load yet, retrying", parameters=load.store.entry.spec.name, reason=str(error))
+                    logger.warning(
+                        "cannot load yet, retrying", parameters=load.store.entry.spec.name, reason=str(error)
+                    )
                 load.waiting_for = error.message
                 await asyncio.sleep(delay * self._rng.uniform(0.5, 1.0))
                 delay = min(_RETRY_MAX_SECONDS, delay * 2)
@@ -187,7 +189,7 @@ class SnapshotLoader:
             await together(_load_slices(load, reader, state, number, pending) for _ in range(_AT_A_TIME))
             if load.store.router.machines.get(number) is machine:
                 load.store.router.loaded(number)
-                _log.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
+                logger.info("loaded", parameters=state.spec.name, shard=number, snapshot=manifest.directory)
                 self._report()
 
 

@@ -32,7 +32,7 @@ from psdist_server.kernels.arrays import Array
 from psdist_server.store.copy_on_write import SliceCopies
 from psdist_server.store.parameter_store import ParameterStore
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 #: Limit on the bytes of copies held for a snapshot. Updates that need more wait for the writer.
 COPY_BYTES_MAX: Final = 256 << 20
@@ -104,7 +104,7 @@ class SnapshotWriter:
         elif kind == "cut":
             self._begin(self._attempt, command.cut)
         elif kind == "end":
-            _log.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
+            logger.info("snapshot ended", attempt=command.attempt, committed=command.end.committed)
             self._discard()
 
     def session_ended(self) -> None:
@@ -155,7 +155,7 @@ class SnapshotWriter:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if not isinstance(error, PsdistError):
-            _log.error("writing a snapshot failed", attempt=attempt.number, exc_info=error)
+            logger.error("writing a snapshot failed", attempt=attempt.number, exc_info=error)
             error = InternalError(f"writing the snapshot failed: {error!r}")
         self._fail(attempt.number, error)
 
@@ -163,7 +163,7 @@ class SnapshotWriter:
         """End the attempt here and report the error."""
         if self._attempt is None or self._attempt.number != number:
             return
-        _log.warning("gave up a snapshot", attempt=number, reason=str(error))
+        logger.warning("gave up a snapshot", attempt=number, reason=str(error))
         self._discard()
         self._report(number, _failed(error))
 

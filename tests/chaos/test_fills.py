@@ -87,7 +87,7 @@ def test_refusals_of_one_update_are_counted_together() -> None:
 
 def test_what_a_replica_refuses_is_recognized_in_the_log() -> None:
     replica: BackupReplication = BackupReplication(0, [0], Shard(A, 1, (B,)))
-    replica.begin(1, 7)
+    replica.start_copy(1, 7)
     update: ReplicaUpdate[None] = ReplicaUpdate(9, 0, 3)
     with pytest.raises(InvalidArgumentError) as raised:
         replica.update(1, update)

@@ -137,7 +137,7 @@ async def replicas() -> AsyncIterator[Replicas]:
         for server in (pair.a, pair.b):
             await server.start()
             stack.push_async_callback(server.close)
-        await pair.b.host.follow(pair.map_of(1, Shard(A, 1, (B,))))
+        await pair.b.host.adopt_map(pair.map_of(1, Shard(A, 1, (B,))))
         yield Replicas(pair, stack)
 
 

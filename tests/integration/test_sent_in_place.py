@@ -47,7 +47,7 @@ class Bench:
         """A new map, with ``live`` workers from number ``first`` on."""
         self.epoch += 1
         members = self.entry.members[first : first + live]
-        await self.host.follow(cluster_map(self.epoch, replace(self.entry, members=members)))
+        await self.host.adopt_map(cluster_map(self.epoch, replace(self.entry, members=members)))
 
     async def close(self) -> None:
         self.listener.close()

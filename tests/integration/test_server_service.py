@@ -71,7 +71,7 @@ class Bench:
 
     async def follow(self, what: ParametersEntry, live: int | None = None) -> None:
         self.epoch += 1
-        await self.host.follow(cluster_map(self.epoch, what, live=live))
+        await self.host.adopt_map(cluster_map(self.epoch, what, live=live))
 
     async def create(self, workers: int = 1, **settings: object) -> None:
         await self.follow(entry(workers, ready=False, **settings))
@@ -339,7 +339,7 @@ async def test_expelled_worker_is_fenced_in_the_middle_of_a_wait(bench: Bench) -
         ready=True,
     )
     bench.epoch += 1
-    await bench.host.follow(cluster_map(bench.epoch, gone))
+    await bench.host.adopt_map(cluster_map(bench.epoch, gone))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()
     assert isinstance(status.from_call(caught.value, "server"), FencedError)

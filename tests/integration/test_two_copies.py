@@ -113,7 +113,7 @@ class Pair:
 
     async def show(self, epoch: int, shard: Shard, *, ready: bool = True) -> None:
         for server in (self.b, self.a):
-            await server.host.follow(self.map_of(epoch, shard, ready=ready))
+            await server.host.adopt_map(self.map_of(epoch, shard, ready=ready))
 
     async def reports(self) -> list[ReplicaReport]:
         """Wait for the primary's reports."""
@@ -151,7 +151,7 @@ async def test_one_that_does_not_know_that_it_was_replaced_takes_no_push_and_ser
     await pair.create()
     assert await pair.a.push(0) == 1
     assert (await pair.a.pull() == -1).all()
-    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    await pair.b.host.adopt_map(pair.map_of(3, Shard(B, 2)))
     assert await pair.b.push(1) == 2
     with pytest.raises(StaleEpochError):
         await pair.a.pull()
@@ -162,7 +162,7 @@ async def test_one_that_does_not_know_that_it_was_replaced_takes_no_push_and_ser
 
 async def test_a_push_to_one_that_was_replaced_is_refused_too_where_nobody_read_from_it_before(pair: Pair) -> None:
     await pair.create()
-    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    await pair.b.host.adopt_map(pair.map_of(3, Shard(B, 2)))
     with pytest.raises(StaleEpochError):
         await pair.a.push(0)
     assert (await pair.b.pull() == 0).all()
@@ -175,7 +175,7 @@ async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> N
     for step in range(70):  # Among them digests are compared.
         assert await pair.a.push(step) == step + 1
     assert pair.a.host.statistics().parameters[0].replicas[0].digests >= 2
-    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    await pair.b.host.adopt_map(pair.map_of(3, Shard(B, 2)))
     assert (await pair.b.pull() == -70).all()
 
 
@@ -190,7 +190,7 @@ async def test_streams_that_are_opened_again_in_the_middle_lose_and_repeat_nothi
         stream.restart()
         async with asyncio.timeout(60):
             assert await push == step + 1
-    await pair.b.host.follow(pair.map_of(3, Shard(B, 2)))
+    await pair.b.host.adopt_map(pair.map_of(3, Shard(B, 2)))
     assert (await pair.b.pull() == -60).all()
 
 
@@ -204,8 +204,8 @@ async def test_a_copy_that_has_no_room_is_reported_and_stops_nobody(
     begun = pair.map_of(1, Shard(A, 1, (), (B,)), ready=False)
     with monkeypatch.context() as patch:
         patch.setattr(DenseParameters, "hold", no_room)
-        await pair.b.host.follow(begun)
-    await pair.a.host.follow(begun)
+        await pair.b.host.adopt_map(begun)
+    await pair.a.host.adopt_map(begun)
     await pair.a.install()
     (report,) = await pair.reports()
     assert (report.kind, report.replica) == ("unreachable", B) and "no room" in report.reason

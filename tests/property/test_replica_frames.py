@@ -232,7 +232,7 @@ async def give_to_replica(frames: Sequence[bytes]) -> Outcome:
     host = ParameterServer(ServerRegistration("run", "server-1"), "", kernel_threads=1)
     arena = GradientArena.create(2 * SIZE, "float32")
     try:
-        await host.follow(MAP)
+        await host.adopt_map(MAP)
         stream = StreamFromPrimary(host, TcpListener())
         hello = Request.Hello(run_id="run", server_id="server-0", incarnation=1, epoch=1, parameters="p")
         await stream._admit(hello)

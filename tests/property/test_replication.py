@@ -53,7 +53,7 @@ class Replication(RuleBasedStateMachine):
         self.busy: set[int] = set()
         self.streams: dict[Replica, Stream] = {}
         self.machine: PrimaryReplication[int] = PrimaryReplication(0, 1, range(SLICES))
-        self.carry_out(self.machine.follow(self.shard, 0.0))
+        self.carry_out(self.machine.adopt_map(self.shard, 0.0))
 
     @property
     def content(self) -> dict[int, list[int]]:
@@ -77,9 +77,9 @@ class Replication(RuleBasedStateMachine):
         self.shard = shard
         self.servers = {replica: server for replica, server in self.servers.items() if replica in shard.replicas}
         for replica in shard.replicas[1:]:
-            self.servers.setdefault(replica, Server(replica, shard)).backup.follow(shard)
+            self.servers.setdefault(replica, Server(replica, shard)).backup.adopt_map(shard)
         self.streams = {replica: stream for replica, stream in self.streams.items() if replica in self.servers}
-        self.carry_out(self.machine.follow(shard, 0.0))
+        self.carry_out(self.machine.adopt_map(shard, 0.0))
 
     # --- updates and copies -------------------------------------------------------------------------------------------
 
@@ -146,7 +146,7 @@ class Replication(RuleBasedStateMachine):
         backup, content = server.backup, server.content
         match stream.down.popleft():
             case ("begin", lsn, fill, copy):
-                backup.begin(self.shard.term, lsn, fill, copy)
+                backup.start_copy(self.shard.term, lsn, fill, copy)
             case ("state", index, record, copied):
                 content[index] = list(copied)
                 backup.state(index, record)

@@ -495,7 +495,7 @@ class World:
                     if primary.dense.digest(index) != copy.dense.digest(index):
                         self.oracle.violation(f"slice {index} differs between {shard.primary} and {replica}")
                     self._check_records(
-                        index, primary.router.of(index).record(index), copy.backups.machines[number], entry
+                        index, primary.router.machine_of(index).record(index), copy.backups.machines[number], entry
                     )
 
     def check_tables(self, primary: ParameterStore, index: int) -> None:

@@ -325,7 +325,7 @@ def _watch_maps(follow: Any) -> Any:
 
 #: Paths that a suite must have taken: owner, function, what is counted, and when.
 _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
-    (PrimaryReplication, "begin", "a copy began", lambda args, result: True),
+    (PrimaryReplication, "start_copy", "a copy began", lambda args, result: True),
     (PrimaryReplication, "_resumable", "a stream went on from what was held", lambda args, lsn: lsn is not None),
     (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
     (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),

@@ -80,7 +80,7 @@ class Driver:
         lives = {member for entry in entries for member in entry.members}
         workers = tuple(WorkerEntry(life.worker_id, life.incarnation, life.rank) for life in lives)
         servers = (ServerEntry("server-0", 1, "127.0.0.1:1"),)
-        await self.host.follow(ClusterMap(RUN, self.epoch, servers, workers, entries))
+        await self.host.adopt_map(ClusterMap(RUN, self.epoch, servers, workers, entries))
 
     async def create(self, entry: ParametersEntry, values: Floats) -> ParametersEntry:
         """Create parameters with these initial values, ready to train."""

@@ -189,7 +189,7 @@ class PrimaryReplication(Generic[G]):
         """True if an update of slice ``index`` is sent with its gradient to any replica."""
         return any(peer.has(index) for peer in self.peers.values())
 
-    def follow(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
+    def adopt_map(self, shard: Shard, now: float) -> list[ReplicationEffect[G]]:
         """Adopt the replicas that a new map names."""
         self.fenced = False
         wanted = dict.fromkeys(shard.backups, True) | dict.fromkeys(shard.filling, False)
@@ -202,7 +202,7 @@ class PrimaryReplication(Generic[G]):
             if known is None or known.fill != fill or (known.in_sync and not in_sync):
                 known = self.peers[replica] = Peer(replica, in_sync, fill, waiting_since=now)
             known.in_sync = in_sync
-        return self._settle()
+        return self._take_replicated()
 
     def opened(self, replica: Replica, held: ReplicaState | None, now: float) -> list[ReplicationEffect[G]]:
         """Handle a newly opened stream to ``replica``. held: the replica's report on its copy, if it has one."""
@@ -210,11 +210,11 @@ class PrimaryReplication(Generic[G]):
         peer.is_open, peer.waiting_since, peer.refusal = True, None, ""
         lsn = self._resumable(peer, held) if peer.required and not peer.is_copying else None
         if lsn is None:
-            return self.begin(replica)
+            return self.start_copy(replica)
         peer.resume(lsn)
         again = [SendUpdate(replica, update, True) for update in self._log.values() if update.lsn > lsn]
         peer.waiting_since = now if again else None
-        return [*again, *self._settle()]
+        return [*again, *self._take_replicated()]
 
     def _resumable(self, peer: Peer, held: ReplicaState | None) -> int | None:
         """Return the lsn after which updates are sent again to a replica that holds ``held``, or None if it must be
@@ -231,11 +231,11 @@ class PrimaryReplication(Generic[G]):
             known = (held.term, held.lsn) == self.base and self.lsn - len(self._log) == held.lsn
         return held.lsn if known else None
 
-    def begin(self, replica: Replica) -> list[ReplicationEffect[G]]:
+    def start_copy(self, replica: Replica) -> list[ReplicationEffect[G]]:
         """Start a (new) copy of the shard to ``replica``."""
         peer, self._copies = self.peers[replica], self._copies + 1
         peer.begin_copy(self._copies, self.slices, self.lsn)
-        return [SendBegin(replica, self.lsn, peer.fill, peer.copy), *self._settle()]
+        return [SendBegin(replica, self.lsn, peer.fill, peer.copy), *self._take_replicated()]
 
     def closed(self, replica: Replica, now: float) -> None:
         """Handle a broken stream to ``replica``."""
@@ -268,7 +268,7 @@ class PrimaryReplication(Generic[G]):
             elif peer.is_copying and peer.missing:
                 peer.missing.add(index)
             else:
-                effects += self.begin(replica)
+                effects += self.start_copy(replica)
         return effects
 
     def ended(self, replica: Replica, now: float) -> None:
@@ -282,7 +282,7 @@ class PrimaryReplication(Generic[G]):
             return []
         peer.complete_copy(self.lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
-        return self._settle()
+        return self._take_replicated()
 
     def advance(self) -> None:
         """Number a change of the shard's state while there is no replica to send it to.
@@ -305,7 +305,7 @@ class PrimaryReplication(Generic[G]):
             if peer.is_open and not peer.refusal:
                 effects.append(SendUpdate(peer.replica, update, peer.has(update.index)))
                 peer.waiting_since = now if peer.waiting_since is None else peer.waiting_since
-        return [*effects, *self._settle()]
+        return [*effects, *self._take_replicated()]
 
     def acknowledged(self, replica: Replica, lsn: int, now: float) -> list[ReplicationEffect[G]]:
         """Record that ``replica`` has all updates up to ``lsn``."""
@@ -314,9 +314,9 @@ class PrimaryReplication(Generic[G]):
             return []
         peer.acked = max(peer.acked, lsn)
         peer.waiting_since = now if peer.acked < self.lsn else None
-        return self._settle()
+        return self._take_replicated()
 
-    def _settle(self) -> list[ReplicationEffect[G]]:
+    def _take_replicated(self) -> list[ReplicationEffect[G]]:
         """Return the newly replicated updates, in order, and trim the log."""
         required = [0 if peer.is_copying else peer.acked for peer in self.peers.values() if peer.required]
         reached = min(required, default=self.lsn)
@@ -412,11 +412,11 @@ class BackupReplication:
         """Report on this copy, for a primary that resumes its stream. An interrupted copy must be restarted."""
         return ReplicaState(self.term, self.lsn, self.complete and not self._copying, self.fill)
 
-    def follow(self, shard: Shard) -> None:
+    def adopt_map(self, shard: Shard) -> None:
         """Adopt the primary that a new map names."""
         self.primary = shard.primary
 
-    def begin(self, term: int, lsn: int, fill: int = 0, copy: int = 0) -> None:
+    def start_copy(self, term: int, lsn: int, fill: int = 0, copy: int = 0) -> None:
         """Start receiving copy number ``copy``, for filling ``fill``. Held slices stay until they are replaced."""
         self.term, self.lsn, self._acked = term, lsn, lsn
         self.fill, self.copy = fill, copy

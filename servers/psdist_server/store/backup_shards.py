@@ -105,11 +105,11 @@ class BackupShards:
         for index in indices:
             self._queues.pop(index, None)
 
-    def follow(self, shards: Sequence[Shard]) -> None:
+    def adopt_map(self, shards: Sequence[Shard]) -> None:
         """Adopt a new map: its primaries. Memory for refused shards is tried again."""
         self._no_room.clear()
         for number, machine in self.machines.items():
-            machine.follow(shards[number])
+            machine.adopt_map(shards[number])
 
     def retain(self, producers: Collection[Producer]) -> None:
         """Drop the entries of other producers. Entries that a primary with an older map still sends are dropped at the
@@ -177,7 +177,7 @@ class BackupShards:
             case "begin":
                 for index in machine.slices:
                     self._incoming.pop(index, None)
-                machine.begin(message.term, message.begin.lsn, message.begin.fill, message.begin.copy)
+                machine.start_copy(message.term, message.begin.lsn, message.begin.fill, message.begin.copy)
             case "state":
                 self._on_state(machine, message.state, frame.payload)
             case "end":

@@ -124,11 +124,11 @@ class CutController:
             return []
         at_cut = self._check(copies, [index])
         if not self._is_prefaulted:
-            self._prefault(copies, self._router.of(index).slices[index].version)
+            self._prefault(copies, self._router.machine_of(index).slices[index].version)
         copies.copy_ahead(at_cut)
-        return [effect for number in at_cut for effect in self._router.of(number).on(SliceCut(number))]
+        return [effect for number in at_cut for effect in self._router.machine_of(number).on(SliceCut(number))]
 
-    def follow(self, changes: RoleChanges, members_changed: bool) -> None:
+    def check_changes(self, changes: RoleChanges, members_changed: bool) -> None:
         """Adopt a new map. A cut covers the shards, and in SSP and ASP the workers, that existed when it started: it
         fails if these change."""
         if self.current is None:
@@ -152,7 +152,7 @@ class CutController:
         at_cut = []
         try:
             for index in indices:
-                if not copies.is_over and copies.state.check(index, self._router.of(index).record(index)):
+                if not copies.is_over and copies.state.check(index, self._router.machine_of(index).record(index)):
                     at_cut.append(index)
                     copies.notify_writer(index)
         except ValueError as error:

@@ -59,7 +59,7 @@ from psdist_server.store.stream_to_replica import ReplicaNetwork, not_primary, n
 #: Memory for more elements than this is allocated in a thread, because the kernel clears it.
 _LARGE_ELEMENTS: Final = 1 << 20
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 
 class ParameterStore:
@@ -88,7 +88,7 @@ class ParameterStore:
         self.kernels = kernels = KernelLauncher(entry, pool, self.fail)
         self.gradients = PendingGradients(entry.spec, entry.slicing, self.counters, prepare_sums)
         self.norms = NormBoard()
-        contents = SliceContents(dense, lambda index: self.router.of(index).record(index))
+        contents = SliceContents(dense, lambda index: self.router.machine_of(index).record(index))
         self.replicator = Replicator(
             entry, network, dense, self.norms, contents, self.fail_permanently,
             fence=lambda number: self.router.fence_shard(number),
@@ -179,8 +179,8 @@ class ParameterStore:
         terms = {number: machine.term for number, machine in self.replicator.machines.items()}
         changes = role_changes.changes(entry, self.me, terms, self.backups.machines)
         shards = enumerate(entry.shards)
-        self.router.follow(epoch, [number for number, shard in shards if role_changes.is_primary(shard, self.me)])
-        self.cuts.follow(changes, entry.members != before.members)
+        self.router.assign(epoch, [number for number, shard in shards if role_changes.is_primary(shard, self.me)])
+        self.cuts.check_changes(changes, entry.members != before.members)
         copies = self._leave_roles(changes, epoch)
         if (entry.members, entry.departed) != (before.members, before.departed):
             self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
@@ -196,7 +196,7 @@ class ParameterStore:
         """Stop serving and copying the shards that other servers serve or copy. Returns the copies taken out."""
         for number in changes.demoted:
             self._demote(number)
-            _log.info("stopped serving a shard", parameters=self.entry.spec.name, shard=number, epoch=epoch)
+            logger.info("stopped serving a shard", parameters=self.entry.spec.name, shard=number, epoch=epoch)
         copies = {number: self.backups.remove(number) for number in (*changes.discarded, *changes.promoted)}
         for number in changes.discarded:
             self.backups.discard(copies[number].slices)
@@ -207,13 +207,13 @@ class ParameterStore:
     def _take_roles(self, changes: RoleChanges, copies: Mapping[int, BackupReplication], epoch: int) -> None:
         """Start copying the added shards and serving the created and promoted ones."""
         entry = self.entry
-        self.backups.follow(entry.shards)
+        self.backups.adopt_map(entry.shards)
         for number in changes.added:
             self.backups.add(number, self.router.slices_of(number), entry.shards[number])
         for number in (*changes.created, *changes.promoted):
             self._become_primary(number, copies.get(number), epoch)
         self.router.unfence()
-        self.replicator.follow(entry)
+        self.replicator.adopt_map(entry)
         if changes.promoted:
             # All members that a step waited for may have left with this map.
             self.router.dispatch_all(MembersChanged(entry.members, entry.departed))
@@ -264,7 +264,7 @@ class ParameterStore:
                     InternalError(f"shard {number} of {spec.name!r} was promoted before its copy was complete")
                 )
                 records = {}
-            _log.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=epoch)
+            logger.info("promoted", parameters=spec.name, shard=number, term=shard.term, lsn=copy.lsn, epoch=epoch)
         clipping = spec.optimizer.max_grad_norm > 0 and isinstance(spec.consistency, BSP)
         machine = make_shard(
             indices, entry.members, spec.consistency, clipping, entry.reference_workers, records, entry.departed
@@ -276,7 +276,7 @@ class ParameterStore:
         """Aggregate the slices now served here. A step may have become complete by the change, or incomplete."""
         self.aggregation.serve(self.router.indices)
         for index in self.router.indices:
-            state = self.router.of(index).slices[index]
+            state = self.router.machine_of(index).slices[index]
             if state.aggregated:
                 self.aggregation.aggregated(state.version, index)
 
@@ -301,7 +301,7 @@ class ParameterStore:
             self.aggregation.aggregated(effect.step, index)
             return
         self.counters.applied_slices += 1
-        machine = self.router.of(index)
+        machine = self.router.machine_of(index)
         effects = machine.on(SliceApplied(index))
         # Before these effects start the slice's next update, it can be read, compared and copied.
         self.reads.updated(index, machine.slices[index].version)
@@ -315,12 +315,12 @@ class ParameterStore:
 
     def fail(self, what: str, error: BaseException) -> None:
         """Handle a defect: log the traceback, and fail all present and future calls."""
-        _log.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
+        logger.error("failed", parameters=self.entry.spec.name, what=what, exc_info=error)
         self.router.calls.fail_permanently(InternalError(f"{what} of {self.entry.spec.name!r} failed: {error!r}"))
 
     def fail_permanently(self, error: PsdistError) -> None:
         """Stop the parameter set here: fail all present and future calls with ``error``."""
-        _log.error("stopped", parameters=self.entry.spec.name, reason=str(error))
+        logger.error("stopped", parameters=self.entry.spec.name, reason=str(error))
         self.router.calls.fail_permanently(error)
 
     def waiting_for(self, call: Call) -> str:

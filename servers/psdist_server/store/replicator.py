@@ -46,7 +46,7 @@ from psdist_server.store.stream_to_replica import (
     update_message,
 )
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 #: Interval between comparisons of a slice's bytes, in updates of its shard.
 DIGEST_EVERY: Final = 64
@@ -108,7 +108,7 @@ class Replicator:
         self._caught_up: dict[int, list[Callable[[], None]]] = {}
 
     def add(self, number: int, term: int, slices: Iterable[int], base: tuple[int, int] = (0, 0)) -> None:
-        """Start replicating a shard; ``follow`` comes next."""
+        """Start replicating a shard; ``adopt_map`` comes next."""
         self.machines[number] = PrimaryReplication(number, term, slices, base)
 
     def remove(self, number: int) -> None:
@@ -118,13 +118,13 @@ class Replicator:
         for stream in self.streams.values():
             stream.refuse(number)
 
-    def follow(self, entry: ParametersEntry) -> None:
+    def adopt_map(self, entry: ParametersEntry) -> None:
         """Adopt a new map: open and close streams, and copy shards to new replicas."""
         for stream in self.streams.values():  # Before a copy by this map, which the replica may not have yet.
             stream.send(self.network.hello(self.name))
         for number, machine in sorted(self.machines.items()):
             before, was_fenced = dict(machine.peers), machine.fenced
-            self._carry_out(machine, machine.follow(entry.shards[number], now()))
+            self._carry_out(machine, machine.adopt_map(entry.shards[number], now()))
             for replica, peer in machine.peers.items():
                 is_new = before.get(replica) is not peer
                 if replica not in self.streams:
@@ -278,11 +278,11 @@ class Replicator:
             return
         if isinstance(error, LimitExceededError | StaleCopyError):
             if isinstance(error, StaleCopyError):
-                _log.warning("a copy is stale", parameters=self.name, server=str(stream.replica), reason=str(error))
+                logger.warning("a copy is stale", parameters=self.name, server=str(stream.replica), reason=str(error))
             if machine.refused_copy(stream.replica, str(error)):
                 self.network.report()
             return
-        _log.warning("refused by a replica", parameters=self.name, server=str(stream.replica), reason=str(error))
+        logger.warning("refused by a replica", parameters=self.name, server=str(stream.replica), reason=str(error))
         if int(error.details.get("term", machine.term)) < machine.term:
             stream.restart()  # Only its map is older. On a new stream it waits for the newer one.
             return

@@ -69,7 +69,7 @@ class ShardRouter:
         self._fenced: set[int] = set()
         self._indices: tuple[int, ...] | None = ()
 
-    def follow(self, epoch: int, assigned: Collection[int]) -> None:
+    def assign(self, epoch: int, assigned: Collection[int]) -> None:
         """Adopt a new map, by which this server is the primary of the ``assigned`` shards."""
         self._epoch, self._assigned = epoch, assigned
 
@@ -119,13 +119,13 @@ class ShardRouter:
         """Return the machine of a slice's shard, or None if it is not served here."""
         return self.machines.get(index % self._shard_count)
 
-    def of(self, index: int) -> BspShard | AsyncShard:
+    def machine_of(self, index: int) -> BspShard | AsyncShard:
         """Return the machine of the shard of a slice that is served here."""
         return self.machines[index % self._shard_count]
 
     def version(self, index: int) -> int:
         """Return the version of a slice that is served here."""
-        return self.of(index).slices[index].version
+        return self.machine_of(index).slices[index].version
 
     def check_slice(self, index: int, epoch: int) -> None:
         """Raise InvalidArgumentError if slice ``index`` does not exist or is another server's in map ``epoch``, and

@@ -66,10 +66,10 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
     """With its membership ends what it waited for: it would be served weights that are too old."""
     host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
-    await host.follow(_map(1, False, 0, 1))
+    await host.adopt_map(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)
     host.admission.store("p").install(0, memoryview(zeros).cast("B"), 1)
-    await host.follow(_map(2, True, 0, 1))
+    await host.adopt_map(_map(2, True, 0, 1))
     identity = Identity("run", "worker-0", 1, 2, "p")
     store = await host.admission.admit(identity)
     push, pull = (Call(identity, is_push=is_push, wants_weights=not is_push) for is_push in (True, False))
@@ -78,7 +78,7 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
         assert await push.next_answer() is not None
         store.router.pull(pull, 0, 0)
         assert "worker-1" in store.waiting_for(pull)
-        await host.follow(_map(3, True, 1))
+        await host.adopt_map(_map(3, True, 1))
         with pytest.raises(FencedError):
             await pull.next_answer()
     await host.close()
@@ -89,7 +89,7 @@ async def test_a_server_on_a_device_says_so() -> None:
     device = HostDevice()
     host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1, lanes=Lanes(device))
     assert (host.statistics().device, host.statistics().device_bytes) == (device.name, 0)
-    await host.follow(_map(1, False, 0, 1))
+    await host.adopt_map(_map(1, False, 0, 1))
     host.admission.store("p").install(0, memoryview(np.zeros(16, np.float32)).cast("B"), 1)
     assert host.statistics().device_bytes == device.allocated > 0
     assert [(update.apply_seconds, update.parameters) for update in host.statistics().parameters] == [(0, "p")]

@@ -22,7 +22,7 @@ LIFE = ("worker-0", 1)
 
 def primary(shard: Shard, base: tuple[int, int] = (0, 0)) -> PrimaryReplication[str]:
     machine: PrimaryReplication[str] = PrimaryReplication(0, shard.term, [0, 1], base)
-    machine.follow(shard, 0.0)
+    machine.adopt_map(shard, 0.0)
     return machine
 
 
@@ -41,7 +41,7 @@ def filled() -> PrimaryReplication[str]:
 
 def backup(shard: Shard | None = None) -> BackupReplication:
     machine = BackupReplication(0, [0, 1], shard or Shard(P, 1, (B,)))
-    machine.begin(1, 0)
+    machine.start_copy(1, 0)
     for index in range(2):
         machine.state(index, SliceRecord())
     machine.end()
@@ -79,9 +79,9 @@ def test_what_is_under_way_when_a_replica_is_filled_waits_for_it() -> None:
 
 def test_a_backup_that_the_map_removes_is_not_waited_for_any_more() -> None:
     machine = filled()
-    machine.follow(Shard(P, 1, (B,)), 0.0)
+    machine.adopt_map(Shard(P, 1, (B,)), 0.0)
     machine.update(update(1), 0.0)
-    assert machine.follow(Shard(P, 1), 0.0) == [Replicated(0, 1)]
+    assert machine.adopt_map(Shard(P, 1), 0.0) == [Replicated(0, 1)]
 
 
 def test_what_was_not_acknowledged_is_sent_again_on_a_new_stream() -> None:
@@ -133,7 +133,7 @@ def test_a_replica_takes_updates_in_order_and_acknowledges_repeats() -> None:
 
 def test_a_copy_without_all_slices_is_not_complete() -> None:
     machine = BackupReplication(0, [0, 1], Shard(P, 1, (), (B,)))
-    machine.begin(1, 5)
+    machine.start_copy(1, 5)
     machine.state(1, SliceRecord(3))
     assert machine.update(1, update(6)) == "skip"
     with pytest.raises(InvalidArgumentError, match="without slices"):
@@ -143,6 +143,6 @@ def test_a_copy_without_all_slices_is_not_complete() -> None:
 
 def test_while_it_is_copied_again_by_a_new_primary_a_replica_can_still_be_promoted() -> None:
     machine = backup()
-    machine.follow(Shard(C, 2, (B,)))
-    machine.begin(2, 9)
+    machine.adopt_map(Shard(C, 2, (B,)))
+    machine.start_copy(2, 9)
     assert machine.complete and not machine.held.complete

@@ -13,7 +13,7 @@ _ME, _BACKUP, _NEW = Replica("server-2", 2), Replica("server-1", 1), Replica("se
 def _promoted() -> PrimaryReplication[Any]:
     """Term 2 of a shard of slices 0 and 3, taken over with 188 updates of term 1, with one backup."""
     machine: PrimaryReplication[Any] = PrimaryReplication(0, 2, (0, 3), base=(1, 188))
-    machine.follow(Shard(_ME, 2, backups=(_BACKUP,)), 0.0)
+    machine.adopt_map(Shard(_ME, 2, backups=(_BACKUP,)), 0.0)
     return machine
 
 
@@ -37,14 +37,14 @@ def test_a_backup_with_less_is_copied_before_anybody_hears() -> None:
 
 def test_a_backup_that_the_map_took_away_is_not_waited_for() -> None:
     machine = _promoted()
-    machine.follow(Shard(_ME, 2), 1.0)
+    machine.adopt_map(Shard(_ME, 2), 1.0)
     assert machine.is_caught_up
 
 
 def test_one_that_is_being_filled_is_not_waited_for() -> None:
     machine = _promoted()
     machine.opened(_BACKUP, ReplicaState(1, 188, True), 1.0)
-    machine.follow(Shard(_ME, 2, backups=(_BACKUP,), filling=(_NEW,)), 1.0)
+    machine.adopt_map(Shard(_ME, 2, backups=(_BACKUP,), filling=(_NEW,)), 1.0)
     assert machine.is_caught_up
     machine.opened(_NEW, None, 1.0)
     assert machine.is_caught_up

@@ -18,7 +18,7 @@ def update(lsn: int) -> ReplicaUpdate[None]:
 
 def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is_reported() -> None:
     machine: PrimaryReplication[None] = PrimaryReplication(0, 1, [0])
-    machine.follow(Shard(OLD, filling=(NEW,)), 0.0)
+    machine.adopt_map(Shard(OLD, filling=(NEW,)), 0.0)
     machine.opened(NEW, None, 0.0)
     machine.copied(NEW, 0)
     machine.ended(NEW, 0.0)
@@ -35,7 +35,7 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
 
 def test_one_that_is_copied_again_is_not_reported() -> None:
     machine: PrimaryReplication[None] = PrimaryReplication(0, 1, [0])
-    machine.follow(Shard(OLD, filling=(NEW,)), 0.0)
+    machine.adopt_map(Shard(OLD, filling=(NEW,)), 0.0)
     machine.opened(NEW, None, 0.0)
     machine.copied(NEW, 0)
     machine.filled(NEW, 1, 0.0)
@@ -49,9 +49,9 @@ def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_c
     """A map in between may not have been seen here: the scheduler was started again. The replica has seen it, perhaps,
     and has nothing any more; without a copy it would be sent updates without gradients."""
     machine: PrimaryReplication[None] = PrimaryReplication(0, 2, [0], base=(1, 5))
-    machine.follow(Shard(OLD, 2, backups=(NEW,)), 0.0)
+    machine.adopt_map(Shard(OLD, 2, backups=(NEW,)), 0.0)
     machine.opened(NEW, ReplicaState(1, 5, True), 0.0)
-    machine.follow(Shard(OLD, 2, filling=(NEW,)), 1.0)
+    machine.adopt_map(Shard(OLD, 2, filling=(NEW,)), 1.0)
     assert not machine.peers[NEW].is_open
     assert machine.opened(NEW, None, 1.0) == [SendBegin(NEW, 5, fill=0, copy=1)]
     assert not machine.peers[NEW].required
@@ -60,15 +60,15 @@ def test_a_backup_that_was_removed_and_is_to_be_filled_by_the_next_map_seen_is_c
 def test_what_is_promoted_while_it_is_copied_again_is_like_nobody_else() -> None:
     """Some of its slices are older than its lsn says, those of another replica at the same lsn are not."""
     machine = BackupReplication(0, [0, 1], Shard(OLD, 1, (NEW,)))
-    machine.begin(1, 4)
+    machine.start_copy(1, 4)
     for index in range(2):
         machine.state(index, SliceRecord())
     machine.end()
     assert machine.base == (1, 4)
-    machine.begin(2, 6)
+    machine.start_copy(2, 6)
     machine.state(0, SliceRecord(3))
     successor: PrimaryReplication[None] = PrimaryReplication(0, 3, [0, 1], machine.base)
-    successor.follow(Shard(NEW, 3, (OLD,)), 0.0)
+    successor.adopt_map(Shard(NEW, 3, (OLD,)), 0.0)
     assert successor.opened(OLD, ReplicaState(2, 6, True), 0.0) == [SendBegin(OLD, 6, fill=0, copy=1)]
 
 

@@ -28,7 +28,7 @@ def fill(p: PrimaryReplication[str], b: BackupReplication, now: float) -> None:
     """Carry the copy to ``b`` to its end, without its report to the scheduler."""
     (begin,) = p.opened(B, b.held, now)
     assert isinstance(begin, SendBegin)
-    b.begin(p.term, begin.lsn, begin.fill, begin.copy)
+    b.start_copy(p.term, begin.lsn, begin.fill, begin.copy)
     b.state(0, SliceRecord(p.lsn))
     p.copied(B, 0)
     p.ended(B, now)
@@ -42,26 +42,26 @@ def test_a_replica_that_missed_an_update_is_copied_whatever_late_reports_made_of
     first, second = (7, 9) if numbered else (0, 0)
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 244))
     b = BackupReplication(0, [0], filling(first))
-    p.follow(filling(first), 0.0)
+    p.adopt_map(filling(first), 0.0)
     fill(p, b, 0.0)
     assert p.peers[B].complete
-    p.follow(Shard(A, 2), 3.0)
+    p.adopt_map(Shard(A, 2), 3.0)
     p.advance()  # An update while there is no replica.
-    p.follow(filling(second), 5.0)
-    p.follow(backed(second), 5.1)  # The scheduler believed the report on the first filling.
+    p.adopt_map(filling(second), 5.0)
+    p.adopt_map(backed(second), 5.1)  # The scheduler believed the report on the first filling.
     assert p.opened(B, b.held, 5.2) == [SendBegin(B, 245, second, 2)]
     assert not p.is_caught_up
 
 
 def test_every_update_has_a_number_also_without_a_replica() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 244))
-    p.follow(Shard(A, 2), 0.0)
+    p.adopt_map(Shard(A, 2), 0.0)
     p.advance()
     assert p.lsn == 245
-    p.follow(filling(1), 1.0)
+    p.adopt_map(filling(1), 1.0)
     p.opened(B, None, 1.0)
     p.update(update(246, 245), 1.0)
-    p.follow(Shard(A, 2), 2.0)
+    p.adopt_map(Shard(A, 2), 2.0)
     p.advance()
     p.validate()
     assert p.lsn == 247 and not p.log_bytes
@@ -69,13 +69,13 @@ def test_every_update_has_a_number_also_without_a_replica() -> None:
 
 def test_a_copy_of_an_earlier_filling_is_not_resumed() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 5))
-    p.follow(backed(3), 0.0)
+    p.adopt_map(backed(3), 0.0)
     assert p.opened(B, ReplicaState(1, 5, True, fill=2), 0.0) == [SendBegin(B, 5, 3, 1)]
 
 
 def test_a_copy_of_the_same_filling_is_resumed_by_the_next_primary() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 5))
-    p.follow(backed(3), 0.0)
+    p.adopt_map(backed(3), 0.0)
     assert p.opened(B, ReplicaState(1, 5, True, fill=3), 0.0) == []
 
 
@@ -83,16 +83,16 @@ def test_a_replica_with_another_filling_in_the_map_is_copied_again() -> None:
     """The map in which it was not a replica at all was not seen here."""
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0])
     b = BackupReplication(0, [0], filling(1))
-    p.follow(filling(1), 0.0)
+    p.adopt_map(filling(1), 0.0)
     fill(p, b, 0.0)
-    p.follow(filling(2), 1.0)
+    p.adopt_map(filling(2), 1.0)
     assert not p.peers[B].complete and not p.peers[B].is_open
     assert p.opened(B, b.held, 1.0) == [SendBegin(B, 0, 2, 2)]
 
 
 def test_an_answer_to_an_earlier_copy_does_not_complete_the_newest() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0])
-    p.follow(filling(1), 0.0)
+    p.adopt_map(filling(1), 0.0)
     p.opened(B, None, 0.0)
     p.copied(B, 0)
     assert p.replaced(0) == [SendBegin(B, 0, 1, 2)]
@@ -107,7 +107,7 @@ def test_an_answer_to_an_earlier_copy_does_not_complete_the_newest() -> None:
 def test_a_slice_that_is_replaced_without_an_update_reaches_a_replica_that_holds_the_same_lsn(is_open: bool) -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0])
     b = BackupReplication(0, [0], filling(1))
-    p.follow(filling(1), 0.0)
+    p.adopt_map(filling(1), 0.0)
     fill(p, b, 0.0)
     if not is_open:
         p.closed(B, 1.0)
@@ -118,7 +118,7 @@ def test_a_slice_that_is_replaced_without_an_update_reaches_a_replica_that_holds
 
 def stale() -> BackupReplication:
     b = BackupReplication(0, [0], backed(1))
-    b.begin(2, 7, 1, 1)
+    b.start_copy(2, 7, 1, 1)
     b.state(0, SliceRecord(244))
     b.end()
     with pytest.raises(StaleCopyError, match="version 245 of slice 0 of shard 0, whose copy here is at version 244"):
@@ -131,7 +131,7 @@ def test_a_copy_that_an_update_does_not_fit_is_neither_promoted_nor_resumed_befo
     assert not b.complete and not b.held.complete
     # What is on its way behind the refused update is neither refused one by one, nor acknowledged.
     assert b.update(2, update(8, 245)) == b.update(2, update(9, 246)) == "ignore"
-    b.begin(2, 9, 2, 1)
+    b.start_copy(2, 9, 2, 1)
     assert not b.complete
     b.state(0, SliceRecord(247))
     b.end()
@@ -141,7 +141,7 @@ def test_a_copy_that_an_update_does_not_fit_is_neither_promoted_nor_resumed_befo
 
 def test_a_replica_that_refused_an_update_is_reported_and_sent_nothing_more() -> None:
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 7))
-    p.follow(backed(1), 0.0)
+    p.adopt_map(backed(1), 0.0)
     p.opened(B, ReplicaState(1, 7, True, fill=1), 0.0)
     p.update(update(8, 245), 0.0)
     assert p.refused_copy(B, "does not fit")

@@ -134,8 +134,8 @@ def test_an_update_of_an_earlier_term_is_acknowledged_to_nobody(backup: Backup) 
     backup.fill(answers)
     backup.update(answers, 1, 0)
     entry = replace(ENTRY, shards=(Shard(Replica("server-2", 1), 2, (B,)),))
-    backup.machine.follow(entry.shards[0])
-    backup.machine.begin(2, 1)
+    backup.machine.adopt_map(entry.shards[0])
+    backup.machine.start_copy(2, 1)
     backup.kernels.end(0)
     assert acked(answers) == 0
 
@@ -166,7 +166,7 @@ def test_a_copy_that_has_no_room_is_refused_with_the_reason(backup: Backup, monk
 def test_a_replica_refuses_whoever_is_not_the_primary_of_its_map(backup: Backup, sender: Replica, term: int) -> None:
     primary = Replica("server-2", 1)
     entry = replace(ENTRY, shards=(Shard(primary, 2, (B,)),))
-    backup.backups.follow(entry.shards)
+    backup.backups.adopt_map(entry.shards)
     for who, number, refused in ((sender, term, True), (primary, 2, False)):
         answers: list[pb.ReplicateResponse] = []
         backup.backups.open_stream(who, answers.append)

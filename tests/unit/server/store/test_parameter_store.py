@@ -48,7 +48,7 @@ async def test_a_copy_keeps_no_entry_of_a_life_that_is_over_even_where_its_updat
     store = ParameterStore(entry, DenseParameters(entry), ME, pool, network, lambda *_: None)
     await store.update(entry, 1)
     machine = store.backups.machines[0]
-    machine.begin(1, 0)
+    machine.start_copy(1, 0)
     machine.state(0, SliceRecord())
     machine.end()
     await store.update(replace(entry, members=(second,)), 2)

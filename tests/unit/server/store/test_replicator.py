@@ -80,7 +80,7 @@ class Primary:
 
     def follow(self, *shards: Shard) -> None:
         self.entry = replace(ENTRY, shards=shards)
-        self.replicator.follow(self.entry)
+        self.replicator.adopt_map(self.entry)
 
     async def hear_refusal(self, error: PsdistError) -> None:
         refused = pb.ReplicateResponse.Refused(shard=0, term=3, error=status.to_detail(error))

@@ -35,7 +35,7 @@ class Routed:
         self.counters, self.calls = Counters(), CallTable()
         self.gradients = PendingGradients(SPEC, ENTRY.slicing, self.counters)
         self.router = ShardRouter(ENTRY, self.calls, self.gradients, self.counters, self.run)
-        self.router.follow(5, [0])
+        self.router.assign(5, [0])
         self.router.add(0, make_shard(self.router.slices_of(0), MEMBERS, SPEC.consistency, False))
 
     def run(self, effects: Sequence[Effect]) -> None:
@@ -66,7 +66,7 @@ def test_an_encoded_push_is_held_as_it_came(routed: Routed) -> None:
     prepared: list[bool] = []
     routed.gradients = PendingGradients(SPEC, ENTRY.slicing, routed.counters, lambda: prepared.append(True))
     routed.router = ShardRouter(ENTRY, routed.calls, routed.gradients, routed.counters, routed.run)
-    routed.router.follow(5, [0])
+    routed.router.assign(5, [0])
     routed.router.add(0, make_shard(routed.router.slices_of(0), MEMBERS, SPEC.consistency, False))
     call = call_of()
     call.is_encoded = True

@@ -41,7 +41,7 @@ class Setup:
         self.source, self.replica = Source(), FakeReplica()
         self.machines: dict[int, Machine] = {0: PrimaryReplication(0, 1, [0, 2]), 1: PrimaryReplication(1, 1, [1, 3])}
         for machine in self.machines.values():
-            machine.follow(Shard(ME, 1, filling=(OTHER,)), 0.0)
+            machine.adopt_map(Shard(ME, 1, filling=(OTHER,)), 0.0)
         network = SimpleNamespace(
             rng=Random(1),
             method=lambda *_: self.replica.open,
