@@ -64,7 +64,7 @@ def _map(epoch: int, ready: bool, *workers: int) -> ClusterMap:
 
 
 async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_expelled() -> None:
-    """With its membership ends what it waited for: it would be served weights that are too old."""
+    """The end of its membership also ends its wait: it would be served weights that are too old."""
     host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
     await host.adopt_map(_map(1, False, 0, 1))
     zeros = np.zeros(16, np.float32)

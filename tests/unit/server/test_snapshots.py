@@ -1,4 +1,4 @@
-"""A server's part in snapshots: what is in the files while training goes on, what ends an attempt, what is loaded."""
+"""A server's part in snapshots: the files written during training, the ends of an attempt, and loading."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def assert_holds(driver: Driver, manifest: Manifest, wanted: Arrays) -> No
 
 
 async def save(driver: Driver, entry: ParametersEntry, step: int, attempt: int = 1) -> tuple[Manifest, Restore]:
-    """A snapshot of what is there."""
+    """Take a snapshot of the current state."""
     directory = f"attempt-{attempt}"
     driver.prepare(attempt, {"p": step}, directory)
     driver.cut(attempt, {} if step else {"p": {}})
@@ -259,7 +259,7 @@ async def test_updates_wait_where_there_is_no_room_for_copies() -> None:
 
 @pytest.mark.parametrize("room", [1 << 20, 4 * 100 * 3 * 9], ids=["room", "little room"])
 async def test_many_small_slices(room: int) -> None:
-    """What follows from each other is no chain of calls within calls."""
+    """Follow-up effects are not nested calls."""
     driver = Driver(memory())
     driver.host.snapshot_writer = snapshot_writer.SnapshotWriter(
         driver.host.stores.get, lambda: driver.storage, driver.reports.put_nowait, room
@@ -297,7 +297,7 @@ async def test_a_storage_that_takes_nothing_does_not_stop_training(monkeypatch: 
 
 
 async def until(driver: Driver, enough: Callable[[], bool]) -> None:
-    """Waits until what the server would report is enough."""
+    """Wait until the server's reports are sufficient."""
     async with asyncio.timeout(60):
         while not enough():
             await driver.changed.wait()

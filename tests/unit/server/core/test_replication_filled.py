@@ -22,7 +22,7 @@ def test_updates_sent_behind_the_copy_must_be_acknowledged_before_the_replica_is
     machine.opened(NEW, None, 0.0)
     machine.copied(NEW, 0)
     machine.ended(NEW, 0.0)
-    # The worker is answered at once: so far nobody else counts.
+    # The worker is answered immediately: no replica is required yet.
     assert Replicated(0, 1) in machine.update(update(1), 0.0)
     machine.filled(NEW, 1, 0.0)
     assert machine.peers[NEW].filled and not machine.peers[NEW].complete

@@ -38,7 +38,7 @@ def fill(p: PrimaryReplication[str], b: BackupReplication, now: float) -> None:
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_a_replica_that_missed_an_update_is_copied_whatever_late_reports_made_of_it(numbered: bool) -> None:
-    """A replica is filled, dropped and filled again by maps of which it applies none; between, the state moves on."""
+    """A replica is filled, dropped and filled again by maps that it never applies; in between, the state advances."""
     first, second = (7, 9) if numbered else (0, 0)
     p: PrimaryReplication[str] = PrimaryReplication(0, 2, [0], base=(1, 244))
     b = BackupReplication(0, [0], filling(first))

@@ -333,7 +333,7 @@ def test_asp_new_life_starts_a_new_sequence() -> None:
     assert bare(shard.on(fresh)) == [Apply(0, 1, (fresh.token,))]
 
 
-# --- another machine goes on ------------------------------------------------------------------------------------------
+# --- another machine continues ----------------------------------------------------------------------------------------
 
 
 def test_an_update_says_what_the_duplicate_table_learns_by_it() -> None:
@@ -391,11 +391,11 @@ def test_bsp_scales_the_learning_rate_by_who_took_part(rule: str, expected: floa
     assert applied.lr_scale == expected
 
 
-# --- workers that were expelled and go on -----------------------------------------------------------------------------
+# --- workers that were expelled and continue --------------------------------------------------------------------------
 
 
 def again(worker: int, first_step: int, first_push: int = 0) -> ParametersMember:
-    """The second incarnation of a worker, which goes on with the pushes of its first."""
+    """Return the second incarnation of a worker, which continues the pushes of its first."""
     return ParametersMember(f"worker-{worker}", 2, worker, first_step, origin=1, first_push=first_push)
 
 
@@ -403,7 +403,7 @@ def test_bsp_what_an_expelled_worker_contributed_counts_once_when_it_goes_on() -
     shard = bsp(slices=2)
     before = push(1, 0)
     assert shard.on(before) == []
-    shard.on(MembersChanged(()))  # Both are expelled; slice 0 is being updated by what is there.
+    shard.on(MembersChanged(()))  # Both are expelled; slice 0 is being updated by the contributions so far.
     assert not shard.admits(ParametersMember("worker-0", 2, 0, 0, origin=1))
     assert shard.admits(again(1, 0))
     shard.on(SliceApplied(0))

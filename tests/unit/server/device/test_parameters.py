@@ -17,7 +17,7 @@ from tests.support.host_device import HostDevice, needs_compiler
 
 pytestmark = needs_compiler
 
-#: What a device may have beside weights and state.
+#: Device memory allowed beside weights and state.
 BESIDE_BYTES = 200_000_000
 SLICE = 1 << 18
 
@@ -49,7 +49,7 @@ def test_adam_takes_12_bytes_a_parameter_and_what_is_copied_less_than_200_megaby
         thread.join()
     dense.read(0, "bfloat16")
     assert 12 * dense.slicing.total <= device.most <= 12 * dense.slicing.total + BESIDE_BYTES
-    # All lanes at once, and the one for reads, whether or not these threads met.
+    # All lanes, and the one for reads, whether or not these threads ran concurrently.
     each = (8 << 20) + (4 << 20)
     assert (2 * LANES + 1) * each < BESIDE_BYTES
     dense.close()

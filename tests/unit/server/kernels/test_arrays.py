@@ -114,7 +114,7 @@ BIG = 1 << 18  # elements of a slice: 1 MiB
 
 
 def big(count: int = 4) -> DenseParameters:
-    """Adam's parameters of which nothing is held yet."""
+    """Return parameters with Adam that hold no slice yet."""
     spec = ParametersSpec("p", optim.Adam(), BSP(), slice_elements=BIG)
     return DenseParameters(ParametersEntry(spec=spec, total=count * BIG, shards=(Shard(Replica("server-0", 1)),)))
 

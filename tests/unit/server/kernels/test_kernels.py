@@ -1,4 +1,4 @@
-"""What the kernels refuse, and that it changes nothing. What they compute is in tests/property/test_kernels.py."""
+"""Input that the kernels refuse without changing anything. tests/property/test_kernels.py tests their results."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ KERNELS = {
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
     """No kernel works on one element at a time: a changed expression easily does that, and costs 4 to 16 times."""
-    # Compiled anew, because numba cannot show code that came from its cache.
-    anew = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
-    code = anew.inspect_llvm(anew.signatures[0])
+    # Compiled again, because numba cannot show code that it loaded from its cache.
+    recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
+    code = recompiled.inspect_llvm(recompiled.signatures[0])
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
 
 
@@ -108,7 +108,7 @@ UPDATES = {name: one for name, one in vars(fused).items() if isinstance(one, com
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
-    """What a fused kernel does to a block, alone: compiled in it there are other loops."""
+    """A fused kernel's work on one block, alone, since the compiled kernel contains other loops, too."""
     # The kernel of optim.Mean shares its name with the function that computes the mean.
     part = vars(fused)["_replace" if name == "mean" else f"_{name}"]
     element, scalars = compiled.evaluate(part), UPDATES[name].signature.args[-1]
@@ -139,5 +139,5 @@ def test_update_is_vectorized(name: str) -> None:
 def test_fused_updates_are_vectorized_too() -> None:
     """Not the sum of contributions alone: the root shows it where there is one."""
     for kernel in (fused.adam, fused.ftrl):  # Each takes seconds to compile; the others are made like them.
-        anew = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
-        assert re.search(r"sqrt\.v\d+f32", anew.inspect_llvm(anew.signatures[0])), kernel.__name__
+        recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
+        assert re.search(r"sqrt\.v\d+f32", recompiled.inspect_llvm(recompiled.signatures[0])), kernel.__name__

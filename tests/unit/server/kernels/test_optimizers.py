@@ -103,7 +103,7 @@ def test_agrees_with_torch(spec: optim.Optimizer, make: Torch) -> None:
 
 @pytest.mark.parametrize(("spec", "make"), AGAINST_TORCH, ids=[spec.kind for spec, _ in AGAINST_TORCH])
 def test_a_state_that_begins_anew_is_that_of_a_new_optimizer_of_torch(spec: optim.Optimizer, make: Torch) -> None:
-    """At step 100 and with a schedule that goes on: torch's begins at its first step, at the rate of that step."""
+    """At step 100 the schedule continues. torch's optimizer starts at its first step, with the rate of step 100."""
     spec = replace(spec, schedule=optim.Cosine(150, warmup_steps=20))
     parameter = torch.nn.Parameter(torch.from_numpy(start()))
     theirs = make([parameter])
@@ -245,7 +245,7 @@ def test_settings_of_ftrl_that_change_are_the_papers() -> None:
 
 @pytest.mark.parametrize("beta", [0.0, 1.0])
 def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
-    """Whatever the schedule does: one that starts at a rate of zero, too."""
+    """For any schedule, including one that starts at a rate of zero."""
     rule = Rule(optim.FTRL(beta=beta, l1=0.5, schedule=optim.Linear(5, warmup_steps=3, warmup_start=0.0)))
     weights = start()
     states = (np.empty(SIZE, np.float32), np.empty(SIZE, np.float32))

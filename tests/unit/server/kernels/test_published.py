@@ -52,7 +52,7 @@ def test_a_worker_that_adds_the_differences_has_the_published_weights(codec: Cod
 
 @pytest.mark.parametrize("codec", [Int8(), Int2(), TopK(0.2), OneBit()], ids=repr)
 def test_what_is_left_out_comes_later(codec: Codec) -> None:
-    """Weights that stand still are reached."""
+    """Published weights reach weights that no longer change."""
     published, weights = published_of(codec), walk(0, 5)[-1]
     for version in range(1, 200):
         published.publish(0, version, weights)

@@ -1,4 +1,4 @@
-"""Copies at a replica: which stream of a primary counts, who is told of what was done, and squares for clipping."""
+"""Copies at a replica: which stream of a primary counts, where acknowledgements go, and squares for clipping."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def acked(answers: list[pb.ReplicateResponse]) -> int:
 
 
 def test_what_comes_late_on_an_earlier_stream_changes_nothing(backup: Backup) -> None:
-    """Else a copy would begin anew, and updates that only count would be acknowledged."""
+    """Otherwise a copy would restart, and updates that are only counted would be acknowledged."""
     old = backup.open()
     new = backup.open()
     backup.fill(new)
@@ -108,7 +108,7 @@ def test_what_comes_late_on_an_earlier_stream_changes_nothing(backup: Backup) ->
 
 
 def test_updates_of_a_stream_that_broke_are_acknowledged_on_the_next(backup: Backup) -> None:
-    """The primary takes what the welcome says as acknowledged, and waits for the rest on the stream that it reads."""
+    """The primary counts updates in the welcome as acknowledged, and waits for the others on the newest stream."""
     old = backup.open()
     backup.fill(old)
     backup.update(old, 1, 0)

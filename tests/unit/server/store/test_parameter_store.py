@@ -1,4 +1,4 @@
-"""A parameter store: what a map makes of it."""
+"""Changes of a parameter store by new maps."""
 
 from __future__ import annotations
 

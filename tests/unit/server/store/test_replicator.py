@@ -1,4 +1,4 @@
-"""The replicator: what a primary makes of a replica's refusal, and whom it tells."""
+"""The replicator: a primary's reactions to a replica's refusal, and its reports."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class Told:
         self.fenced_shards.append(number)
 
     def when_quiescent(self, index: int, callback: Callable[[], None]) -> None:
-        """No slice stands still."""
+        """No slice is ever quiescent."""
 
 
 class Primary:
-    """The primary of two shards, the first of which has a backup."""
+    """The primary of two shards. The first one has a backup."""
 
     def __init__(self) -> None:
         self.network, self.told = Network(), Told()

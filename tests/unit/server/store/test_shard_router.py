@@ -1,4 +1,4 @@
-"""The way of calls to the machines: what is refused, what a call waits for, and how it ends."""
+"""Routing of calls to the machines: refusals, waits, and the ends of calls."""
 
 from __future__ import annotations
 

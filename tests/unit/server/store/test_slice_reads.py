@@ -93,7 +93,7 @@ async def sent_in_place(
     version: int = 1,
     pull_dtype: str = "float32",
 ) -> bool:
-    """Whether the answer to a call that was answered at version 1 is not a copy."""
+    """Return True if the answer to a call, answered at version 1, is not a copy."""
     state = SimpleNamespace(version=version, is_written=False)
     router: Any = SimpleNamespace(get=lambda _: SimpleNamespace(slices={0: state}))
     call = Call(Identity("run", "worker-0", 1, 1, "p"), is_push, wants_weights=True)
