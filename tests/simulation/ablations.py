@@ -332,13 +332,13 @@ def _no_patience(put: Put) -> None:
 
 @_ablation("a push is answered once copies have it", **_LOSSES, think_seconds=0.02, steps=6, delay=(0.001, 0.03))
 def _early_answer(put: Put) -> None:
-    ship = applier.Applier._ship
+    end = applier.Applier._end_if_done
 
     def eager(self: Any, shipment: Any) -> None:
         shipment.is_replicated = True
-        ship(self, shipment)
+        end(self, shipment)
 
-    put(applier.Applier, "_ship", eager)
+    put(applier.Applier, "_end_if_done", eager)
 
 
 @_ablation(
