@@ -274,11 +274,11 @@ class Cluster:
                 self._calls.add(event.call, event.worker_id)
                 return effects
             case sn.Keeps() | sn.HandIn() | sn.HandedIn():
-                return snapshots.runner.states.on(event, snapshots.runner.attempt, now)
+                return snapshots.states.on(event, snapshots.attempt, now)
             case sn.GetState():
-                return snapshots.runner.states.get(event, self.registry.resume.found)
+                return snapshots.states.get(event, self.registry.resume.found)
             case sn.Prepared() | sn.Marked() | sn.Written() | sn.PartFailed():
-                return snapshots.runner.on(event, now)
+                return snapshots.on_report(event, now)
             case sn.Committed():
                 effects, newer = snapshots.on_committed(event, now)
                 return effects if newer is None else effects + rollback.to_newer(newer, self.epoch + 1, now)
@@ -344,7 +344,7 @@ class Cluster:
         for name, version in event.versions:
             if (p := self.registry.get(name)) is not None:
                 p.on_version(member.member_id, event.epoch, version)
-        if event.progress is not None and (attempt := self.snapshots.runner.attempt) is not None:
+        if event.progress is not None and (attempt := self.snapshots.attempt) is not None:
             attempt.on_progress(member.member_id, event.progress, now)
         return []
 

@@ -10,6 +10,7 @@ from psdist.wire import convert
 from psdist_scheduler import messages
 from psdist_scheduler.cluster import Cluster
 from psdist_scheduler.events.cluster_state import Member
+from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
 
 
 def status(
@@ -39,13 +40,13 @@ def status(
         ],
         waiting_for=cluster.waits,
         datasets=[messages.dataset(standing) for standing in cluster.datasets.standings],
-        snapshots=_snapshots(cluster, now) if cluster.snapshots.enabled else None,
+        snapshots=_snapshots(cluster, now) if cluster.snapshots.readiness.is_enabled else None,
     )
 
 
 def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
     snapshots, found = cluster.snapshots, cluster.registry.resume.found
-    failures, attempt = snapshots.runner.failures, snapshots.runner.attempt
+    failures, attempt = snapshots.failures, snapshots.attempt
     report = pb.SnapshotsStatus(
         storage=cluster.settings.storage,
         policy=cluster.settings.policy.text,
@@ -56,9 +57,15 @@ def _snapshots(cluster: Cluster, now: float) -> pb.SnapshotsStatus:
         restored=messages.info(found.commit) if found is not None else None,
     )
     if attempt is not None:
-        report.attempt, report.phase, report.waiting_for = attempt.number, attempt.stage, attempt.waiting_for
+        report.attempt, report.phase, report.waiting_for = attempt.number, _stage(attempt), attempt.waiting_for
         report.bytes_done, report.bytes = attempt.bytes
     return report
+
+
+def _stage(attempt: Attempt) -> str:
+    if attempt.phase is AttemptPhase.COMMITTING:
+        return "committing"
+    return "writing" if attempt.written or attempt.bytes[0] else "cutting"
 
 
 def _member(

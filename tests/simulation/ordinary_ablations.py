@@ -107,7 +107,7 @@ def _not_held(put: Put) -> None:
 
 @_ablation("what follows upon the last snapshot is not saved", **_STOPS)
 def _not_final(put: Put) -> None:
-    put(EndSnapshot, "ended", lambda self, attempt, commit: self.forget())
+    put(EndSnapshot, "on_attempt_ended", lambda self, attempt, commit: self.forget())
 
 
 @_ablation("a busy worker says that it is to end, too", **{**_STOPS, "busy": 0.8, "workers": 2, "stop_seconds": 3.0})
@@ -137,8 +137,8 @@ def _as_told(put: Put) -> None:
     def save(self: Any, steps: dict[str, int]) -> Any:
         effects = for_the_end(self, steps)
         newest, wanted = self.catalog.newest, self.end_snapshot.state is EndState.WANTED
-        if newest is not None and wanted and not self.schedule.has_trained(self._ready, newest.commit.steps):
-            self.end_snapshot.be(newest.commit)
+        if newest is not None and wanted and not self.schedule.has_trained(self.readiness.ready, newest.commit.steps):
+            self.end_snapshot.set_taken(newest.commit)
         return effects
 
     for_the_end = Snapshots.save_for_the_end

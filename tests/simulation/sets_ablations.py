@@ -12,7 +12,7 @@ from psdist.client.session.iterations import Iterations
 from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
 from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.join_proposals import Joins
-from psdist_scheduler.snapshots.snapshots import Snapshots
+from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 from tests.simulation import sets
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 
@@ -52,7 +52,7 @@ def _each_set_by_itself(put: Put) -> None:
 
 @_ablation("periodic snapshots are cut where an iteration starts", **_SAVES, save_steps=0, save_seconds=0.3)
 def _cut_anywhere(put: Put) -> None:
-    put(Snapshots, "_aligned", lambda self, due: due)
+    put(SnapshotSchedule, "align", lambda self, due, waiters, alignment: due)
 
 
 @_ablation("all sets are joined together", **_KILLS)

@@ -265,9 +265,9 @@ class Ready(SnapshotDriver):
 
     @property
     def attempt(self) -> Attempt:
-        """The attempt in progress."""
-        assert self.cluster.snapshots.runner.attempt is not None
-        return self.cluster.snapshots.runner.attempt
+        """The attempt under way."""
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt
 
 
 def ready(workers: int = 1, servers: int = 2, consistency: Consistency | None = None, **settings: Any) -> Ready:

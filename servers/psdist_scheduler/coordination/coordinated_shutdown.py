@@ -144,15 +144,12 @@ class CoordinatedShutdown:
                     self._enter(now, "saving")
                     self._agreed = vector
                     return self.snapshots.save_for_the_end(self._agreed)
-            case "saving" if self._agreed and (self.snapshots.may_leave or now - self._since >= SAVE_SECONDS):
-                self._enter(now, "leaving")
-                return self._let_leave(self._agreed)
             case "holding" if all(self._get(worker).next is not None for worker in self._stopping):
                 self._enter(now, "saving")
                 return self.snapshots.save_for_the_end(self._final_steps())
-            case "saving" if self.snapshots.may_leave or now - self._since >= SAVE_SECONDS:
+            case "saving" if self._may_leave(now):
                 self._enter(now, "leaving")
-                return self._let_leave(self._final_steps())
+                return self._let_leave(self._agreed or self._final_steps())
             case "leaving" if not self._leaving:
                 self._enter(now, "idle")
         return []
@@ -166,6 +163,9 @@ class CoordinatedShutdown:
         if phase == "idle":
             self.alignment.release(_NAME)
         self.number += phase in ("asking", "holding")
+
+    def _may_leave(self, now: float) -> bool:
+        return self.snapshots.end_snapshot.is_safe(self.snapshots.attempt) or now - self._since >= SAVE_SECONDS
 
     @property
     def _is_aligning(self) -> bool:

@@ -96,7 +96,7 @@ class ExitRequests:
             if not held.asked or call in self._snapshots.waiters:
                 continue
             if ends_servers:
-                if self._snapshots.has_unsaved:
+                if self._snapshots.readiness.has_unsaved:
                     self._no_workers_since = now
                     effects += self._withdraw(call, SnapshotFailedError("no snapshot contains the last training steps"))
                     continue
@@ -143,9 +143,9 @@ class ExitRequests:
 
     def _is_known(self, since: float, now: float) -> bool:
         """Return True if it is known what was trained until ``since``."""
-        if not self._snapshots.saves_at_end or now - since > self._settings.lease_seconds:
+        if not self._snapshots.readiness.saves_at_end or now - since > self._settings.lease_seconds:
             return True
-        if self._no_workers_since is not None and self._snapshots.runner.saved_at >= self._no_workers_since:
+        if self._no_workers_since is not None and self._snapshots.saved_at >= self._no_workers_since:
             return True
         owners = {owner for entry in self._registry.entries for owner in entry.primaries}
         liveness = self._members.sessions.liveness

@@ -74,7 +74,7 @@ class MembershipChanges:
         else:
             self._coordinated_shutdown.on_session(member)
             self._joins.alignment.on_session(member)
-        return effects + self._snapshots.runner.on_session(member, epoch, now)
+        return effects + self._snapshots.on_session(member, epoch, now)
 
     def close_session(self, event: ev.SessionClosed, now: float) -> list[ev.Effect]:
         member_id = self._members.sessions.get(event.call)

@@ -68,7 +68,7 @@ class Rollback:
     def end_if_lost(self) -> None:
         """End the run if shards are lost for good: no snapshot has them, and workers need them."""
         text, catalog = self._registry.lost_text, self._snapshots.catalog
-        is_unknown = catalog.newest is None and (self._snapshots.doubt or catalog.is_searching)
+        is_unknown = catalog.newest is None and (self._snapshots.readiness.doubt or catalog.is_searching)
         if text and self._members.workers and not is_unknown:
             self._registry.resume.fail(ServerLostError(text))
 
@@ -94,7 +94,7 @@ class Rollback:
         steps = ", ".join(f"{name!r} from step {step}" for name, step in found.commit.steps.items())
         text = f"{why}: the run rolls back to snapshot {found.commit.directory} and continues with {steps}"
         term = max((shard.term for p in placed for shard in p.entry.shards), default=0)
-        effects = self._snapshots.rolled_back(now)
+        effects = self._snapshots.roll_back(now)
         self._registry.resume.go_to(found, term, epoch, now)
         knowing = {(m.worker_id, m.incarnation) for p in placed for m in p.entry.members} | self._datasets.holders
         self._registry.reset_to_gathering()

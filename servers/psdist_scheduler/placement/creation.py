@@ -95,7 +95,7 @@ class Creation:
         if p.record.committed:
             return [ev.Answer(event.call, ev.Done())]
         if event.epoch < p.placed_epoch:
-            p.request_upload(0)
+            p.upload_call = 0
             text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
             return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
         return self.commits.begin(p, event, worker)
@@ -301,7 +301,7 @@ class Creation:
                 p.change(uploader=p.entry.members[0].worker_id)
             asked = call == p.upload_call or p.placed.committed or not p.has_place(self._members)
             if worker.member_id == p.placed.uploader and not asked:
-                p.request_upload(call)
+                p.upload_call = call
                 effects.append(ev.Answer(call, ev.Upload()))
         return effects
 

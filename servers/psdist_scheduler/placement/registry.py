@@ -59,7 +59,7 @@ class ParameterSet:
     #: Push that the worker of each call wants to continue.
     resumes: dict[int, ResumePush] = field(default_factory=dict)
     describers: dict[int, Member] = field(default_factory=dict)
-    #: Call that was asked to upload.
+    #: Call that was asked to upload; 0 for none.
     upload_call: int = 0
     #: Values installed by a map older than this may be gone with a server.
     placed_epoch: int = 0
@@ -131,6 +131,11 @@ class ParameterSet:
         """True if it is not placed and nobody asks for it."""
         return self.record is None and not self.creators and not self.describers
 
+    @property
+    def is_stepped(self) -> bool:
+        """True if the set is cut at a step, and False if by marks on pushes."""
+        return isinstance(self.entry.spec.consistency, BSP)
+
     def with_member(self, member: ParametersMember) -> tuple[ParametersMember, ...]:
         return tuple(sorted((*self.entry.members, member), key=lambda m: m.rank))
 
@@ -188,10 +193,6 @@ class ParameterSet:
             calls.pop(call, None)
         if self.record is None and not self.creators:
             self.spec = self.layout = None
-
-    def request_upload(self, call: int) -> None:
-        """Record the call that is asked to upload the values; 0 for none."""
-        self.upload_call = call
 
     def place(self, record: ParametersRecord, counted_from: int, first_version: int) -> None:
         """Record that its shards were placed. Versions in heartbeats count from epoch ``counted_from`` on."""

@@ -1,12 +1,16 @@
-"""One attempt at a snapshot: its phase, the answers so far, and the files written. Pure.
+"""One attempt at a snapshot: its cut, its phase, the answers so far, and the files written. Pure.
 
 An attempt asks the servers whether they can take the cut (*preparing*). In SSP and ASP, and if workers save state of
 their own, it asks those workers for their next pushes (*marking*). Then the servers write (*cutting*). When everything
 is durable, the storage gets the manifest and the commit record (*committing*).
 
+The cut determines which pushes of which parameter sets are in the snapshot. A BSP parameter set is cut at a step. In
+SSP and ASP each member marks its pushes: it names the first push that is not in the snapshot. So a cut stays valid
+while the primaries and, if pushes are marked, the members stay the same.
+
 Invariant: The phase only moves forward.
 
-``attempt_runner`` starts attempts and handles their end; ``cut`` defines the content of the snapshot.
+``snapshots`` starts attempts and handles their end; ``manifest`` describes a finished one.
 """
 
 from __future__ import annotations
@@ -14,13 +18,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from typing import Final
 
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.cluster_state import Identity, name_some
 from psdist_scheduler.members.membership import Membership
-from psdist_scheduler.snapshots.cut import AgreedCut
-from psdist_scheduler.snapshots.worker_states import WorkerStateUploads
+from psdist_scheduler.placement.registry import ParameterSet
+from psdist_scheduler.snapshots.state_uploads import StateUploads
+
+#: Up to this number of steps it is not clear whether parameter sets are trained in step.
+_UNEVEN_STEPS: Final = 2
 
 
 class AttemptPhase(IntEnum):
@@ -32,28 +40,44 @@ class AttemptPhase(IntEnum):
     COMMITTING = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class DueSnapshot:
+    """A snapshot to take.
+
+    steps: step of its cut, by BSP parameter set.
+    ahead: True if its step is far in the future, and nobody waits for it.
+    """
+
+    steps: dict[str, int]
+    reason: str
+    ahead: bool = False
+
+
 @dataclass(slots=True)
 class Attempt:
     """The attempt in progress.
 
     number: higher than that of any earlier attempt.
     directory: directory of its files in the storage.
-    ahead: True if its step is far in the future, and nobody waits for it.
-    kept: worker states that are handed in for it.
+    parameters: parameter sets that are saved, by name, in the manifest's order.
+    uploads: worker states that are handed in for it.
     began, moved: times of its start and of its last progress, in seconds.
     """
 
     number: int
     directory: str
-    reason: str
-    ahead: bool
-    cut: AgreedCut
-    kept: WorkerStateUploads
+    due: DueSnapshot
+    parameters: dict[str, ParameterSet]
+    uploads: StateUploads
     began: float
     moved: float = field(init=False)
     phase: AttemptPhase = AttemptPhase.PREPARING
-    #: Answer of each server, True if it accepted; None until it answers.
+    #: Answer of each primary, True if it accepted; None until it answers.
     servers: dict[str, bool | None] = field(init=False)
+    #: Next pushes of each worker whose pushes are marked; None until it answers.
+    marks: dict[Identity, dict[str, int] | None] = field(init=False)
+    #: Version, and primary and term of each shard, at the start of the attempt, by parameter set.
+    _initial: dict[str, tuple[int, tuple[object, ...]]] = field(init=False)
     #: Time at which all files were written.
     whole_at: float | None = None
     #: Workers that may have used data before the cut without having reported it.
@@ -63,13 +87,65 @@ class Attempt:
 
     def __post_init__(self) -> None:
         self.moved = self.began
-        self.servers = dict.fromkeys(self.cut.servers)
+        self.servers = {server: None for p in self.parameters.values() for server in p.entry.primaries}
+        self.marks = dict.fromkeys(_members_to_mark(self))
+        self._initial = {name: (p.version, _route(p)) for name, p in self.parameters.items()}
+
+    # --- the cut ------------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Step of the cut, by BSP parameter set."""
+        return self.due.steps
+
+    @property
+    def marked(self) -> tuple[str, ...]:
+        """Names of the parameter sets whose pushes are marked."""
+        return tuple(name for name in self.parameters if name not in self.steps)
+
+    @property
+    def step(self) -> int:
+        """The highest step, for people."""
+        return max((self.steps.get(name, p.version) for name, p in self.parameters.items()), default=0)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Names of the parameter sets of which no slice was seen at the cut."""
+        return tuple(name for name, p in self.parameters.items() if p.version < self.steps.get(name, 0))
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if parameter sets that were to reach the cut together are not trained in step.
+
+        Some have then made less than half the steps of others since. The servers' reports are not simultaneous.
+        """
+        began = {name: version for name, (version, _) in self._initial.items()}
+        made = [p.version - began[name] for name, p in self.parameters.items() if self.steps.get(name, 0) > began[name]]
+        return bool(made) and max(made) > _UNEVEN_STEPS and 2 * min(made) < max(made)
+
+    @property
+    def changed(self) -> str:
+        """Why the cut is no longer valid; empty if it is."""
+        for name, p in self.parameters.items():
+            if p.record is None or _route(p) != self._initial[name][1]:
+                return f"shards of {name!r} have other primaries"
+        if differing := _members_to_mark(self).keys() ^ self.marks.keys():
+            who = name_some(sorted({worker for worker, _ in differing}))
+            return f"{who} joined or left, whose pushes are marked"
+        return ""
+
+    def bound(self, worker: Identity) -> dict[str, int]:
+        """Return the number below which this worker's pushes are in the snapshot, by parameter set."""
+        marks = self.marks.get(worker) or {}
+        return {name: self.steps.get(name, marks.get(name, 0)) for name in self.parameters}
+
+    # --- progress -----------------------------------------------------------------------------------------------------
 
     @property
     def reached(self) -> bool:
         """True if each parameter set was seen at the cut, so that hardly any more pushes are needed for it."""
         begun = {name for name, _ in self.written}
-        is_cut = self.phase >= AttemptPhase.CUTTING and begun.issuperset(self.cut.ahead)
+        is_cut = self.phase >= AttemptPhase.CUTTING and begun.issuperset(self.unseen)
         return is_cut and (bool(begun) or not self.is_held)
 
     @property
@@ -78,39 +154,25 @@ class Attempt:
         return sum(p.done for p in self.progress.values()), sum(p.total for p in self.progress.values())
 
     @property
-    def stage(self) -> str:
-        """ "cutting", "writing" or "committing", for people."""
-        if self.phase is AttemptPhase.COMMITTING:
-            return "committing"
-        return "writing" if self.written or self.bytes[0] else "cutting"
-
-    @property
     def missing(self) -> list[tuple[str, int]]:
-        """Shards whose files are not written yet."""
-        return [shard for shard in self.cut.shards if shard not in self.written]
-
-    @property
-    def is_whole(self) -> bool:
-        """True if all files are written and the commit has not started."""
-        return self.phase is AttemptPhase.CUTTING and not self.missing and not self.kept.missing
+        """Shards whose files are not written yet, by parameter set and number."""
+        shards = [(name, number) for name, (_, route) in self._initial.items() for number in range(len(route))]
+        return [shard for shard in shards if shard not in self.written]
 
     @property
     def is_held(self) -> bool:
         """True if a server reports that it is waiting for something."""
         return any(progress.waiting_for for progress in self.progress.values())
 
-    def is_handed_to(self, attempt: int) -> bool:
-        """Return True if workers may hand in their states for this attempt now."""
-        return attempt == self.number and self.phase in (AttemptPhase.MARKING, AttemptPhase.CUTTING)
-
     @property
     def workers(self) -> dict[Identity, None]:
-        return dict.fromkeys((*self.cut.marks, *self.kept.answers))
+        """Workers that are asked for marks or for their state."""
+        return dict.fromkeys((*self.marks, *self.uploads.answers))
 
     @property
     def unanswered(self) -> list[Identity]:
         """Workers that were asked and have not answered."""
-        marks, answers = self.cut.marks, self.kept.answers
+        marks, answers = self.marks, self.uploads.answers
         return [worker for worker in self.workers if marks.get(worker, {}) is None or not answers.get(worker, True)]
 
     @property
@@ -123,41 +185,46 @@ class Attempt:
                 return f"for {name_some([worker for worker, _ in self.unanswered])} to mark its pushes"
             case AttemptPhase.COMMITTING:
                 return "for the storage to take the manifest and the commit record"
-        if not self.reached and self.cut.steps:
-            return f"for {' and '.join(f'step {step} of {name!r}' for name, step in self.cut.steps.items())}"
+        if not self.reached and self.steps:
+            return f"for {' and '.join(f'step {step} of {name!r}' for name, step in self.steps.items())}"
         if text := next((p.waiting_for for p in self.progress.values() if p.waiting_for), ""):
             return text
-        if not self.missing and self.kept.missing:
-            return self.kept.waiting_for
-        if not self.missing:
-            return f"for {name_some(self.undecided)} to say what data it has used"
-        late = dict.fromkeys(self.cut.primary(name, number) for name, number in self.missing)
-        return f"for {name_some(list(late))} to write"
+        if missing := self.missing:
+            sets = self.parameters
+            late = [sets[name].entry.primaries[n] if sets[name].record else "a server" for name, n in missing]
+            return f"for {name_some(list(dict.fromkeys(late)))} to write"
+        if self.uploads.missing:
+            return self.uploads.waiting_for
+        return f"for {name_some(self.undecided)} to say what data it has used"
 
     def validate(self) -> None:
-        assert self.phase is AttemptPhase.COMMITTING or not self.cut.changed
+        assert self.phase is AttemptPhase.COMMITTING or not self.changed
         assert (None in self.servers.values()) <= (self.phase is AttemptPhase.PREPARING)
-        assert self.phase <= AttemptPhase.MARKING or None not in self.cut.marks.values()
+        assert self.phase <= AttemptPhase.MARKING or None not in self.marks.values()
         assert bool(self.missing) <= (self.phase < AttemptPhase.COMMITTING)
 
-    def touch(self, now: float) -> None:
-        self.moved = now
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def awaits(self, server: str) -> bool:
         """Return True if a server was asked for the cut and has not answered."""
         return self.phase is AttemptPhase.PREPARING and self.servers.get(server, False) is None
 
-    def on_prepared(self, event: sn.Prepared, server: str) -> None:
-        self.servers[server] = event.accepted
-
     def on_marked(self, event: sn.Marked, worker: Identity) -> dict[str, int]:
-        """Record a worker's marks. Returns the steps to use instead if its state is no longer available at the cut."""
-        self.cut.mark(worker, dict(event.next))
-        return self.kept.on_marked(worker, event, self.cut.steps)
+        """Record a worker's marks; its first answer counts.
+
+        Returns the steps to use instead if its state is no longer available at the cut.
+        """
+        if worker in self.marks and self.marks[worker] is None:
+            self.marks[worker] = dict(event.next)
+        return self.uploads.on_marked(worker, event, self.steps)
 
     def on_written(self, event: sn.Written, server: str) -> None:
         """Record a durable file. It counts only if the shard's primary of this term wrote it."""
-        if self.phase is AttemptPhase.CUTTING and self.cut.is_primary(server, event):
+        if self.phase is not AttemptPhase.CUTTING or event.parameters not in self.parameters:
+            return
+        shards = self.parameters[event.parameters].entry.shards
+        shard = shards[event.shard] if 0 <= event.shard < len(shards) else None
+        if shard is not None and shard.primary.server_id == server and shard.term == event.term:
             self.written[event.parameters, event.shard] = event
 
     def on_progress(self, server: str, progress: sn.AttemptProgress, now: float) -> None:
@@ -167,24 +234,17 @@ class Attempt:
                 self.moved = now
             self.progress[server] = progress
 
-    def wait_for_data(self, undecided: list[str], now: float) -> float:
-        """Note that all files are written, but that these workers may yet report data used before the cut.
-
-        Returns for how long, in seconds, they have been waited for.
-        """
-        self.whole_at = now if self.whole_at is None else self.whole_at
-        self.undecided = undecided
-        return now - self.whole_at
+    # --- commands -----------------------------------------------------------------------------------------------------
 
     def prepare(self, servers: Iterable[str], members: Membership) -> list[Effect]:
         """Return the request for the cut, to those of the servers that have a session."""
-        steps = tuple((name, self.cut.steps.get(name, 0)) for name in self.cut.names)
+        steps = tuple((name, self.steps.get(name, 0)) for name in self.parameters)
         return _send(servers, sn.Prepare(self.number, self.directory, steps), members)
 
     def mark(self, workers: Iterable[Identity], members: Membership) -> list[Effect]:
         """Enter the marking phase. Returns the request for marks, to those of the workers that have a session."""
-        self._enter(AttemptPhase.MARKING)
-        steps = tuple(sorted(self.cut.steps.items()))
+        self.enter(AttemptPhase.MARKING)
+        steps = tuple(sorted(self.steps.items()))
         return _send((worker for worker, _ in workers), sn.Mark(self.number, steps), members)
 
     def take_cut(self, members: Membership, known: Mapping[str, int]) -> list[Effect]:
@@ -192,25 +252,46 @@ class Attempt:
 
         known: highest step that any slice is at, by BSP parameter set.
         """
-        self._enter(AttemptPhase.CUTTING)
-        steps = self.cut.steps
-        producers = tuple((name, self.cut.producers(name, by_origin=True)) for name in self.cut.marked)
-        left = [p.name for p in self.cut.parameters if p.name in steps and not p.entry.members]
-        final = tuple((name, steps[name]) for name in left if steps[name] == known.get(name))
+        self.enter(AttemptPhase.CUTTING)
+        producers = tuple((name, next_pushes(self, name, by_origin=True)) for name in self.marked)
+        left = [name for name, p in self.parameters.items() if name in self.steps and not p.entry.members]
+        final = tuple((name, self.steps[name]) for name in left if self.steps[name] == known.get(name))
         return _send(self.servers, sn.TakeCut(self.number, producers, final), members)
-
-    def commit(self) -> None:
-        """Enter the committing phase."""
-        self._enter(AttemptPhase.COMMITTING)
 
     def end(self, committed: bool, reason: str, members: Membership) -> list[Effect]:
         """Return the news of the attempt's end, to everyone who was asked."""
         workers = [worker for worker, _ in self.workers]
         return _send([*self.servers, *workers], sn.End(self.number, committed, reason), members)
 
-    def _enter(self, phase: AttemptPhase) -> None:
+    def enter(self, phase: AttemptPhase) -> None:
+        """Move forward to ``phase``."""
         assert self.phase <= phase, f"{self.phase.name} does not go back to {phase.name}"
         self.phase = phase
+
+
+def next_pushes(attempt: Attempt, name: str, *, by_origin: bool) -> sn.Producers:
+    """Return the next push of each member of a parameter set whose pushes are marked.
+
+    by_origin: True to name members by origin, as servers know pushes; False to name them by incarnation.
+    """
+    return tuple(
+        (
+            m.worker_id,
+            m.producer[1] if by_origin else m.incarnation,
+            (attempt.marks[m.worker_id, m.incarnation] or {}).get(name, 0),
+        )
+        for m in attempt.parameters[name].entry.members
+    )
+
+
+def _members_to_mark(attempt: Attempt) -> dict[Identity, None]:
+    """Return the workers whose pushes are to be marked, as of now, each once."""
+    marked = (attempt.parameters[name] for name in attempt.marked)
+    return {(m.worker_id, m.incarnation): None for p in marked for m in p.entry.members}
+
+
+def _route(p: ParameterSet) -> tuple[object, ...]:
+    return tuple((shard.primary, shard.term, shard.lost) for shard in p.entry.shards)
 
 
 def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -> list[Effect]:

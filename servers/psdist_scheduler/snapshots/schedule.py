@@ -6,7 +6,7 @@ immediate one. Sets that are not trained, such as values that workers only share
 
 Invariant: A multiple of the interval is due once.
 
-``snapshots`` checks the preconditions, ``attempt_runner`` makes the attempts, ``waiters`` holds the callers.
+``readiness`` has the preconditions, ``snapshots`` makes the attempts, ``waiters`` holds the callers.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from typing import Final
 from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.policy import SavePolicy
 from psdist_scheduler.events.snapshot_events import AT_THE_END
+from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.registry import ParameterSet
-from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase
-from psdist_scheduler.snapshots.cut import is_stepped, is_trained
-from psdist_scheduler.snapshots.waiters import SnapshotWaiters, stand_still
+from psdist_scheduler.snapshots.attempt import Attempt, AttemptPhase, DueSnapshot
+from psdist_scheduler.snapshots.waiters import SnapshotWaiters, is_idle
 
+#: Name under which workers are held.
+HOLDER: Final = "snapshot"
 #: Limit of consecutive refused cuts.
 REFUSALS_MAX: Final = 64
 #: Refused cuts after which parameter sets that were seen idle are assumed to move again.
@@ -64,14 +66,16 @@ class Tries:
 
         waiting: next pushes of the workers that wait for it.
         """
-        waiting, stepped = list(waiting), [p for p in ready if is_stepped(p)]
+        waiting, stepped = list(waiting), [p for p in ready if p.is_stepped]
         steps = {p.name: max(self.version(p), *(next.get(p.name, 0) for next in waiting), 0) for p in stepped}
         if not any(p.entry.members for p in stepped):
             return steps
         distance = 0 if self.refused < 2 else min(1 << min(self.refused - 2, 10), _DISTANCE_MAX)
         # Nobody advances a set without members, such as one that resumed workers have not opened yet.
-        moving = {p.name: p for p in stepped if is_trained(p) and p.entry.members and p.name not in self.exact}
-        later = {name: steps[name] + (0 if stand_still(p, waiting) else distance) for name, p in moving.items()}
+        moving = {
+            p.name: p for p in stepped if p.entry.spec.is_trained and p.entry.members and p.name not in self.exact
+        }
+        later = {name: steps[name] + (0 if is_idle(p, waiting) else distance) for name, p in moving.items()}
         return steps | (later if waiting else _common(later))
 
     def learn(self, steps: Iterable[tuple[str, int]]) -> None:
@@ -138,15 +142,15 @@ class EndSnapshot:
         """Forget the last snapshot: somebody trains again, or the run rolls back."""
         self._set(EndState.NONE, {})
 
-    def be(self, commit: CommitRecord) -> None:
+    def set_taken(self, commit: CommitRecord) -> None:
         """Use an existing snapshot, which contains everything."""
         self._set(EndState.TAKEN, {}, commit)
 
-    def try_by(self, attempt: int) -> None:
+    def assign(self, attempt: int) -> None:
         """Assign the attempt that takes it."""
         self.attempt = attempt
 
-    def ended(self, attempt: int, commit: CommitRecord | None) -> None:
+    def on_attempt_ended(self, attempt: int, commit: CommitRecord | None) -> None:
         """Note that an attempt ended for good. commit: None if it failed."""
         if attempt == self.attempt != 0:
             self._set(EndState.TAKEN if commit else EndState.FAILED, self.steps, commit)
@@ -168,23 +172,10 @@ class EndSnapshot:
             return True
         if attempt is None or attempt.number != self.attempt:
             return False
-        return attempt.phase >= AttemptPhase.CUTTING and not attempt.kept.missing
+        return attempt.phase >= AttemptPhase.CUTTING and not attempt.uploads.missing
 
     def _set(self, state: EndState, steps: Mapping[str, int], commit: CommitRecord | None = None) -> None:
         self.state, self.steps, self.commit, self.attempt = state, dict(steps), commit, 0
-
-
-@dataclass(frozen=True, slots=True)
-class DueSnapshot:
-    """A snapshot to take.
-
-    steps: step of its cut, by BSP parameter set.
-    ahead: True if its step is far in the future, and nobody waits for it.
-    """
-
-    steps: dict[str, int]
-    reason: str
-    ahead: bool = False
 
 
 class SnapshotSchedule:
@@ -225,6 +216,22 @@ class SnapshotSchedule:
             return DueSnapshot(soonest, self._policy.every)
         return None
 
+    def align(self, due: DueSnapshot, waiters: SnapshotWaiters, alignment: Alignment) -> DueSnapshot | None:
+        """Return the due snapshot, cut where an iteration starts for all sets; None until the workers are held there.
+
+        A script that requests a snapshot itself determines the cut by its call.
+        """
+        if not alignment.applies or waiters.workers or (due.ahead and alignment.is_even):
+            alignment.release(HOLDER)
+            return due
+        alignment.want(HOLDER)
+        if (vector := alignment.vector) is None or (due.ahead and alignment.is_even is not False):
+            return None
+        if any(self.tries.known.get(name, 0) > step for name, step in vector.items()):
+            alignment.restart()  # A server has passed the position.
+            return None
+        return None if due.ahead else DueSnapshot(due.steps | vector, due.reason)
+
     def has_trained(
         self, ready: Sequence[ParameterSet], saved: Mapping[str, int], least: Mapping[str, int] | None = None
     ) -> bool:
@@ -236,8 +243,8 @@ class SnapshotSchedule:
 
     def attempt_ended(self, attempt: Attempt, now: float) -> None:
         """Note that an attempt ended for good, successfully or not."""
-        versions = [self.tries.version(p) for p in attempt.cut.parameters if p.record]
-        self._ended_at, self._ended_version = now, max(self._ended_version, attempt.cut.step, *versions)
+        versions = [self.tries.version(p) for p in attempt.parameters.values() if p.record]
+        self._ended_at, self._ended_version = now, max(self._ended_version, attempt.step, *versions)
         self.tries = Tries(known=self.tries.known)
 
     def rolled_back(self) -> None:
@@ -247,11 +254,11 @@ class SnapshotSchedule:
     def _due_by_steps(
         self, ready: Sequence[ParameterSet], soonest: dict[str, int], *, is_even: bool
     ) -> DueSnapshot | None:
-        versions = {p.name: self.tries.version(p) for p in ready if is_trained(p)}
+        versions = {p.name: self.tries.version(p) for p in ready if p.entry.spec.is_trained}
         if not versions:
             return None
         high, interval = max(versions.values()), self._policy.steps
-        if is_even and all(is_stepped(p) for p in ready) and high - min(versions.values()) <= 1:
+        if is_even and all(p.is_stepped for p in ready) and high - min(versions.values()) <= 1:
             step = _next_multiple(max(high, self._ended_version), interval)
             return DueSnapshot(soonest | dict.fromkeys(versions, step), self._policy.every, ahead=True)
         if high < _next_multiple(self._ended_version, interval):

@@ -117,13 +117,13 @@ def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits",
     ("supersedes") the attempt that will serve it."""
     early = attempt.phase <= AttemptPhase.MARKING
     if waiter.worker is None:
-        if attempt.ahead and not attempt.reached:
+        if attempt.due.ahead and not attempt.reached:
             return "supersedes"
         return "joins" if early else "waits"
-    marked = attempt.cut.marks.get(waiter.worker.identity)
-    for name in attempt.cut.names:
+    marked = attempt.marks.get(waiter.worker.identity)
+    for name in attempt.parameters:
         wanted = waiter.next.get(name)
-        step = attempt.cut.steps.get(name)
+        step = attempt.steps.get(name)
         if wanted is None:
             continue
         if step is None:
@@ -136,7 +136,7 @@ def place(waiter: SnapshotWaiter, attempt: Attempt) -> Literal["joins", "waits",
     return "joins"
 
 
-def stand_still(p: ParameterSet, waiting: Iterable[Mapping[str, int]]) -> bool:
+def is_idle(p: ParameterSet, waiting: Iterable[Mapping[str, int]]) -> bool:
     """Return True if no step of a BSP parameter set is possible while workers wait whose next pushes are
     ``waiting``."""
     consistency = p.entry.spec.consistency

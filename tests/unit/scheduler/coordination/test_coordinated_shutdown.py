@@ -76,7 +76,7 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     run.holds(zero, mlp=8)  # Its push of step 7 waits for the other's.
     assert run.told_to(zero) == ["hold"]
     run.holds(one, mlp=7)
-    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 7}
+    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 7}
     run.writing = False
     run.go_on()
     assert run.last(zero) == StopCommand(run.last(one).number, "leave", (("mlp", 7),))
@@ -127,11 +127,11 @@ def test_several_sets_are_cut_where_an_iteration_starts() -> None:
     run.stands(zero, start=10, mlp=6, b=5)
     run.stands(one, start=10, mlp=6, b=5)
     assert run.held(zero).until == run.held(one).until == 12
-    assert run.cluster.snapshots.runner.attempt is None, "the iteration is finished first"
+    assert run.cluster.snapshots.attempt is None, "the iteration is finished first"
     run.stands(zero, start=12, mlp=6, b=6)
-    assert run.cluster.snapshots.runner.attempt is None, "by all of them"
+    assert run.cluster.snapshots.attempt is None, "by all of them"
     run.stands(one, start=12, mlp=6, b=6)
-    assert dict(run.cluster.snapshots.runner.attempt.cut.steps) == {"mlp": 6, "b": 6}
+    assert dict(run.cluster.snapshots.attempt.steps) == {"mlp": 6, "b": 6}
     run.train(6)
     run.train(6, "b")
     assert dict(run.last(zero).next) == {"mlp": 6, "b": 6} and run.steps == [{"mlp": 6, "b": 6}]
@@ -194,7 +194,7 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     run.writing = False
     run.holds(run.workers[0], mlp=8)
     run.holds(run.workers[1], mlp=7)
-    attempt = run.cluster.snapshots.runner.attempt
+    attempt = run.cluster.snapshots.attempt
     run.go_on()
     server = run.cluster.members.sessions.of("server-0")
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
@@ -341,7 +341,7 @@ def test_a_snapshot_that_fails_keeps_nobody() -> None:
     run.asked(*run.workers)
     for worker in run.workers:
         run.holds(worker, mlp=3)
-    attempt = run.cluster.snapshots.runner.attempt
+    attempt = run.cluster.snapshots.attempt
     run.on(sn.PartFailed(run.server_sessions()[0], attempt.number, "the disk is full"))
     assert run.last(run.workers[0]).kind == "leave"
 
@@ -352,7 +352,7 @@ def test_a_snapshot_under_way_gives_way_or_is_finished_first(phase: str) -> None
     run.train(3)
     run.writing, run.storing = phase == "committing", False
     run.save()
-    assert run.cluster.snapshots.runner.attempt.phase.name == phase.upper()
+    assert run.cluster.snapshots.attempt.phase.name == phase.upper()
     run.train(5)
     run.asked(*run.workers)
     for worker in run.workers:

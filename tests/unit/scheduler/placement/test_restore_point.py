@@ -265,10 +265,10 @@ def test_an_attempt_under_way_ends_with_what_it_was_of() -> None:
     d.train(9)
     d.writing = False
     call = d.save()
-    attempt = d.cluster.snapshots.runner.attempt
+    attempt = d.cluster.snapshots.attempt
     assert attempt is not None
     lose(d, "server-1")
-    assert d.cluster.snapshots.runner.attempt is None
+    assert d.cluster.snapshots.attempt is None
     assert any(isinstance(c, sn.End) and c.attempt == attempt.number for _, c in d.commands)
     assert d.state(call) == sn.Saved(d.cluster.snapshots.catalog.commits[0], unchanged=True)
 
@@ -446,7 +446,7 @@ def test_a_worker_that_may_have_used_a_range_is_waited_for() -> None:
     held = lease(d, worker, 2)
     d.train(3)
     assert d.steps == []
-    status = d.cluster.snapshots.runner.attempt
+    status = d.cluster.snapshots.attempt
     assert status is not None and status.waiting_for == "for worker-0 to say what data it has used"
     assert held.lease is not None
     lease(d, worker, 3, {held.lease.lease_id: 3})

@@ -151,7 +151,7 @@ def test_bad_requests_change_nothing(fields: dict[str, object], error: type[Exce
     d = ready()
     call = d.number()
     d.on(sn.Save(call, **({"run_id": ""} | fields)))
-    assert isinstance(d.errors[call], error) and d.cluster.snapshots.runner.attempt is None
+    assert isinstance(d.errors[call], error) and d.cluster.snapshots.attempt is None
 
 
 # --- several parameters -----------------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
     assert any(isinstance(work, sn.RemoveDirectory) for work in d.works) or d.works == []
     d.writing = True
     d.go_on()
-    assert d.saved(call) and d.cluster.snapshots.runner.failures.count == 0
+    assert d.saved(call) and d.cluster.snapshots.failures.count == 0
 
 
 def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases() -> None:
@@ -420,7 +420,7 @@ def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases()
     call = d.save()
     attempts = set()
     for _ in range(80):
-        attempts.add(d.cluster.snapshots.runner.attempt and d.cluster.snapshots.runner.attempt.number)
+        attempts.add(d.cluster.snapshots.attempt and d.cluster.snapshots.attempt.number)
         d.beat(*(d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
         for session, command in d.take_commands():
             if not isinstance(command, sn.Mark) or d.cluster.members.sessions[session] == "worker-0":
@@ -522,7 +522,7 @@ def test_a_failure_is_told_and_the_next_one_works() -> None:
     assert isinstance(d.errors[call], errors.SnapshotFailedError) and "server-0: no space is left" in str(
         d.errors[call]
     )
-    assert d.cluster.snapshots.runner.failures.count == 1 and any("no space is left" in note for note in d.notes)
+    assert d.cluster.snapshots.failures.count == 1 and any("no space is left" in note for note in d.notes)
     assert any(isinstance(c, sn.End) and not c.committed for _, c in d.commands)
     assert [type(work) for work in d.works] == [sn.RemoveDirectory]
     d.writing = True

@@ -28,7 +28,7 @@ def test_silence_of_servers_ends_an_attempt_that_nobody_waits_for_too() -> None:
         d.now += 0.5
         d.beat(*d.cluster.members.sessions)
         d.on(ev.Tick())
-    failures = d.cluster.snapshots.runner.failures
+    failures = d.cluster.snapshots.failures
     assert failures.count == 1 and "to agree on a cut" in failures.text
 
 
@@ -40,5 +40,5 @@ def test_attempts_of_a_scheduler_that_is_started_again_have_higher_numbers_than_
         d.save()
     before = d.attempt.number
     again = SnapshotDriver(d.stored, d.now, history=history_of(d), policy=SavePolicy(steps=10))
-    attempt = again.cluster.snapshots.runner.attempt
+    attempt = again.cluster.snapshots.attempt
     assert attempt is not None and attempt.number > before

@@ -71,8 +71,8 @@ class KeeperDriver(SnapshotDriver):
     @property
     def attempt(self) -> int:
         """The one under way."""
-        assert self.cluster.snapshots.runner.attempt is not None
-        return self.cluster.snapshots.runner.attempt.number
+        assert self.cluster.snapshots.attempt is not None
+        return self.cluster.snapshots.attempt.number
 
 
 @pytest.mark.parametrize("consistency", [None, ASP()])
