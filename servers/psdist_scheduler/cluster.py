@@ -226,7 +226,7 @@ class Cluster:
             case we.ServerChecked():
                 return machines.changes.on_checked(event, now)
             case we.AlignReported():
-                return machines.creation.joins.alignment.on_report(event)
+                return machines.creation.joins.alignment.on_report(event, now)
             case ev.Scale():
                 return machines.scaling.scale(event)
             case ev.WatchScale():
@@ -355,10 +355,18 @@ class Cluster:
     # --- what follows -------------------------------------------------------------------------------------------------
 
     def _commit(self, effects: list[Effect], now: float, changed: bool = False) -> list[Effect]:
-        """Advance everything that can advance, and return the effects in the order that the module docstring
-        promises."""
+        """Let each planner act once, and return the effects in the order that the module docstring promises.
+
+        Each planner comes after those whose decisions it uses:
+
+        1. Losses, promotions and rollbacks: all others then see only live members. The run may end here.
+        2. Creation and joins among those members. Then replicas, so that sets just placed get their backups in the same
+           epoch.
+        3. Shutdown: it requests snapshots. Then snapshots, then the exits that waited for one.
+        4. Alignment: it sends commands on behalf of joins, shutdown and snapshots.
+        5. Scaling, barriers, rendezvous and data sets, which nothing else depends on.
+        """
         machines, epoch = self.machines, self.epoch + 1
-        alignment = machines.creation.joins.alignment
         effects += machines.changes.progress(now)
         effects += machines.rollback.if_lost(epoch, now)
         if self.failed is None:
@@ -367,19 +375,15 @@ class Cluster:
             effects += machines.changes.start.progress(now)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now, changed)
-        effects += machines.replica_manager.plan(epoch, now)
-        effects += alignment.progress(now) + machines.creation.progress(epoch, now)
-        # Sets that were just placed get their backups in the same epoch.
-        effects += machines.replica_manager.plan(epoch, now) + machines.exit_requests.ask(now)
-        effects += machines.coordinated_shutdown.progress(now)
+        effects += machines.creation.progress(epoch, now) + machines.replica_manager.plan(epoch, now)
+        effects += machines.exit_requests.request_snapshots(now) + machines.coordinated_shutdown.progress(now)
         # A scheduler that starts belongs to its own epoch now: numbers derived from it must exceed all that its
         # predecessor used.
-        effects += machines.snapshots.progress(self.epoch + changed, now)
-        effects += machines.coordinated_shutdown.progress(now)
-        effects += alignment.progress(now)
-        effects += machines.exit_requests.go_on(now) + machines.scaling.progress(now) + machines.barriers.progress()
+        effects += machines.snapshots.progress(self.epoch + changed, now) + machines.exit_requests.release(now)
+        effects += machines.creation.joins.alignment.progress(now)
+        effects += machines.scaling.progress(now) + machines.barriers.progress()
         if machines.rendezvous.world_size:
-            machines.rendezvous.follow(self.members.ranks, self.demand.ranks_in_service, now)
+            machines.rendezvous.update_presence(self.members.ranks, self.demand.ranks_in_service, now)
         effects += machines.rendezvous.progress(now, max(self.members.next_rank, self.demand.ranks_used))
         if changed or self.members.changed:
             effects += machines.datasets.lose(self.members.is_live)

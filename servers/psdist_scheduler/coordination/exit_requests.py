@@ -71,7 +71,7 @@ class ExitRequests:
     def end(self, call: int) -> None:
         self._held.pop(call, None)
 
-    def ask(self, now: float) -> list[Effect]:
+    def request_snapshots(self, now: float) -> list[Effect]:
         """Request a snapshot if one is needed."""
         if self._members.workers:
             self._no_workers_since = None
@@ -85,7 +85,7 @@ class ExitRequests:
                 effects += self._snapshots.save_before_the_end(call, server, now)
         return effects
 
-    def go_on(self, now: float) -> list[Effect]:
+    def release(self, now: float) -> list[Effect]:
         """Release callers that no longer have to wait."""
         effects: list[Effect] = []
         for call, held in list(self._held.items()):

@@ -56,7 +56,7 @@ class Rendezvous:
         self._last_arrival = now
         return []
 
-    def follow(self, came: Iterable[int], there: Iterable[int], now: float) -> None:
+    def update_presence(self, came: Iterable[int], there: Iterable[int], now: float) -> None:
         """Record the ranks that ever registered (``came``), and those that are live or done (``there``)."""
         owners = {rank: node.agent_id for node in self._nodes.values() for rank in range(node.first_rank, _end(node))}
         empty = {owners.get(rank) for rank in came} - {owners.get(rank) for rank in there}

@@ -87,6 +87,7 @@ class Alignment:
         if (
             self._until is None
             or self._names != self.names
+            or self._participants.keys() != self._current_participants().keys()
             or any(report.position < self._until for report in self._reports.values())
         ):
             return None
@@ -109,16 +110,25 @@ class Alignment:
         self._participants = {}
         self.is_unknown, self._retry_at = False, 0.0
 
-    def on_report(self, event: AlignReported) -> list[Effect]:
-        """Record a worker's progress. A worker held by an outdated command is released."""
+    def on_report(self, event: AlignReported, now: float) -> list[Effect]:
+        """Record a worker's progress, and choose a position once all workers have reported.
+
+        A worker held by an outdated command is released.
+        """
         member = self.members.by_session(event.call)
         if member is None or member.role != "worker":
             return []
         if event.number != self.number or not self._wanted:
             self._sent.pop(event.call, None)
             return [] if self._wanted else [Answer(event.call, AlignCommand(event.number, release=True))]
-        if member.identity in self._participants:
-            self._reports[member.identity] = event
+        if member.identity not in self._participants:
+            return []
+        self._reports[member.identity] = event
+        if self._until is None and self._is_gathered:
+            self._until = self._choose()
+            if self._until is None and not any(report.declared for report in self._reports.values()):
+                return self._give_up(now)
+            self._learn()
         return []
 
     def on_session(self, member: Member) -> None:
@@ -128,7 +138,7 @@ class Alignment:
         self._reports.pop(member.identity, None)
 
     def progress(self, now: float) -> list[Effect]:
-        """Advance as far as the reports allow. Returns commands to workers."""
+        """Follow changes of members, parameter sets and holders. Returns commands to workers."""
         if not self._wanted:
             return self._release_all() if self._sent else []
         if now < self._retry_at:
@@ -139,11 +149,6 @@ class Alignment:
             self._participants, self._names, self._until = participants, self.names, None
             self._reports.clear()
             self.number += 1
-        if self._until is None and self._is_gathered:
-            self._until = self._choose()
-            if self._until is None and not any(report.declared for report in self._reports.values()):
-                return self._give_up(now)
-            self._learn()
         return self._command_all()
 
     def _give_up(self, now: float) -> list[Effect]:
