@@ -26,9 +26,9 @@ from psdist.chaos.faults import WorkerNetwork
 from psdist.chaos.proxy import FaultProxy
 from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, kernel_threads_of_each
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launch.process import ReaperProcess, free_port
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName, parse_address, read_address
+from psdist.settings.config import TransportName, parse_address, read_address
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth, limits
 from psdist.wire.channels import open_channel
@@ -65,7 +65,7 @@ class ChaosClusterSettings:
     workers: int = 2
     replicas: int = 2
     lease_seconds: float = 2.0
-    worker_lease_seconds: float = WORKER_TIMEOUT_SECONDS
+    worker_lease_seconds: float = ServicesSettings.worker_timeout_seconds
     reach: Reach = Reach.DIRECT
     transport: TransportName = "auto"
 
@@ -186,17 +186,18 @@ class ChaosCluster:
 
     def _plan(self) -> ServicesPlan:
         return ServicesPlan(
+            settings=ServicesSettings(
+                servers=self.settings.servers,
+                replicas=self.settings.replicas,
+                failure_timeout_seconds=self.settings.lease_seconds,
+                worker_timeout_seconds=self.settings.worker_lease_seconds,
+                log_level="info",
+            ),
             directory=self.directory,
             link=SchedulerAddress(file=self.directory / "scheduler", run_id="chaos"),
-            servers=self.settings.servers,
-            workers=self.settings.workers,
             lifeline=self._lifeline,
-            failure_timeout_seconds=self.settings.lease_seconds,
-            worker_timeout_seconds=self.settings.worker_lease_seconds,
+            workers=self.settings.workers,
             start_timeout_seconds=_START_SECONDS,
-            kernel_threads=kernel_threads_of_each(self.settings.servers),
-            log_level="info",
-            replicas=self.settings.replicas,
         )
 
     def _environment(self) -> dict[str, str]:

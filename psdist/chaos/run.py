@@ -30,8 +30,9 @@ from psdist.chaos.refusals import count_refusals
 from psdist.chaos.report import ChaosReport, Injected
 from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
 from psdist.errors import InternalError, PsdistError
-from psdist.settings.config import WORKER_TIMEOUT_SECONDS, TransportName
+from psdist.settings.config import TransportName
 from psdist.settings.exit_codes import INFRASTRUCTURE
+from psdist.settings.programs import RunSettings
 from psdist.types import ParametersEntry
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert
@@ -133,7 +134,7 @@ class ChaosRun:
             settings.workers,
             settings.replicas,
             settings.lease_seconds,
-            settings.lease_seconds if settings.fault == "worker-freeze" else WORKER_TIMEOUT_SECONDS,
+            settings.lease_seconds if settings.fault == "worker-freeze" else RunSettings.worker_timeout_seconds,
             settings.injection.reach,
             settings.transport,
         )

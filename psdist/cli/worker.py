@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced, script_flags, script_options
+from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced
 from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
 from psdist.launch.agent import AgentOptions, run_agent
-from psdist.launch.local import LocalOptions, run_local
+from psdist.launch.local import LocalSettings, run_local
+from psdist.launch.plan import ScriptSettings
 from psdist.settings.config import address_text, check_run_id, find_scheduler
+from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
 from psdist.settings.programs import SCHEDULER_FILE_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.wire.limits import WORLD_MAX
@@ -66,7 +68,7 @@ def command_line() -> CommandLine:
                  "machine)", nodes, None, "N", variables=torchrun("nnodes")),
             run_id_flag("name of the run, which the scheduler must serve; without a scheduler, a run on this machine"),
             TOKEN_FILE_FLAG,
-            *script_flags(),
+            *flags_of(ScriptSettings),
             *grouped(
                 "node and scheduler",
                 SCHEDULER_FILE_FLAG,
@@ -125,6 +127,7 @@ def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
     Raises ConfigurationError, and SchedulerUnreachableError if the run that was named instead of a scheduler is not on
     this machine.
     """
+    script = read(ScriptSettings, given, command=tuple(given.command))
     run_id, token_file = given.run_id or given.rdzv_id, given.token_file
     address, file = scheduler_of(given, environ)
     found = None if address or file is not None else choose_run(run_id, environ)
@@ -137,7 +140,7 @@ def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
     if given.node_rank is not None and given.node_rank >= most:
         raise ConfigurationError(f"--node-rank {given.node_rank} is not below --nnodes {most}: nodes count from 0")
     return AgentOptions(
-        script=script_options(given),
+        script=script,
         scheduler=address,
         scheduler_file=file,
         token_file=token_file,
@@ -153,5 +156,7 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Run the workers of this node. With --standalone, run everything here and ignore flags that name a scheduler."""
     hint_misplaced(command_line(), given)
     if given.standalone:
-        return run_local(LocalOptions(script_options(given), run_id=given.run_id or given.rdzv_id), environ)
+        run_id = given.run_id or given.rdzv_id
+        settings = read(LocalSettings, given, command=tuple(given.command), run_id=run_id, storage_path="")
+        return run_local(settings, environ)
     return run_agent(agent_options(given, environ), environ)

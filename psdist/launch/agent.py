@@ -30,7 +30,7 @@ from psdist.launch.events import Finish
 from psdist.launch.local import announce, open_metrics, open_output, plural
 from psdist.launch.metrics.run_metrics import RunMetrics
 from psdist.launch.output import stamped
-from psdist.launch.plan import SchedulerAddress, ScriptOptions, WorkersPlan, program
+from psdist.launch.plan import SchedulerAddress, ScriptSettings, WorkersPlan, program
 from psdist.launch.process import spawn
 from psdist.launch.rendezvous import Place, RankRequest
 from psdist.launch.run_record import DIRECTORY_PREFIX
@@ -54,7 +54,7 @@ class AgentOptions:
     node_rank: None to ask the scheduler; otherwise ``nodes_min == nodes_max``.
     """
 
-    script: ScriptOptions
+    script: ScriptSettings
     scheduler: str = ""
     scheduler_file: Path | None = None
     token_file: Path | None = None

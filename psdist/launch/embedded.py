@@ -15,22 +15,15 @@ import subprocess
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Final
 
 from psdist import addresses
 from psdist.errors import ConfigurationError, SchedulerUnreachableError
-from psdist.launch.plan import SchedulerAddress, ServicesPlan, SnapshotPlan, kernel_threads_of_each
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import DIRECTORY_PREFIX
 from psdist.settings import preflight
-from psdist.settings.config import (
-    START_TIMEOUT_SECONDS,
-    WORKER_TIMEOUT_SECONDS,
-    await_address,
-    check_run_id,
-    storage_text,
-)
+from psdist.settings.config import START_TIMEOUT_SECONDS, await_address, check_run_id, storage_text
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
 
 _STOP_SECONDS: Final = 5.0
@@ -60,7 +53,7 @@ class EmbeddedCluster:
         policy: SavePolicy | None = None,
         fresh: bool = False,
         run_id: str | None = None,
-        worker_timeout: float = WORKER_TIMEOUT_SECONDS,
+        worker_timeout: float = ServicesSettings.worker_timeout_seconds,
     ) -> None:
         if not 1 <= replicas <= servers:
             raise ConfigurationError(
@@ -68,29 +61,32 @@ class EmbeddedCluster:
             )
         self.token = secrets.token_urlsafe(32)
         self.run_id = f"local-{secrets.token_hex(4)}" if run_id is None else check_run_id(run_id)
-        snapshots: SnapshotPlan | None = None
-        if storage is not None and (place := storage_text(os.fspath(storage))):
-            # At the end of this process the servers are already gone.
-            snapshots = SnapshotPlan(place, replace(policy or DEFAULT_POLICY, at_end=False), fresh)
+        place, policy = "" if storage is None else storage_text(os.fspath(storage)), policy or DEFAULT_POLICY
+        settings = ServicesSettings(
+            servers=servers,
+            replicas=replicas,
+            failure_timeout_seconds=failure_timeout,
+            worker_timeout_seconds=worker_timeout,
+            log_level="error",  # the end of a server is logged as a warning, but is expected here
+            storage_path=place,
+            save_interval=(policy.steps, policy.seconds) if place else None,
+            keep_last=policy.keep_last,
+            keep_every=policy.keep_every,
+            no_save_at_end=place != "",  # at the end of this process the servers are already gone
+            fresh=fresh and place != "",
+        )
         self._directory = preflight.make_private_directory(DIRECTORY_PREFIX)
         lifeline, self._lifeline_end = (_above_standard_streams(descriptor) for descriptor in os.pipe())
         _clusters.add(self)
         self.processes: list[subprocess.Popen[bytes]] = []  # the scheduler, then the servers
         plan = ServicesPlan(
+            settings=settings,
             directory=self._directory,
             link=SchedulerAddress(file=self._directory / "scheduler", run_id=self.run_id),
-            servers=servers,
-            host=addresses.loopback(),
-            workers=1,
             lifeline=lifeline,
-            failure_timeout_seconds=failure_timeout,
-            worker_timeout_seconds=worker_timeout,
-            start_timeout_seconds=START_TIMEOUT_SECONDS,
-            kernel_threads=kernel_threads_of_each(servers),
-            log_level="error",  # the end of a server is logged as a warning, but is expected here
-            replicas=replicas,
+            workers=1,
             drain_timeout_seconds=0.0,  # all servers end together
-            snapshots=snapshots,
+            host=addresses.loopback(),
         )
         try:
             self._start(plan, dict(os.environ if environ is None else environ) | {"PSDIST_TOKEN": self.token})
@@ -102,7 +98,10 @@ class EmbeddedCluster:
             os.close(lifeline)
 
     def _start(self, plan: ServicesPlan, environ: Mapping[str, str]) -> None:
-        for spec in (plan.scheduler(environ), *(plan.server(number, environ) for number in range(plan.servers))):
+        for spec in (
+            plan.scheduler(environ),
+            *(plan.server(number, environ) for number in range(plan.settings.servers)),
+        ):
             self.processes.append(_spawn(spec, plan.lifeline))
 
     def _await_scheduler(self) -> str:

@@ -28,11 +28,10 @@ from psdist.launch.output import STDOUT, Output
 from psdist.launch.plan import (
     SchedulerAddress,
     ScriptKind,
-    ScriptOptions,
+    ScriptSettings,
     ServicesPlan,
-    SnapshotPlan,
+    ServicesSettings,
     WorkersPlan,
-    kernel_threads_of_each,
     program,
     server_number,
 )
@@ -43,14 +42,8 @@ from psdist.launch.scale_watch import ScaleRequest
 from psdist.launch.shutdown import RunPolicy
 from psdist.link import fd_passing
 from psdist.settings import exit_codes, preflight
-from psdist.settings.config import (
-    FAILURE_TIMEOUT_SECONDS,
-    WORKER_TIMEOUT_SECONDS,
-    find_token,
-    parse_address,
-    read_address,
-)
-from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
+from psdist.settings.config import find_token, parse_address, read_address
+from psdist.settings.programs import storage_path_setting
 
 #: Default location of snapshots, below the working directory; it contains a directory for each run.
 STORAGE_DIRECTORY: Final = "psdist-runs"
@@ -58,54 +51,54 @@ STORAGE_DIRECTORY: Final = "psdist-runs"
 _LISTEN_DELAY_SECONDS: Final = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalOptions:
+@dataclass(frozen=True, kw_only=True)
+class LocalSettings(ServicesSettings, ScriptSettings):
     """Settings of ``psdist run``.
 
-    storage: an absolute path or a URL for snapshots; "" for none. None means a directory of the run in
-        ``STORAGE_DIRECTORY``, or no snapshots if that cannot be written.
-    policy: when snapshots are taken.
-    fresh: True if the storage must have none.
+    storage_path: None means a directory of the run in ``STORAGE_DIRECTORY``, or no snapshots if that cannot be written.
+    Raises ConfigurationError for values that exclude each other.
     """
 
-    script: ScriptOptions
-    servers: int = 2
-    replicas: int = 1
-    run_id: str = ""
-    failure_timeout_seconds: float = FAILURE_TIMEOUT_SECONDS
-    worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
-    kernel_threads: int | None = None
-    #: Devices of weights and optimizer state, assigned to servers round-robin.
-    devices: tuple[str, ...] = ("cpu",)
-    log_level: str = "warning"
-    storage: str | None = ""
-    policy: SavePolicy = DEFAULT_POLICY
-    fresh: bool = False
+    storage_path: str | None = storage_path_setting(f"./{STORAGE_DIRECTORY}/RUN_ID")
 
-    def snapshots(self, run_id: str) -> SnapshotPlan | None:
-        """Return where and when snapshots are taken; None if none are."""
-        storage = str(Path(STORAGE_DIRECTORY, run_id).absolute()) if self.storage is None else self.storage
-        return SnapshotPlan(storage, self.policy, self.fresh, self.storage is None) if storage else None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.servers < self.replicas:
+            raise ConfigurationError(
+                f"--replicas {self.replicas} needs at least as many servers, not --nservers {self.servers}: copies of "
+                "a shard are on different servers"
+            )
+        _ = self.policy  # Raises if it is wrong.
+
+    @property
+    def has_storage(self) -> bool:
+        """True if there is a storage for snapshots."""
+        return self.storage_path != ""
+
+    def resolved(self, run_id: str) -> LocalSettings:
+        """Return these settings with a run id and the location of its snapshots."""
+        default = str(Path(STORAGE_DIRECTORY, run_id).absolute())
+        return replace(self, run_id=run_id, storage_path=default if self.storage_path is None else self.storage_path)
 
 
-def run_local(options: LocalOptions, environ: Mapping[str, str] | None = None) -> int:
+def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None) -> int:
     """Run a script to its end and return the status for the shell (see ``psdist.settings.exit_codes``).
 
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """
     environ = dict(os.environ if environ is None else environ)
-    options.script.check()
+    settings.check()
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Generated names sort by time.
-    run_id = options.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-    preflight.require_for_launcher(options.script.processes + options.servers + 2)  # the scheduler, and what watches it
+    run_id = settings.run_id or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+    preflight.require_for_launcher(settings.processes + settings.servers + 2)  # the scheduler, and what watches it
     directory = preflight.make_private_directory(DIRECTORY_PREFIX)
     try:
         link = _make_link(directory, token, run_id)
         registry = RunRegistry(records_directory(environ))
         record = registry.claim(run_id, directory / "token", directory)
         try:
-            return asyncio.run(_run(options, environ, link, lambda address: registry.listening(record, address)))
+            return asyncio.run(_run(settings, environ, link, lambda address: registry.listening(record, address)))
         finally:
             registry.remove(run_id)
     finally:
@@ -124,41 +117,34 @@ def _make_link(directory: Path, token: str, run_id: str) -> SchedulerAddress:
 
 
 async def _run(
-    options: LocalOptions, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
+    settings: LocalSettings, environ: Mapping[str, str], link: SchedulerAddress, on_address: Callable[[str], object]
 ) -> int:
     loop_monitor.watch("launcher", environ)
     assert link.file is not None
     directory, host = link.file.parent, addresses.loopback()
-    script = options.script
-    metrics = open_metrics(script, link.run_id, range(script.processes))
+    metrics = open_metrics(settings, link.run_id, range(settings.processes))
     workers = WorkersPlan(
-        script=script,
+        script=settings,
         link=link,
         connected_directory=directory / "connected",
         # For torch.distributed in a user's script; nothing of psdist listens there.
         master=(host, free_port(host)),
-        world_size=script.processes,
+        world_size=settings.processes,
         metrics=metrics.environment,
     )
     lifeline, lifeline_end = os.pipe()
     services = ServicesPlan(
+        settings=settings.resolved(link.run_id),
         directory=directory,
         link=link,
-        servers=options.servers,
-        workers=script.processes,
         lifeline=lifeline,
-        failure_timeout_seconds=options.failure_timeout_seconds,
-        worker_timeout_seconds=options.worker_timeout_seconds,
-        start_timeout_seconds=script.start_timeout_seconds,
-        kernel_threads=options.kernel_threads or kernel_threads_of_each(options.servers),
-        log_level=options.log_level,
-        replicas=options.replicas,
-        devices=options.devices,
-        snapshots=options.snapshots(link.run_id),
+        workers=settings.processes,
+        start_timeout_seconds=settings.start_timeout_seconds,
+        storage_optional=settings.storage_path is None,
         host=host,
     )
     try:
-        return await _supervise(options, environ, workers, services, on_address, metrics)
+        return await _supervise(settings, environ, workers, services, on_address, metrics)
     finally:
         metrics.close()
         os.close(lifeline)
@@ -166,15 +152,15 @@ async def _run(
 
 
 async def _supervise(
-    options: LocalOptions,
+    settings: LocalSettings,
     environ: Mapping[str, str],
     workers: WorkersPlan,
     services: ServicesPlan,
     on_address: Callable[[str], object],
     metrics: RunMetrics,
 ) -> int:
-    script, run_id = options.script, workers.link.run_id
-    mute = options.log_level in ("warning", "error")
+    run_id, storage = workers.link.run_id, services.settings.storage_path or ""
+    mute = settings.log_level in ("warning", "error")
     output = open_output(workers, run_id, lambda: runner.interrupt(signal.SIGPIPE), mute)
     watch = _AddressWatch(services, on_address)
 
@@ -192,41 +178,39 @@ async def _supervise(
             ranks=workers.ranks,
             spec=spec,
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
-            servers=services.servers,
+            servers=settings.servers,
             schedulers=1,
             policy=RunPolicy(
-                restarts_max=script.restarts_max,
-                stop_timeout_seconds=script.stop_timeout_seconds,
-                copies=services.replicas > 1,
-                durable=services.replicas > 1 or services.snapshots is not None,
-                saves=services.snapshots is not None and options.policy.at_end,
+                restarts_max=settings.restarts_max,
+                stop_timeout_seconds=settings.stop_timeout_seconds,
+                copies=settings.replicas > 1,
+                durable=settings.replicas > 1 or settings.has_storage,
+                saves=settings.has_storage and not settings.no_save_at_end,
             ),
             lifeline=services.lifeline,
             metrics=metrics.descriptor,
         ),
         output,
-        interval_seconds=script.interval_seconds,
-        signals=script.signals,
+        interval_seconds=settings.interval_seconds,
+        signals=settings.signals,
         on_tick=watch.tick,
     )
     requests = _ScaleRequests(services, environ, lambda event: runner.happened(event))
     watch.on_found = requests.start
     try:
-        copies = f", {options.replicas} copies of each shard" if options.replicas > 1 else ""
+        copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
         output.say(
-            f"run {run_id}: {plural(options.servers, 'server')}, {plural(script.processes, 'worker')}{copies}; "
+            f"run {run_id}: {plural(settings.servers, 'server')}, {plural(settings.processes, 'worker')}{copies}; "
             f"to watch it: psdist status --run-id {run_id}"
         )
-        told = services.snapshots is not None and _report_storage(
-            output, services.snapshots, asked=bool(options.storage)
-        )
-        output.say(_how_to_join(run_id, script, RunRegistry(records_directory(environ))))
+        told = storage != "" and _report_storage(output, services.settings, storage, asked=bool(settings.storage_path))
+        output.say(_how_to_join(run_id, settings, RunRegistry(records_directory(environ))))
         announce(output, workers, environ)
         metrics.start(output)
         status = (await runner.run()).status
         metrics.close()
-        if services.snapshots is not None and _has_commits(services.snapshots):
-            where = f"snapshots are in {services.snapshots.storage}"
+        if _has_commits(storage):
+            where = f"snapshots are in {storage}"
             if status > exit_codes.SIGNAL_BASE:
                 output.say(f"{where}; to resume: psdist run --run-id {run_id}, with the same arguments")
             elif not told:
@@ -237,7 +221,7 @@ async def _supervise(
         output.close()
 
 
-def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> str:
+def _how_to_join(run_id: str, script: ScriptSettings, registry: RunRegistry) -> str:
     """Return the command by which another terminal adds workers to the run, or why there is none."""
     if all(record.run_id != run_id for record in registry.live()):
         directory = registry.directory
@@ -249,21 +233,21 @@ def _how_to_join(run_id: str, script: ScriptOptions, registry: RunRegistry) -> s
     return f"to add a worker from another terminal: {shlex.join(command)}"
 
 
-def _report_storage(output: Output, snapshots: SnapshotPlan, asked: bool) -> bool:
+def _report_storage(output: Output, settings: ServicesSettings, storage: str, asked: bool) -> bool:
     """Print the location of snapshots if the user ``asked`` for them, or if a directory has some. Returns True if
     printed."""
-    there = _has_commits(snapshots)
-    if asked or there:
-        goes_on = "; this run resumes from the newest" if there and not snapshots.fresh else ""
-        output.say(f"snapshots {snapshots.policy.text}, in {snapshots.storage}{goes_on}")
-    return asked or there
+    has_commits = _has_commits(storage)
+    if asked or has_commits:
+        resumes = "; this run resumes from the newest" if has_commits and not settings.fresh else ""
+        output.say(f"snapshots {settings.policy.text}, in {storage}{resumes}")
+    return asked or has_commits
 
 
-def _has_commits(snapshots: SnapshotPlan) -> bool:
+def _has_commits(storage: str) -> bool:
     """Return True if the storage is a directory with snapshots. A bucket is not checked: the launcher has no client for
     it."""
     with contextlib.suppress(OSError):
-        return "://" not in snapshots.storage and any(Path(snapshots.storage, "commits").iterdir())
+        return storage != "" and "://" not in storage and any(Path(storage, "commits").iterdir())
     return False
 
 
@@ -272,7 +256,7 @@ class _ScaleRequests:
 
     def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
         self._link = services.link
-        self._servers = services.servers
+        self._servers = services.settings.servers
         self._environ = environ
         self._on_event = on_event
         self._child: Child | None = None
@@ -371,7 +355,7 @@ def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None]
         raise _unusable(routing.directory, error) from None
 
 
-def open_metrics(script: ScriptOptions, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
+def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
     """Open the destinations of the metrics of this node's workers. Raises ConfigurationError if a directory cannot be
     used."""
     directory = script.routing.directory

@@ -15,18 +15,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, get_args
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import ProcessKey
 from psdist.launch.metrics.run_metrics import MetricsOptions
-from psdist.launch.output import Routing
+from psdist.launch.output import Routing, parse_ranks, parse_streams
 from psdist.launch.process import ProcessSpec
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import DRAIN_TIMEOUT_SECONDS, START_TIMEOUT_SECONDS, WORKER_TIMEOUT_SECONDS
-from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy
+from psdist.settings.config import METRICS_INTERVAL_SECONDS, START_TIMEOUT_SECONDS, ProgressName, devices_text
+from psdist.settings.declarations import arguments, setting, torchrun_setting
+from psdist.settings.flags import integer, one_of, seconds, text
+from psdist.settings.programs import (
+    OUTPUT_TITLE,
+    SERVERS_TITLE,
+    TIMEOUTS_TITLE,
+    RunSettings,
+    SchedulerSettings,
+    ServerSettings,
+    log_level_setting,
+    run_id_setting,
+    start_timeout_setting,
+)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_WORKERS: Final = "workers"
 #: Variables that define a process's place in a run. None is inherited from outside.
 _OWNED: Final = (
     *("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "PSDIST_ADDRESS_FILE", "PSDIST_ADVERTISE", "PSDIST_INSECURE"),
@@ -45,27 +58,129 @@ class ScriptKind(Enum):
     PROGRAM = "program"
 
 
-@dataclass(frozen=True, slots=True)
-class ScriptOptions:
+def processes_text(value: str) -> int:
+    """Convert torchrun's --nproc-per-node: a number, or ``auto`` or ``cpu`` for the cores this process may use."""
+    if value in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    if value == "gpu":
+        raise ValueError("gpu is not supported: give a number, or auto for one process per core")
+    return integer(1, 4096)(value)
+
+
+def signals_text(value: str) -> tuple[int, ...]:
+    """Convert signal names, separated by commas."""
+    numbers = []
+    for name in value.split(","):
+        try:
+            number = signal.Signals[name.strip().upper()]
+        except KeyError:
+            raise ValueError(f"{name.strip()!r} is not the name of a signal, such as SIGTERM") from None
+        if number in (signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD):
+            raise ValueError(f"{number.name} cannot be handled")
+        numbers.append(int(number))
+    return tuple(dict.fromkeys(numbers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSettings:
+    """Destinations of the lines and metrics of this machine's workers. Raises ConfigurationError for files without a
+    directory."""
+
+    role: str = torchrun_setting(
+        "--role", "name of the workers in the prefix of their lines", text, "worker", "NAME", group=OUTPUT_TITLE
+    )
+    log_dir: Path | None = torchrun_setting(
+        "--log-dir",
+        "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and metrics that scripts report to "
+        "metrics.jsonl", Path, None, "DIR", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    redirects: Mapping[int | None, int] = torchrun_setting(
+        "--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams, {},
+        "N", short="-r", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    tee: Mapping[int | None, int] = torchrun_setting(
+        "--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", short="-t",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+    tensorboard: Path | None = setting(
+        "write TensorBoard files of reported metrics to DIR/RUN_ID (pip install tensorboardX)", Path, None, "DIR",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+    progress: ProgressName = setting(
+        "progress line of reported metrics: auto (in place on a terminal), plain or off",
+        one_of(*get_args(ProgressName)), "auto", "HOW", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    metrics_interval_seconds: float = setting(
+        "interval over which reported metrics are aggregated", seconds(), METRICS_INTERVAL_SECONDS, group=OUTPUT_TITLE
+    )
+    local_ranks_filter: frozenset[int] | None = torchrun_setting(
+        "--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.log_dir is None and any({**self.redirects, **self.tee}.values()):
+            raise ConfigurationError("-r/--redirects and -t/--tee write files: say where with --log-dir DIR")
+
+    @property
+    def routing(self) -> Routing:
+        """Destinations of the workers' output."""
+        return Routing(self.log_dir, self.redirects, self.tee, self.local_ranks_filter)
+
+    @property
+    def metrics(self) -> MetricsOptions:
+        """Destinations of metrics."""
+        return MetricsOptions(self.tensorboard, self.progress, self.metrics_interval_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptSettings(OutputSettings):
     """The script that the workers of this machine run, and how they are watched.
 
+    ``psdist run`` and ``psdist-worker`` share these settings. Flags are spelled as torchrun spells them. Raises
+    ConfigurationError for flags that exclude each other.
+
     command: a file, module or program (``kind``), then its arguments.
-    restarts_max: of each worker.
-    signals: those that end the run in order.
-    interval_seconds: between two checks of the workers.
     """
 
-    command: tuple[str, ...]
-    kind: ScriptKind = ScriptKind.FILE
-    processes: int = 1
-    restarts_max: int = 3
-    role: str = "worker"
-    routing: Routing = field(default_factory=Routing)
-    metrics: MetricsOptions = field(default_factory=MetricsOptions)
-    signals: tuple[int, ...] = SIGNALS
-    interval_seconds: float = 0.1
-    start_timeout_seconds: float = START_TIMEOUT_SECONDS
-    stop_timeout_seconds: float = STOP_TIMEOUT_SECONDS
+    command: tuple[str, ...] = ()
+    processes: int = torchrun_setting(
+        "--nproc-per-node", "workers on this machine: a number, auto or cpu", processes_text, 1, "N", group=_WORKERS
+    )
+    restarts_max: int = torchrun_setting(
+        "--max-restarts",
+        "restarts of each worker whose script fails; none after wrong settings or arguments of psdist",
+        integer(0), 3, "N", group=_WORKERS,
+    )  # fmt: skip
+    interval_seconds: float = torchrun_setting(
+        "--monitor-interval", "time between two checks of the workers", seconds(0.001), 0.1, group=_WORKERS
+    )
+    signals: tuple[int, ...] = torchrun_setting(
+        "--signals-to-handle", "signals that end the run in order", signals_text, SIGNALS, "NAMES", group=_WORKERS,
+        shown_default=",".join(signal.Signals(number).name for number in SIGNALS),
+    )  # fmt: skip
+    start_method: str = torchrun_setting(
+        "--start-method", "spawn is the only one", one_of("spawn"), "spawn", "METHOD", group=_WORKERS
+    )
+    module: bool = torchrun_setting("--module", "the script is a module, as for python -m", short="-m", group=_WORKERS)
+    no_python: bool = torchrun_setting("--no-python", "the script is a program of its own", group=_WORKERS)
+    stop_timeout_seconds: float = setting(
+        "longest wait for workers to end after SIGTERM", seconds(), STOP_TIMEOUT_SECONDS, group=TIMEOUTS_TITLE
+    )
+    start_timeout_seconds: float = start_timeout_setting(
+        "longest wait for the scheduler, by this program and by scripts"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.module and self.no_python:
+            raise ConfigurationError("--module and --no-python exclude each other: a module needs Python")
+
+    @property
+    def kind(self) -> ScriptKind:
+        """The kind of the script."""
+        kinds = {(True, False): ScriptKind.MODULE, (False, True): ScriptKind.PROGRAM}
+        return kinds.get((self.module, self.no_python), ScriptKind.FILE)
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -139,7 +254,7 @@ class SchedulerAddress:
 class WorkersPlan:
     """The workers of one node, and their place in the world."""
 
-    script: ScriptOptions
+    script: ScriptSettings
     link: SchedulerAddress
     connected_directory: Path
     master: tuple[str, int]
@@ -193,83 +308,84 @@ class WorkersPlan:
         return ProcessSpec(ProcessKey("worker", rank), self.script.argv, environment, signals_group=is_program)
 
 
-@dataclass(frozen=True, slots=True)
-class SnapshotPlan:
-    """Location of a run's snapshots, an absolute path or a URL, and when they are taken.
+@dataclass(frozen=True, kw_only=True)
+class ServicesSettings(RunSettings):
+    """Settings of the scheduler and the servers that a launcher starts on this machine."""
 
-    fresh: True for a new run, whose storage must have no snapshots.
-    optional: True if the run takes no snapshots when the storage cannot be written.
-    """
-
-    storage: str
-    policy: SavePolicy = DEFAULT_POLICY
-    fresh: bool = False
-    optional: bool = False
-
-    def flags(self) -> tuple[str, ...]:
-        """Return the flags of the scheduler's command line."""
-        policy = self.policy
-        return (
-            *("--storage-path", self.storage, "--save-interval", policy.interval or "0"),
-            *("--keep-last", str(policy.keep_last), "--keep-every", str(policy.keep_every)),
-            *(() if policy.at_end else ("--no-save-at-end",)),
-            *(("--fresh",) if self.fresh else ()),
-            *(("--storage-optional",) if self.optional else ()),
-        )
+    run_id: str = run_id_setting("name of the run (default: the time and a random number)")
+    servers: int = setting(
+        "servers that share the parameters", integer(1, 1024), 2, "N", name="--nservers", group=SERVERS_TITLE
+    )
+    kernel_threads: int | None = setting(
+        "threads of each server (default: the cores divided by --nservers)", integer(1, 1024), None, "N",
+        group=SERVERS_TITLE,
+    )  # fmt: skip
+    devices: tuple[str, ...] = setting(
+        "device of weights and optimizer state: cpu, cuda or cuda:N. A comma-separated list is assigned to servers "
+        "round-robin", devices_text, ("cpu",), "NAMES", name="--server-device", shown_default="cpu",
+        group=SERVERS_TITLE,
+    )  # fmt: skip
+    log_level: str = log_level_setting("least level shown of servers and scheduler", "warning")
 
 
 @dataclass(frozen=True, slots=True)
 class ServicesPlan:
-    """The scheduler and the servers of a run on this machine."""
+    """The scheduler and the servers of a run on this machine.
 
+    workers: workers that the scheduler waits for.
+    start_timeout_seconds: the servers' longest wait for the scheduler.
+    drain_timeout_seconds: longest wait of a server after SIGTERM for its shards to be moved to others.
+    storage_optional: True if the run takes no snapshots when the storage cannot be written.
+    host: address on which they listen: this machine's loopback address.
+    """
+
+    settings: ServicesSettings
     directory: Path
     link: SchedulerAddress
-    servers: int
-    workers: int
     lifeline: int
-    failure_timeout_seconds: float
-    start_timeout_seconds: float
-    kernel_threads: int
-    log_level: str
-    replicas: int = 1
-    #: Longest wait of a server after SIGTERM for its shards to be moved to others.
-    drain_timeout_seconds: float = DRAIN_TIMEOUT_SECONDS
-    snapshots: SnapshotPlan | None = None
-    worker_timeout_seconds: float = WORKER_TIMEOUT_SECONDS
-    #: Devices of weights and optimizer state, assigned to servers round-robin.
-    devices: tuple[str, ...] = ("cpu",)
-    #: Address on which they listen: this machine's loopback address.
+    workers: int
+    start_timeout_seconds: float = START_TIMEOUT_SECONDS
+    drain_timeout_seconds: float = ServerSettings.drain_timeout_seconds
+    storage_optional: bool = False
     host: str = "127.0.0.1"
 
     def scheduler(self, base: Mapping[str, str], port: int = 0) -> ProcessSpec:
         """Return the scheduler's process. It writes its address to the link's file; a restarted one keeps its
         ``port``."""
-        argv = (
-            *program("psdist_scheduler"),
-            *("--host", self.host, "--port", str(port), "--run-id", self.link.run_id),
-            *("--min-workers", str(self.workers), "--min-servers", str(self.servers)),
-            *("--replicas", str(self.replicas)),
-            *("--failure-timeout", f"{self.failure_timeout_seconds:g}"),
-            *("--worker-timeout", f"{self.worker_timeout_seconds:g}", "--join-grace", "0"),
+        flags = arguments(
+            SchedulerSettings,
+            self.settings,
+            **self._shared,
+            port=port,
+            workers_min=self.workers,
+            servers_min=self.settings.servers,
+            join_grace_seconds=0.0,
             # The launcher sees how its own workers end, and PSDIST_START_TIMEOUT is meant for them.
-            *("--start-timeout", "0"),
-            *("--store", str(self.directory / "scheduler.sqlite"), "--address-file", str(self.link.file)),
-            *(self.snapshots.flags() if self.snapshots is not None else ()),
-            *self._shared(),
+            start_timeout_seconds=0.0,
+            store=self.directory / "scheduler.sqlite",
+            address_file=self.link.file,
+            storage_path=self.settings.storage_path or None,
+            storage_optional=self.storage_optional,
         )
+        argv = (*program("psdist_scheduler"), *flags)
         return ProcessSpec(ProcessKey("scheduler", 0), argv, self.link.environment(base))
 
     def server(self, number: int, base: Mapping[str, str]) -> ProcessSpec:
         """Return the process of one server."""
-        argv = (
-            *program("psdist_server"),
-            *("--scheduler-file", str(self.link.file), "--start-timeout", f"{self.start_timeout_seconds:g}"),
-            *("--host", self.host, "--port", "0", "--run-id", self.link.run_id),
-            *("--server-id", f"server-{number}", "--kernel-threads", str(self.kernel_threads)),
-            *("--drain-timeout", f"{self.drain_timeout_seconds:g}"),
-            *("--device", self.devices[number % len(self.devices)]),
-            *self._shared(),
+        devices = self.settings.devices
+        flags = arguments(
+            ServerSettings,
+            self.settings,
+            **self._shared,
+            port=0,
+            scheduler_file=self.link.file,
+            start_timeout_seconds=self.start_timeout_seconds,
+            server_id=f"server-{number}",
+            kernel_threads=self.settings.kernel_threads or _kernel_threads_of_each(self.settings.servers),
+            drain_timeout_seconds=self.drain_timeout_seconds,
+            device=devices[number % len(devices)],
         )
+        argv = (*program("psdist_server"), *flags)
         return ProcessSpec(ProcessKey("server", number), argv, self.link.environment(base))
 
     def snapshot(self, base: Mapping[str, str]) -> ProcessSpec:
@@ -278,8 +394,15 @@ class ServicesPlan:
             ProcessKey("snapshot", 0), program("psdist.launch.final_snapshot"), self.link.environment(base)
         )
 
-    def _shared(self) -> tuple[str, ...]:
-        return ("--lifeline-fd", str(self.lifeline), "--log-format", "console", "--log-level", self.log_level)
+    @property
+    def _shared(self) -> dict[str, Any]:
+        """Settings of scheduler and servers."""
+        return {
+            "host": self.host,
+            "run_id": self.link.run_id,
+            "lifeline_fd": self.lifeline,
+            "log_format": "console",
+        }
 
 
 def server_number(server_id: str) -> int | None:
@@ -288,7 +411,7 @@ def server_number(server_id: str) -> int | None:
     return int(number) if number != server_id and number.isascii() and number.isdigit() else None
 
 
-def kernel_threads_of_each(servers: int) -> int:
+def _kernel_threads_of_each(servers: int) -> int:
     """Return the kernel threads for each server, so that together they have one for each core."""
     return max(1, len(os.sched_getaffinity(0)) // servers)
 

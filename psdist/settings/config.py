@@ -40,10 +40,6 @@ ProgressName = Literal["auto", "plain", "off"]
 START_TIMEOUT_SECONDS: Final = 60.0
 #: Interval over which a script's reports are aggregated.
 METRICS_INTERVAL_SECONDS: Final = 1.0
-#: Leases: the longest silence after which a server, or a worker, still counts as a member.
-FAILURE_TIMEOUT_SECONDS: Final = 2.0
-WORKER_TIMEOUT_SECONDS: Final = 30.0
-DRAIN_TIMEOUT_SECONDS: Final = 30.0
 _POLL_SECONDS: Final = 0.02
 _CONNECT_SECONDS_MIN: Final = 1.0
 _STORAGE_SCHEMES: Final = ("file", "s3", "gs", "az")

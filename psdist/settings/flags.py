@@ -32,6 +32,7 @@ class Flag:
 
     shown_default: the default as a user would write it, if its ``str`` differs.
     group: heading under which the help lists the flag.
+    write: inverse of ``convert``, for the command line of another process.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Flag:
     twin: bool = True
     shown_default: str = ""
     group: str = ""
+    write: Callable[[Any], str] = str
 
     @property
     def default_text(self) -> str:

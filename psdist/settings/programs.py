@@ -1,6 +1,7 @@
-"""Command lines of ``psdist-scheduler`` and ``psdist-server``, and flags that other programs share with them.
+"""Settings of ``psdist-scheduler`` and ``psdist-server``, and those that other programs share with them.
 
-``scheduler_settings`` and ``server_settings`` turn a command line and the environment into a frozen dataclass. Wrong
+Each setting is declared once, as a field with its flag (``declarations``). A program takes the settings of its class
+and of the class's bases. ``scheduler_settings`` and ``server_settings`` read a command line and the environment. Wrong
 input ends the program with status 2. Nothing is connected or bound here.
 """
 
@@ -9,17 +10,14 @@ from __future__ import annotations
 import os
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
+from typing import Any, Final, get_args
 
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
-    DRAIN_TIMEOUT_SECONDS,
-    FAILURE_TIMEOUT_SECONDS,
     START_TIMEOUT_SECONDS,
-    WORKER_TIMEOUT_SECONDS,
     TransportName,
     address_text,
     await_address,
@@ -33,78 +31,243 @@ from psdist.settings.config import (
     storage_text,
     store_file,
 )
-from psdist.settings.flags import CommandLine, Flag, fail, grouped, integer, one_of, seconds, text
+from psdist.settings.declarations import flags_of, read, setting
+from psdist.settings.flags import CommandLine, Flag, fail, integer, one_of, seconds, text
 from psdist.snapshots.policy import DEFAULT_POLICY, KEEP_MAX, STEPS_MAX, SavePolicy, parse_interval
 from psdist.wire.limits import REPLICAS_MAX
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+#: Headings of flags that several programs share.
+TIMEOUTS_TITLE: Final = "timeouts"
+OUTPUT_TITLE: Final = "output"
+SERVERS_TITLE: Final = "servers"
+_NETWORK_TITLE: Final = "network and security"
+_SNAPSHOTS_TITLE: Final = "snapshots"
 
-T = TypeVar("T", bound="DataclassInstance")
+# --- settings that several programs declare with their own help or default --------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramSettings:
-    """Settings of both programs.
+def run_id_setting(help_text: str) -> Any:
+    """Declare the name of a run."""
+    return setting(help_text, check_run_id, "", "NAME")
 
-    run_id: empty to take the scheduler's.
-    token: empty for none.
+
+def log_level_setting(help_text: str, default: str) -> Any:
+    """Declare the least level that is logged."""
+    levels = one_of("debug", "info", "warning", "error")
+    return setting(help_text, levels, default, "LEVEL", group=OUTPUT_TITLE)
+
+
+def storage_path_setting(default_text: str) -> Any:
+    """Declare the storage of snapshots: an absolute path or a URL; empty for none.
+
+    default_text: the meaning of None, for the help.
     """
-
-    host: str
-    port: int
-    run_id: str
-    lifeline_fd: int | None
-    insecure: bool
-    advertise: str
-    token: str
-    log_format: str
-    log_level: str
+    return setting(
+        f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default_text}). A run of the same "
+        "--run-id resumes from the newest snapshot there",
+        storage_text,
+        None,
+        "PATH",
+        group=_SNAPSHOTS_TITLE,
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerSettings(ProgramSettings):
+def start_timeout_setting(help_text: str, default: float = START_TIMEOUT_SECONDS) -> Any:
+    """Declare a program's longest wait at its start."""
+    return setting(help_text, seconds(), default, group=TIMEOUTS_TITLE)
+
+
+# --- shared settings --------------------------------------------------------------------------------------------------
+
+
+def _write_interval(interval: tuple[int, float]) -> str:
+    return SavePolicy(*interval).interval or "0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """Settings of every program that starts a scheduler."""
+
+    replicas: int = setting(
+        "copies of each shard, on different servers: with 2 nothing is lost when a server dies",
+        integer(1, REPLICAS_MAX), 1, "N", group=SERVERS_TITLE,
+    )  # fmt: skip
+    failure_timeout_seconds: float = setting(
+        "silence after which a server is replaced", seconds(0.05), 2.0, group=TIMEOUTS_TITLE
+    )
+    worker_timeout_seconds: float = setting(
+        "silence after which a worker is expelled; must be longer than a script holds the interpreter. The death of a "
+        "worker is noticed immediately", seconds(0.05), 30.0, group=TIMEOUTS_TITLE,
+    )  # fmt: skip
+    storage_path: str | None = storage_path_setting("none")
+    save_interval: tuple[int, float] | None = setting(
+        "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only (default: 10m if there is a "
+        "storage)", parse_interval, None, "EVERY", group=_SNAPSHOTS_TITLE, write=_write_interval,
+    )  # fmt: skip
+    keep_last: int = setting("number of newest snapshots to keep", integer(1, KEEP_MAX), 3, "N", group=_SNAPSHOTS_TITLE)
+    keep_every: int = setting(
+        "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS", group=_SNAPSHOTS_TITLE
+    )
+    no_save_at_end: bool = setting("take no snapshot when the run ends", group=_SNAPSHOTS_TITLE)
+    fresh: bool = setting("start a new run; refused if the storage has snapshots", group=_SNAPSHOTS_TITLE)
+
+    @property
+    def has_storage(self) -> bool:
+        """True if there is a storage for snapshots."""
+        return bool(self.storage_path)
+
+    @property
+    def policy(self) -> SavePolicy:
+        """When snapshots are taken. Raises ConfigurationError for an interval without a storage."""
+        interval, is_stored = self.save_interval, self.has_storage
+        if interval and any(interval) and not is_stored:
+            raise ConfigurationError("--save-interval needs a storage: pass --storage-path with a directory or URL")
+        if interval is None:
+            interval = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if is_stored else (0, 0.0)
+        return SavePolicy(*interval, self.keep_last, self.keep_every, not self.no_save_at_end)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramSettings:
+    """Settings of scheduler and server. An empty ``token`` means none."""
+
+    host: str = setting("address to listen on", text, "127.0.0.1", "HOST", group=_NETWORK_TITLE)
+    port: int = setting("port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT", group=_NETWORK_TITLE)
+    run_id: str = run_id_setting("name of the run; refused if the scheduler serves another")
+    advertise: str = setting(
+        "address at which others reach this process", address_text, "", "HOST:PORT", group=_NETWORK_TITLE
+    )
+    insecure: bool = setting(
+        "allow a --host beyond this machine without encryption (private networks)", group=_NETWORK_TITLE
+    )
+    # PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see find_token.
+    token_file: Path | None = setting(
+        "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False, group=_NETWORK_TITLE
+    )
+    log_format: str = setting("console or json", one_of("console", "json"), "console", "FORMAT", group=OUTPUT_TITLE)
+    log_level: str = log_level_setting("least level shown", "info")
+    lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
+    token: str = ""
+
+
+# --- psdist-scheduler -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings(RunSettings, ProgramSettings):
     """Settings of ``psdist-scheduler``. An empty ``run_id`` lets the scheduler choose."""
 
-    workers_min: int
-    servers_min: int
-    replicas: int
-    failure_timeout_seconds: float
-    worker_timeout_seconds: float
-    join_grace_seconds: float
-    idle_timeout_seconds: float
-    start_timeout_seconds: float
-    #: File of the store; None keeps it in memory.
-    store_path: Path | None
-    address_file: Path | None
-    #: Location of snapshots: an absolute path or a URL; empty for none.
-    storage: str = ""
-    policy: SavePolicy = field(default_factory=SavePolicy)
-    #: Start a new run; refused if the storage has snapshots.
-    fresh: bool = False
+    run_id: str = run_id_setting("name of the run")
+    workers_min: int = setting(
+        "workers to wait for", integer(1), 1, "N", name="--min-workers", variables=("DMLC_NUM_WORKER",)
+    )
+    servers_min: int = setting(
+        "servers to wait for", integer(1), 1, "N", name="--min-servers", variables=("DMLC_NUM_SERVER",)
+    )
+    join_grace_seconds: float = setting(
+        "wait for late workers when parameters are created", seconds(), 0.0, group=TIMEOUTS_TITLE
+    )
+    idle_timeout_seconds: float = setting(
+        "end the run, servers first, after this time without workers, once there were some; a last snapshot is saved "
+        "first. Must be longer than a worker's restart; 0 never ends", seconds(), 0.0, group=TIMEOUTS_TITLE,
+    )  # fmt: skip
+    start_timeout_seconds: float = start_timeout_setting(
+        "end the run everywhere if the required workers and servers have not joined within this time, as when scripts "
+        "fail before psdist.init(); 0 waits for ever", 0.0,
+    )  # fmt: skip
+    store: str | None = setting(
+        "SQLite file from which a restarted scheduler continues the run, or memory for none (default: a file below "
+        "$XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It is deleted when the run ends in "
+        "order", str, None, "FILE",
+    )  # fmt: skip
+    address_file: Path | None = setting("file to write HOST:PORT into once listening", Path, None, "FILE")
     #: If the storage cannot be written, start anyway and save nothing.
-    storage_optional: bool = False
-    #: The store is the default one: if its directory cannot be created, only warn.
-    store_optional: bool = False
+    storage_optional: bool = setting(
+        "if the storage cannot be written, warn and take no snapshots", group=_SNAPSHOTS_TITLE
+    )
+    create_token: bool = setting(
+        "if the token's file does not exist, write a new random token to it", group=_NETWORK_TITLE
+    )
+    #: File of the store; None keeps it in memory.
+    store_path: Path | None = None
+
+    @property
+    def storage(self) -> str:
+        """Location of snapshots: an absolute path or a URL; empty for none."""
+        return self.storage_path or ""
+
+    @property
+    def store_optional(self) -> bool:
+        """True for the default store: if its directory cannot be created, only warn."""
+        return self.store is None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def scheduler_line() -> CommandLine:
+    """Return the command line of ``psdist-scheduler``."""
+    return CommandLine(
+        "psdist-scheduler",
+        "Keeps the membership and the cluster map of one run.",
+        flags_of(SchedulerSettings),
+        first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
+    )
+
+
+def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
+    """Return the settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if
+    wrong."""
+    environ = os.environ if environ is None else environ
+    line = scheduler_line()
+    given = line.parse(argv, environ)
+    store = default_store(environ, given.run_id, given.port) if given.store is None else store_file(given.store)
+    try:
+        _ = read(SchedulerSettings, given).policy  # Raises if it is wrong.
+        if given.create_token:
+            create_token_file(environ, given.token_file)
+    except ConfigurationError as error:
+        fail(line.program, str(error))
+    return read(SchedulerSettings, given, store_path=store, token=_program_token(line.program, given, environ))
+
+
+# --- psdist-server ----------------------------------------------------------------------------------------------------
+
+
+def _server_id(value: str) -> str:
+    from psdist.types import check_name  # only a server needs the optimizers that come with it
+
+    return check_name(value, "the id")
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings(ProgramSettings):
     """Settings of ``psdist-server``. If ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
 
-    scheduler: str
-    scheduler_file: Path | None
-    start_timeout_seconds: float
-    server_id: str
-    kernel_threads: int | None
-    #: Longest wait after SIGTERM for its shards to be moved to other servers.
-    drain_timeout_seconds: float
-    #: Transport of updates between servers.
-    transport: TransportName = "auto"
-    #: Port of the TCP transport; 0 takes a free one.
-    data_port: int = 0
-    #: Device of weights and optimizer state: "cpu", "cuda" or "cuda:N".
-    device: str = "cpu"
+    scheduler: str = setting("the scheduler", address_text, "", "HOST:PORT")
+    scheduler_file: Path | None = setting("file in which the scheduler writes its address", Path, None, "FILE")
+    data_port: int = setting(
+        "port of the TCP transport; 0 takes a free one", integer(0, 65535), 0, "PORT", group=_NETWORK_TITLE
+    )
+    server_id: str = setting(
+        "id of this server (default: its host's name, with a number appended from the second server of a host on; "
+        "server-N on loopback)", _server_id, "", "ID",
+    )  # fmt: skip
+    kernel_threads: int | None = setting(
+        "threads that apply updates (default: one per core, shared with servers already on this host)",
+        integer(1, 1024), None, "N",
+    )  # fmt: skip
+    transport: TransportName = setting(
+        "transport of updates to copies of shards: auto, shm, tcp or grpc, the fallback if the others are unavailable",
+        one_of(*get_args(TransportName)), "auto", "NAME",
+    )  # fmt: skip
+    device: str = setting(
+        "device that holds weights and optimizer state and applies updates: cpu, cuda or cuda:N",
+        device_text, "cpu", "NAME",
+    )  # fmt: skip
+    start_timeout_seconds: float = start_timeout_setting(
+        "longest wait for the scheduler: its address file, its name, its answer"
+    )
+    drain_timeout_seconds: float = setting(
+        "after SIGTERM, longest wait for its shards to be moved to other servers", seconds(), 30.0, group=TIMEOUTS_TITLE
+    )
 
     @property
     def carriers(self) -> tuple[str, ...]:
@@ -119,41 +282,13 @@ class ServerSettings(ProgramSettings):
         return await_address(self.scheduler_file, self.start_timeout_seconds)
 
 
-def check_machine(program: str) -> None:
-    """End the program with status 69 if this machine's limits do not allow a service to run."""
-    try:
-        preflight.require_for_service()
-    except ConfigurationError as error:
-        fail(program, str(error), exit_codes.UNAVAILABLE)
-
-
-def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = None) -> SchedulerSettings:
-    """Return the settings of ``psdist-scheduler`` from its command line, without the program's name. Exits with 2 if
-    wrong."""
-    environ = os.environ if environ is None else environ
-    line = scheduler_line()
-    given = line.parse(argv, environ)
-    try:
-        policy = save_policy(given, bool(given.storage_path))
-        if given.create_token:
-            create_token_file(environ, given.token_file)
-    except ConfigurationError as error:
-        fail(line.program, str(error))
-    return _settings(
-        SchedulerSettings,
-        given,
-        workers_min=given.min_workers,
-        servers_min=given.min_servers,
-        failure_timeout_seconds=given.failure_timeout,
-        worker_timeout_seconds=given.worker_timeout,
-        join_grace_seconds=given.join_grace,
-        idle_timeout_seconds=given.idle_timeout,
-        start_timeout_seconds=given.start_timeout,
-        store_path=default_store(environ, given.run_id, given.port) if given.store is None else store_file(given.store),
-        store_optional=given.store is None,
-        token=_program_token(line.program, given, environ),
-        storage=given.storage_path or "",
-        policy=policy,
+def server_line() -> CommandLine:
+    """Return the command line of ``psdist-server``."""
+    return CommandLine(
+        "psdist-server",
+        "Holds a share of the parameters and of the optimizer's state.",
+        flags_of(ServerSettings),
+        first=("--scheduler", "--host", "--port", "--server-id", "--token-file"),
     )
 
 
@@ -171,20 +306,18 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
             fail(line.program, str(error))
         if not scheduler:
             fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
-    return _settings(
-        ServerSettings,
-        given,
-        scheduler=scheduler,
-        start_timeout_seconds=given.start_timeout,
-        drain_timeout_seconds=given.drain_timeout,
-        token=_program_token(line.program, given, environ),
-    )
+    return read(ServerSettings, given, scheduler=scheduler, token=_program_token(line.program, given, environ))
 
 
-def _settings(cls: type[T], given: Namespace, **others: Any) -> T:
-    """Build the settings. Those not in ``others`` have the name of their flag."""
-    names = {field.name for field in fields(cls)} - others.keys()
-    return cls(**{name: getattr(given, name) for name in names}, **others)
+# --- both -------------------------------------------------------------------------------------------------------------
+
+
+def check_machine(program: str) -> None:
+    """End the program with status 69 if this machine's limits do not allow a service to run."""
+    try:
+        preflight.require_for_service()
+    except ConfigurationError as error:
+        fail(program, str(error), exit_codes.UNAVAILABLE)
 
 
 def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:
@@ -205,168 +338,15 @@ def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -
     return token
 
 
-def _name_text(value: str) -> str:
-    from psdist.types import check_name  # only a server needs the optimizers that come with it
+# --- flags of commands that talk to a scheduler -----------------------------------------------------------------------
 
-    return check_name(value, "the id")
-
-
-SCHEDULER_FLAG: Final = Flag("--scheduler", "the scheduler", address_text, "", "HOST:PORT")
-SCHEDULER_FILE_FLAG: Final = Flag(
-    "--scheduler-file", "file in which the scheduler writes its address", Path, None, "FILE"
-)
-# PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see find_token.
-TOKEN_FILE_FLAG: Final = Flag(
-    "--token-file", "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False
-)
+_SERVER_FLAGS: Final = {flag.name: flag for flag in flags_of(ServerSettings)}
+SCHEDULER_FLAG: Final = _SERVER_FLAGS["--scheduler"]
+SCHEDULER_FILE_FLAG: Final = _SERVER_FLAGS["--scheduler-file"]
+TOKEN_FILE_FLAG: Final = _SERVER_FLAGS["--token-file"]
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 
-#: Headings of flags that several programs share.
-TIMEOUTS_TITLE: Final = "timeouts"
-_NETWORK_TITLE: Final = "network and security"
 
-_LISTEN_FLAGS: Final = grouped(
-    _NETWORK_TITLE,
-    Flag("--host", "address to listen on", text, "127.0.0.1", "HOST"),
-    Flag("--port", "port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT"),
-)
-
-
-def run_id_flag(help_text: str = "name of the run; refused if the scheduler serves another") -> Flag:
+def run_id_flag(help_text: str = _SERVER_FLAGS["--run-id"].help) -> Flag:
     """Return the flag for a run's name."""
-    return Flag("--run-id", help_text, check_run_id, "", "NAME")
-
-
-def log_level_flag(help_text: str, default: str) -> Flag:
-    """Return the flag for the least level that is logged."""
-    return Flag("--log-level", help_text, one_of("debug", "info", "warning", "error"), default, "LEVEL")
-
-
-def _process_flags() -> tuple[Flag, ...]:
-    return (
-        *grouped(
-            _NETWORK_TITLE,
-            Flag("--advertise", "address at which others reach this process", address_text, "", "HOST:PORT"),
-            Flag("--insecure", "allow a --host beyond this machine without encryption (private networks)"),
-            TOKEN_FILE_FLAG,
-        ),
-        *grouped(
-            "output",
-            Flag("--log-format", "console or json", one_of("console", "json"), "console", "FORMAT"),
-            log_level_flag("least level shown", "info"),
-        ),
-        Flag("--lifeline-fd", "inherited pipe; this process ends when it does", integer(0), None, "N"),
-    )
-
-
-def timeout_flags() -> tuple[Flag, ...]:
-    """Return the lease flags, for every program that starts a scheduler."""
-    return grouped(
-        TIMEOUTS_TITLE,
-        Flag("--failure-timeout", "silence after which a server is replaced", seconds(0.05), FAILURE_TIMEOUT_SECONDS,
-             "SECONDS"),
-        Flag("--worker-timeout", "silence after which a worker is expelled; must be longer than a script holds the "
-             "interpreter. The death of a worker is noticed immediately", seconds(0.05), WORKER_TIMEOUT_SECONDS,
-             "SECONDS"),
-    )  # fmt: skip
-
-
-def storage_flags(default: str) -> tuple[Flag, ...]:
-    """Return the snapshot flags, for every program that starts a scheduler.
-
-    default: the default storage, for the help.
-    """
-    return grouped(
-        "snapshots",
-        Flag("--storage-path", f"directory or URL (s3://, gs://, az://) for snapshots, or none (default: {default}). "
-             "A run of the same --run-id resumes from the newest snapshot there", storage_text, None, "PATH"),
-        Flag("--save-interval", "time between snapshots: 100 (steps), 30s, 5m, 2h; 0 takes one at the end only "
-             "(default: 10m if there is a storage)", parse_interval, None, "EVERY"),
-        Flag("--keep-last", "number of newest snapshots to keep", integer(1, KEEP_MAX), 3, "N"),
-        Flag("--keep-every", "also keep the first snapshot of every STEPS steps", integer(0, STEPS_MAX), 0, "STEPS"),
-        Flag("--no-save-at-end", "take no snapshot when the run ends"),
-        Flag("--fresh", "start a new run; refused if the storage has snapshots"),
-    )  # fmt: skip
-
-
-def save_policy(given: Namespace, stored: bool) -> SavePolicy:
-    """Return the policy in the parsed ``storage_flags``. Raises ConfigurationError.
-
-    stored: True if there is a storage.
-    """
-    if given.save_interval and any(given.save_interval) and not stored:
-        raise ConfigurationError("--save-interval needs a storage: pass --storage-path with a directory or URL")
-    default = (DEFAULT_POLICY.steps, DEFAULT_POLICY.seconds) if stored else (0, 0.0)
-    steps, every = default if given.save_interval is None else given.save_interval
-    return SavePolicy(steps, every, given.keep_last, given.keep_every, not given.no_save_at_end)
-
-
-def scheduler_line() -> CommandLine:
-    """Return the command line of ``psdist-scheduler``."""
-    return CommandLine(
-        "psdist-scheduler",
-        "Keeps the membership and the cluster map of one run.",
-        (
-            *_LISTEN_FLAGS,
-            run_id_flag("name of the run"),
-            Flag("--min-workers", "workers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_WORKER",)),
-            Flag("--min-servers", "servers to wait for", integer(1), 1, "N", variables=("DMLC_NUM_SERVER",)),
-            Flag("--replicas", "copies of each shard, each on another server", integer(1, REPLICAS_MAX), 1, "N"),
-            *timeout_flags(),
-            *grouped(
-                TIMEOUTS_TITLE,
-                Flag("--join-grace", "wait for late workers when parameters are created", seconds(), 0.0, "SECONDS"),
-                Flag("--idle-timeout", "end the run, servers first, after this time without workers, once there were "
-                     "some; a last snapshot is saved first. Must be longer than a worker's restart; 0 never ends",
-                     seconds(), 0.0, "SECONDS"),
-                Flag("--start-timeout", "end the run everywhere if the required workers and servers have not joined "
-                     "within this time, as when scripts fail before psdist.init(); 0 waits for ever", seconds(), 0.0,
-                     "SECONDS"),
-            ),
-            Flag("--store", "SQLite file from which a restarted scheduler continues the run, or memory for none "
-                 "(default: a file below $XDG_STATE_HOME/psdist if --run-id and --port are given, otherwise none). It "
-                 "is deleted when the run ends in order", str, None, "FILE"),
-            Flag("--address-file", "file to write HOST:PORT into once listening", Path, None, "FILE"),
-            *storage_flags("none"),
-            Flag("--storage-optional", "if the storage cannot be written, warn and take no snapshots"),
-            *_process_flags(),
-            Flag("--create-token", "if the token's file does not exist, write a new random token to it"),
-        ),
-        first=("--host", "--port", "--min-workers", "--min-servers", "--storage-path"),
-    )  # fmt: skip
-
-
-def server_line() -> CommandLine:
-    """Return the command line of ``psdist-server``."""
-    return CommandLine(
-        "psdist-server",
-        "Holds a share of the parameters and of the optimizer's state.",
-        (
-            SCHEDULER_FLAG,
-            SCHEDULER_FILE_FLAG,
-            *_LISTEN_FLAGS,
-            *grouped(
-                _NETWORK_TITLE,
-                Flag("--data-port", "port of the TCP transport; 0 takes a free one",
-                     integer(0, 65535), 0, "PORT"),
-            ),
-            Flag("--server-id", "id of this server (default: its host's name, with a number appended from the second "
-                 "server of a host on; server-N on loopback)", _name_text, "", "ID"),
-            Flag("--kernel-threads", "threads that apply updates (default: one per core, shared with servers already "
-                 "on this host)", integer(1, 1024), None, "N"),
-            Flag("--transport", "transport of updates to copies of shards: auto, shm, tcp or grpc, the fallback if the "
-                 "others are unavailable", one_of(*get_args(TransportName)), "auto", "NAME"),
-            Flag("--device", "device that holds weights and optimizer state and applies updates: cpu, cuda or cuda:N",
-                 device_text, "cpu", "NAME"),
-            *grouped(
-                TIMEOUTS_TITLE,
-                Flag("--start-timeout", "longest wait for the scheduler: its address file, its name, its answer",
-                     seconds(), START_TIMEOUT_SECONDS, "SECONDS"),
-                Flag("--drain-timeout", "after SIGTERM, longest wait for its shards to be moved to other servers",
-                     seconds(), DRAIN_TIMEOUT_SECONDS, "SECONDS"),
-            ),
-            run_id_flag(),
-            *_process_flags(),
-        ),
-        first=("--scheduler", "--host", "--port", "--server-id", "--token-file"),
-    )  # fmt: skip
+    return replace(_SERVER_FLAGS["--run-id"], help=help_text)

@@ -17,7 +17,7 @@ from psdist.errors import ConfigurationError
 from psdist.launch import reaper
 from psdist.launch.events import ProcessKey
 from psdist.launch.output import STDERR, STDOUT, Output, Routing, discard, last_words, parse_streams
-from psdist.launch.plan import SchedulerAddress, ScriptKind, ScriptOptions, WorkersPlan
+from psdist.launch.plan import SchedulerAddress, ScriptSettings, WorkersPlan
 from psdist.launch.process import LineSplitter
 from psdist.launch.run_record import RunRegistry, records_directory
 from psdist.wire.limits import OUTPUT_LINE_BYTES_MAX
@@ -171,7 +171,7 @@ def test_a_log_file_on_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.C
 def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_path: Path) -> None:
     link = SchedulerAddress(file=tmp_path / "scheduler", token_file=tmp_path / "token", run_id="inner")
     plan = WorkersPlan(
-        script=ScriptOptions(("true",), ScriptKind.PROGRAM, processes=2, start_timeout_seconds=9.5),
+        script=ScriptSettings(command=("true",), no_python=True, processes=2, start_timeout_seconds=9.5),
         link=link,
         connected_directory=tmp_path,
         master=("127.0.0.1", 29),

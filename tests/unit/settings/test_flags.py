@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,20 @@ from psdist.cli import run, worker
 from psdist.cli.commands import call
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
 from psdist.launch.agent import AgentOptions
-from psdist.launch.plan import SnapshotPlan
+from psdist.launch.local import LocalSettings
+from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
+from psdist.launch.process import ProcessSpec
 from psdist.launch.run_record import RunRegistry, records_directory
 from psdist.settings import config
 from psdist.settings.config import client_settings
-from psdist.settings.programs import scheduler_settings, server_settings
+from psdist.settings.declarations import arguments, read
+from psdist.settings.programs import ServerSettings, scheduler_settings, server_settings
 from psdist.snapshots.policy import DEFAULT_POLICY, SavePolicy, parse_interval
+
+
+def local(*argv: str) -> LocalSettings:
+    """Return the settings of ``psdist run`` with these flags."""
+    return read(LocalSettings, run.command_line().parse([*argv, "x.py"], {}))
 
 
 def test_command_line_before_variable_before_torchruns_before_default() -> None:
@@ -224,23 +233,71 @@ def test_where_there_is_a_storage_snapshots_are_taken_every_ten_minutes_by_defau
     assert SavePolicy(seconds=600) == DEFAULT_POLICY
     given = [] if interval is None else ["--save-interval", interval]
     assert scheduler_settings(["--storage-path", "s3://bucket/a", *given], {}).policy == policy
-    assert run.local_options(run.command_line().parse([*given, "x.py"], {})).policy == policy
+    assert local(*given).policy == policy
     if interval in (None, "0"):
         assert scheduler_settings(given, {}).policy == SavePolicy()
 
 
-def test_a_plan_hands_its_storage_on_as_it_is(tmp_path: Path) -> None:
-    policies = (
-        SavePolicy(),
-        SavePolicy(steps=100, keep_every=1000),
-        SavePolicy(seconds=0.25, keep_last=1, at_end=False),
-    )
-    for policy in policies:
-        for fresh, optional in ((False, True), (True, False)):
-            settings = scheduler_settings(SnapshotPlan("s3://bucket/a", policy, fresh, optional).flags(), {})
-            assert (settings.storage, settings.policy, settings.fresh) == ("s3://bucket/a", policy, fresh)
-            assert settings.storage_optional == optional
-    assert SnapshotPlan("s3://bucket/a").policy == DEFAULT_POLICY
+def services(settings: ServicesSettings, directory: Path, **others: Any) -> ServicesPlan:
+    link = SchedulerAddress(file=directory / "scheduler", run_id="digits")
+    return ServicesPlan(settings, directory, link, lifeline=7, workers=3, **others)
+
+
+def flags_in(spec: ProcessSpec) -> tuple[str, ...]:
+    return spec.argv[spec.argv.index("-m") + 2 :]
+
+
+@pytest.mark.parametrize(("fresh", "optional"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("interval", "more", "policy"),
+    [
+        (None, {}, DEFAULT_POLICY),
+        ((0, 0.0), {}, SavePolicy()),
+        ((100, 0.0), {"keep_every": 1000}, SavePolicy(steps=100, keep_every=1000)),
+        ((0, 0.25), {"keep_last": 1, "no_save_at_end": True}, SavePolicy(seconds=0.25, keep_last=1, at_end=False)),
+    ],
+)
+def test_a_plan_passes_its_settings_to_the_scheduler_unchanged(
+    interval: tuple[int, float] | None,
+    more: dict[str, Any],
+    policy: SavePolicy,
+    fresh: bool,
+    optional: bool,
+    tmp_path: Path,
+) -> None:
+    settings = ServicesSettings(
+        storage_path="s3://bucket/a", save_interval=interval, fresh=fresh, servers=2, replicas=2,
+        failure_timeout_seconds=1 / 3, worker_timeout_seconds=86400.125, log_level="debug", **more,
+    )  # fmt: skip
+    plan = services(settings, tmp_path, storage_optional=optional)
+    found = scheduler_settings(flags_in(plan.scheduler({}, port=29)), {"PSDIST_KEEP_LAST": "9", "PSDIST_REPLICAS": "1"})
+    assert (found.storage, found.policy, found.fresh) == ("s3://bucket/a", policy, fresh)
+    assert found.storage_optional == optional
+    assert (found.failure_timeout_seconds, found.worker_timeout_seconds) == (1 / 3, 86400.125)
+    assert (found.workers_min, found.servers_min, found.replicas, found.port) == (3, 2, 2, 29)
+    assert (found.run_id, found.log_level, found.lifeline_fd) == ("digits", "debug", 7)
+    assert (found.store_path, found.address_file) == (tmp_path / "scheduler.sqlite", tmp_path / "scheduler")
+    assert (found.start_timeout_seconds, found.join_grace_seconds, found.idle_timeout_seconds) == (0, 0, 0)
+
+
+def test_a_plan_passes_its_settings_to_the_servers_unchanged(tmp_path: Path) -> None:
+    settings = ServicesSettings(devices=("cuda:0", "cpu"), kernel_threads=5, log_level="error")
+    plan = services(settings, tmp_path, drain_timeout_seconds=0.0, start_timeout_seconds=2.5)
+    found = [server_settings(flags_in(plan.server(number, {})), {}) for number in range(3)]
+    assert [server.device for server in found] == ["cuda:0", "cpu", "cuda:0"]
+    assert [server.server_id for server in found] == ["server-0", "server-1", "server-2"]
+    assert (found[0].kernel_threads, found[0].log_level, found[0].drain_timeout_seconds) == (5, "error", 0)
+    assert (found[0].start_timeout_seconds, found[0].scheduler_file) == (2.5, tmp_path / "scheduler")
+
+
+def test_without_a_storage_a_plan_names_none(tmp_path: Path) -> None:
+    found = scheduler_settings(flags_in(services(ServicesSettings(), tmp_path).scheduler({})), {})
+    assert (found.storage, found.policy) == ("", SavePolicy())
+
+
+def test_a_plan_refuses_a_setting_without_a_flag() -> None:
+    with pytest.raises(TypeError, match="ServerSettings has no flags for colour"):
+        arguments(ServerSettings, ServicesSettings(), colour="red")
 
 
 def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
@@ -248,12 +305,12 @@ def test_snapshots_of_a_run_lie_in_a_directory_of_its_own_by_default(
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    def plan(*argv: str) -> SnapshotPlan | None:
-        return run.local_options(run.command_line().parse([*argv, "x.py"], {})).snapshots("digits")
+    def storage(*argv: str) -> str | None:
+        return local(*argv).resolved("digits").storage_path
 
-    assert plan() == SnapshotPlan(str(tmp_path / "psdist-runs" / "digits"), optional=True)
-    assert plan("--storage-path", "here") == SnapshotPlan(str(tmp_path / "here"))
-    assert plan("--storage-path", "none") is None
+    assert storage() == str(tmp_path / "psdist-runs" / "digits")
+    assert storage("--storage-path", "here") == str(tmp_path / "here")
+    assert storage("--storage-path", "none") == ""
     assert list(tmp_path.iterdir()) == []
 
 
@@ -360,9 +417,9 @@ def test_another_device_is_refused(name: str, capsys: pytest.CaptureFixture[str]
 def test_servers_take_devices_in_turn() -> None:
     line = run.command_line()
     given = line.parse(["--server-device", "cuda:0,CUDA:1", "--nservers", "3", "train.py"], {})
-    assert run.local_options(given).devices == ("cuda:0", "cuda:1")
-    assert run.local_options(line.parse(["train.py"], {"PSDIST_SERVER_DEVICE": "cuda"})).devices == ("cuda",)
-    assert run.local_options(line.parse(["train.py"], {})).devices == ("cpu",)
+    assert read(LocalSettings, given).devices == ("cuda:0", "cuda:1")
+    assert read(LocalSettings, line.parse(["train.py"], {"PSDIST_SERVER_DEVICE": "cuda"})).devices == ("cuda",)
+    assert local().devices == ("cpu",)
 
 
 def test_order_of_tokens(tmp_path: Path) -> None:
