@@ -13,18 +13,16 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from psdist.chaos import faults, fills
 from psdist.chaos.cluster import Reach
+from psdist.chaos.live_run import LiveRun
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, Fault
 from psdist.errors import InternalError
 from psdist.settings.config import parse_address
 from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.types import Replica
-
-if TYPE_CHECKING:
-    from psdist.chaos.run import ChaosRun
 
 _END_SECONDS: Final = 30.0
 #: Time limit for status to name a path that is cut.
@@ -56,7 +54,7 @@ class Injection:
     """
 
     what: str
-    inject: Callable[[ChaosRun], Awaitable[None]]
+    inject: Callable[[LiveRun], Awaitable[None]]
     reach: Reach = Reach.DIRECT
     expels: bool = False
     ends_the_run: bool = False
@@ -78,7 +76,7 @@ class Struck:
 # --- killed -----------------------------------------------------------------------------------------------------------
 
 
-async def _server_kill(run: ChaosRun) -> None:
+async def _server_kill(run: LiveRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-kill", name, faults.kill)
     await run.cluster.ended(name, _REAP_SECONDS)
@@ -87,7 +85,7 @@ async def _server_kill(run: ChaosRun) -> None:
     await run.recovered(since=moment)
 
 
-async def _server_lost(run: ChaosRun) -> None:
+async def _server_lost(run: LiveRun) -> None:
     """Kill a server with the only copy. Every worker must end by itself and report the loss."""
     name = _some_server(run)
     moment = _signal(run, "server-lost", name, faults.kill)
@@ -103,7 +101,7 @@ async def _server_lost(run: ChaosRun) -> None:
     run.report.ended += [f"scheduler: {text}" for text in news if name in text][-2:]
 
 
-async def _worker_kill(run: ChaosRun) -> None:
+async def _worker_kill(run: LiveRun) -> None:
     rank = _some_worker(run)
     moment = _signal(run, "worker-kill", f"worker-{rank}", faults.kill)
     await run.cluster.ended(f"worker-{rank}", _REAP_SECONDS)
@@ -112,7 +110,7 @@ async def _worker_kill(run: ChaosRun) -> None:
     await run.recovered(since=moment)
 
 
-async def _scheduler_kill(run: ChaosRun) -> None:
+async def _scheduler_kill(run: LiveRun) -> None:
     before = await run.cluster.fetch()
     _signal(run, "scheduler-kill", "scheduler", faults.kill)
     await run.cluster.ended("scheduler", _REAP_SECONDS)
@@ -129,7 +127,7 @@ async def _scheduler_kill(run: ChaosRun) -> None:
 # --- frozen -----------------------------------------------------------------------------------------------------------
 
 
-async def _server_freeze(run: ChaosRun) -> None:
+async def _server_freeze(run: LiveRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-freeze", name, faults.freeze)
     await run.resumed(moment, range(run.settings.workers))
@@ -139,7 +137,7 @@ async def _server_freeze(run: ChaosRun) -> None:
     await run.recovered(since=time.monotonic())
 
 
-async def _zombie(run: ChaosRun, name: str) -> None:
+async def _zombie(run: LiveRun, name: str) -> None:
     """Wait for the end of a replaced server that came back. It must end by itself, and is restarted."""
     status = await run.cluster.ended(name, _END_SECONDS)
     if status != INFRASTRUCTURE:
@@ -147,7 +145,7 @@ async def _zombie(run: ChaosRun, name: str) -> None:
     run.cluster.launch(name)
 
 
-async def _worker_freeze(run: ChaosRun) -> None:
+async def _worker_freeze(run: LiveRun) -> None:
     rank = _some_worker(run)
     name = f"worker-{rank}"
     moment = _signal(run, "worker-freeze", name, faults.freeze)
@@ -161,7 +159,7 @@ async def _worker_freeze(run: ChaosRun) -> None:
 # --- struck again while copies are filled -----------------------------------------------------------------------------
 
 
-async def _server_refill(run: ChaosRun) -> None:
+async def _server_refill(run: LiveRun) -> None:
     """Strike a server, and another one while a copy is being filled. Each is killed or frozen, at random."""
     first = _strike(run, run.rng.choice(await _expendable(run, ())), is_frozen=run.rng.random() < 0.5)
     # The first one comes back during the second strike, as under a launcher: copies are filled there, too.
@@ -173,7 +171,7 @@ async def _server_refill(run: ChaosRun) -> None:
 
 
 def _strike(
-    run: ChaosRun,
+    run: LiveRun,
     replica: Replica,
     *,
     is_frozen: bool,
@@ -190,7 +188,7 @@ def _strike(
     return Struck(name, replica, moment, is_frozen)
 
 
-async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
+async def _strike_during_fill(run: LiveRun, first: Struck) -> Struck:
     """Strike a server that takes part in a filling, once one can be struck without losing a shard. A source often has
     the last copy, so half of the strikes wait for one that does not. If no server can be struck for _FILL_SECONDS,
     strike one that takes part in no filling."""
@@ -208,7 +206,7 @@ async def _strike_during_fill(run: ChaosRun, first: Struck) -> Struck:
     return _strike(run, victim, is_frozen=run.rng.random() < 0.5)
 
 
-async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | None:
+async def _hit(run: LiveRun, chance: fills.Chance, first: Struck) -> Struck | None:
     """Stop a server, and fetch the map again. If its filling had already completed, the server continues.
 
     A stopped server neither sends nor receives, so the filling cannot complete after the answer.
@@ -222,7 +220,7 @@ async def _hit(run: ChaosRun, chance: fills.Chance, first: Struck) -> Struck | N
     return None
 
 
-async def _come_back(run: ChaosRun, struck: Struck) -> None:
+async def _come_back(run: LiveRun, struck: Struck) -> None:
     """Restart a killed server. A frozen one is expelled first; then it continues, or is killed."""
     if struck.is_frozen:
         await run.until(f"{struck.name} expelled", _EXPEL_SECONDS, lambda: _is_expelled(run, struck.replica))
@@ -235,7 +233,7 @@ async def _come_back(run: ChaosRun, struck: Struck) -> None:
     run.cluster.launch(struck.name)
 
 
-async def _is_expelled(run: ChaosRun, replica: Replica) -> bool:
+async def _is_expelled(run: LiveRun, replica: Replica) -> bool:
     status = await run.cluster.fetch()
     return status is not None and not any(
         member.member_id == replica.server_id and member.incarnation == replica.incarnation and member.state == "live"
@@ -243,7 +241,7 @@ async def _is_expelled(run: ChaosRun, replica: Replica) -> bool:
     )
 
 
-async def _expendable(run: ChaosRun, gone: Collection[Replica]) -> list[Replica]:
+async def _expendable(run: LiveRun, gone: Collection[Replica]) -> list[Replica]:
     """Return the servers that can be struck without losing a shard, sorted by name."""
     entries = await run.entries()
     holders = {replica for entry in entries for shard in entry.shards for replica in shard.replicas} - set(gone)
@@ -256,7 +254,7 @@ async def _expendable(run: ChaosRun, gone: Collection[Replica]) -> list[Replica]
 # --- busy -------------------------------------------------------------------------------------------------------------
 
 
-async def _worker_busy(run: ChaosRun) -> None:
+async def _worker_busy(run: LiveRun) -> None:
     """Make each worker hold its interpreter once, at a random moment, so that some do at the same time."""
     run.injected("worker-busy", "all workers", time.monotonic())
     pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
@@ -271,7 +269,7 @@ async def _worker_busy(run: ChaosRun) -> None:
 # --- disconnected -----------------------------------------------------------------------------------------------------
 
 
-async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
+async def _partition(run: LiveRun, direction: faults.Direction) -> None:
     """Disconnect a server for longer than its lease. It is replaced, and is a zombie when it comes back."""
     name = _some_server(run)
     number, network = int(name.rpartition("-")[2]), run.cluster.network
@@ -288,7 +286,7 @@ async def _partition(run: ChaosRun, direction: faults.Direction) -> None:
     await run.recovered(since=time.monotonic())
 
 
-async def _path_cut(run: ChaosRun) -> None:
+async def _path_cut(run: LiveRun) -> None:
     """Drop the packets between one worker and one server. ``psdist status`` must name both within 10 s. The others must
     continue training, at the latest when the worker is expelled. It rejoins when the path is restored."""
     rank, name, moment = _cut_some_path(run)
@@ -306,7 +304,7 @@ async def _path_cut(run: ChaosRun) -> None:
     await run.recovered(since=time.monotonic())
 
 
-async def _tcp_cut(run: ChaosRun) -> None:
+async def _tcp_cut(run: LiveRun) -> None:
     """Drop the packets between one worker and one server, except gRPC's. Training must continue over gRPC."""
     status = await run.cluster.fetch()
     addresses = {member.member_id: member.address for member in status.members} if status is not None else {}
@@ -326,7 +324,7 @@ async def _tcp_cut(run: ChaosRun) -> None:
     await run.recovered(since=moment)
 
 
-async def _path_cut_briefly(run: ChaosRun) -> None:
+async def _path_cut_briefly(run: LiveRun) -> None:
     """Cut the path for so short a time that no worker is expelled."""
     rank, name, _ = _cut_some_path(run)
     network = run.cluster.network
@@ -339,7 +337,7 @@ async def _path_cut_briefly(run: ChaosRun) -> None:
     await run.recovered(since=time.monotonic())
 
 
-def _cut_some_path(run: ChaosRun, addresses: Mapping[str, str] | None = None) -> tuple[int, str, float]:
+def _cut_some_path(run: LiveRun, addresses: Mapping[str, str] | None = None) -> tuple[int, str, float]:
     """Cut the path between a random worker and a random server. Returns the worker's rank, the server's name and the
     time.
 
@@ -355,16 +353,16 @@ def _cut_some_path(run: ChaosRun, addresses: Mapping[str, str] | None = None) ->
     return rank, name, moment
 
 
-async def _is_named(run: ChaosRun, rank: int, server: str) -> bool:
+async def _is_named(run: LiveRun, rank: int, server: str) -> bool:
     return any(f"worker-{rank} to reach {server}" in text for text in await _waits(run))
 
 
-async def _waits(run: ChaosRun) -> list[str]:
+async def _waits(run: LiveRun) -> list[str]:
     status = await run.cluster.fetch()
     return list(status.waiting_for) if status is not None else []
 
 
-async def _scheduler_cut(run: ChaosRun) -> None:
+async def _scheduler_cut(run: LiveRun) -> None:
     """Disconnect a server from the scheduler only. It is replaced while workers could still reach it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].scheduler
@@ -378,7 +376,7 @@ async def _scheduler_cut(run: ChaosRun) -> None:
     await run.recovered(since=time.monotonic())
 
 
-async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> None:
+async def _data_fault(run: LiveRun, kind: str, fault: Fault | None) -> None:
     """Disturb the connections to a server for a while. That alone must not make the scheduler replace it."""
     name = _some_server(run)
     proxy = run.cluster.proxies[name].data
@@ -396,22 +394,22 @@ async def _data_fault(run: ChaosRun, kind: str, fault: Fault | None) -> None:
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
-def _signal(run: ChaosRun, kind: str, name: str, send: Callable[[int], None]) -> float:
+def _signal(run: LiveRun, kind: str, name: str, send: Callable[[int], None]) -> float:
     moment = time.monotonic()
     send(run.cluster.processes[name].pid)
     run.injected(kind, name, moment)
     return moment
 
 
-def _some_server(run: ChaosRun) -> str:
+def _some_server(run: LiveRun) -> str:
     return f"server-{run.rng.randrange(run.settings.servers)}"
 
 
-def _some_worker(run: ChaosRun) -> int:
+def _some_worker(run: LiveRun) -> int:
     return run.rng.randrange(run.settings.workers)
 
 
-def _others(run: ChaosRun, rank: int) -> list[int]:
+def _others(run: LiveRun, rank: int) -> list[int]:
     return [other for other in range(run.settings.workers) if other != rank]
 
 

@@ -1,6 +1,6 @@
 """A chaos run: starts real processes, injects faults by a seed, waits for recovery each time, and counts at the end.
 
-Read ``ChaosRun.run`` first. The faults are in ``injections``, the processes in ``cluster``, and the count in
+Read ``ChaosRun.run`` first. The faults are in ``injections``, which act on a ``LiveRun``; the count is in
 ``oracle``.
 """
 
@@ -9,105 +9,39 @@ from __future__ import annotations
 import asyncio
 import random
 import shutil
-import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from psdist.chaos import oracle
 from psdist.chaos.cluster import ChaosCluster, ChaosClusterSettings
-from psdist.chaos.fills import Role
+from psdist.chaos.injections import FAULTS
+from psdist.chaos.live_run import LiveRun
 from psdist.chaos.load import BackgroundLoad
 from psdist.chaos.oracle import Verdict
 from psdist.chaos.pauses import longest_pauses
 from psdist.chaos.refusals import count_refusals
 from psdist.chaos.report import ChaosReport, Injected
-from psdist.chaos.workload import EventReader, Mode, WorkloadSettings
+from psdist.chaos.settings import ChaosSettings
+from psdist.chaos.workload import WorkloadSettings
 from psdist.errors import InternalError, PsdistError
-from psdist.settings.config import TransportName
-from psdist.settings.exit_codes import INFRASTRUCTURE
 from psdist.settings.programs import RunSettings
-from psdist.types import ParametersEntry
-from psdist.v1 import scheduler_pb2
-from psdist.wire import convert
-
-if TYPE_CHECKING:
-    from psdist.chaos.injections import Injection
 
 _READY_SECONDS: Final = 60.0
-_RECOVER_SECONDS: Final = 60.0
 _END_SECONDS: Final = 60.0
-_POLL_SECONDS: Final = 0.02
 _WARM_PUSHES: Final = 20
 #: Lead time for announcing the final BSP step to workers, so that none has passed it.
 _AHEAD_SECONDS: Final = 1.0
 _AHEAD_STEPS: Final = 20
 #: The longest random pause before a fault, so that faults hit every part of a step.
 _PAUSE_SECONDS: Final = 0.5
-_MAP_ATTEMPTS: Final = 10
 _SLOTS_MAX: Final = 1 << 18
-
-
-@dataclass(frozen=True, slots=True)
-class ChaosSettings:
-    """Settings of a chaos run.
-
-    fault, kills: a key of ``injections.FAULTS``, and the number of times it is injected.
-    down_seconds: time for which a scheduler stays down and a worker is busy; longest time for which others are frozen
-        or disconnected after they were replaced.
-    load: busy processes for each core, beside the run.
-    compare: True to also make an undisturbed run of as many steps, and compare the bytes.
-    """
-
-    fault: str = "server-kill"
-    kills: int = 100
-    mode: Mode = "bsp"
-    servers: int = 3
-    workers: int = 2
-    replicas: int = 2
-    lease_seconds: float = 2.0
-    down_seconds: float = 4.0
-    seed: int = 0
-    pace_seconds: float = 0.002
-    transport: TransportName = "auto"
-    load: int = 0
-    compare: bool = True
-
-    @property
-    def compares(self) -> bool:
-        """True if the bytes can be compared: BSP is exact as long as the same workers take part in every step."""
-        return self.compare and self.mode == "bsp" and not self.expels
-
-    @property
-    def expels(self) -> bool:
-        """True if the fault expels workers."""
-        return self.injection.expels
-
-    @property
-    def injection(self) -> Injection:
-        """The kind of fault."""
-        from psdist.chaos.injections import FAULTS
-
-        return FAULTS[self.fault]
-
-    @property
-    def dense(self) -> int:
-        """Elements of the parameter set that is trained with Adam."""
-        return self.injection.dense if self.compares or self.injection.needs_dense else 0
-
-    @property
-    def slots(self) -> int:
-        """Places of a slice. In BSP with workers that leave and join, each step needs places of its own."""
-        if self.mode != "bsp" or not self.expels:
-            return 4096
-        steps = (self.kills + 3) * (self.down_seconds + 10.0) / self.pace_seconds
-        return int(min(_SLOTS_MAX, 1 << int(steps * self.workers).bit_length()))
 
 
 class ChaosRun:
@@ -115,6 +49,9 @@ class ChaosRun:
 
     def __init__(self, settings: ChaosSettings, progress: Callable[[str], None]) -> None:
         self.settings = settings
+        self.fault = FAULTS[settings.fault]
+        #: BSP is exact as long as the same workers take part in every step.
+        self.compares = settings.compare and settings.mode == "bsp" and not self.fault.expels
         self.rng = random.Random(settings.seed)
         self.directory = Path(tempfile.mkdtemp(prefix="psdist-chaos-"))
         self.report = ChaosReport(
@@ -122,7 +59,7 @@ class ChaosRun:
         )
         self.cluster: ChaosCluster = ChaosCluster(self._cluster_settings(), self.directory, self.rng)
         self.workload = self._workload_settings(self.cluster)
-        self.readers = [EventReader(self.workload.log(rank)) for rank in range(settings.workers)]
+        self.live = LiveRun(settings, self.cluster, self.workload, self.report, self.rng)
         self._load = BackgroundLoad(settings.load)
         self._measured = 0
         self._progress = progress
@@ -135,7 +72,7 @@ class ChaosRun:
             settings.replicas,
             settings.lease_seconds,
             settings.lease_seconds if settings.fault == "worker-freeze" else RunSettings.worker_timeout_seconds,
-            settings.injection.reach,
+            self.fault.reach,
             settings.transport,
         )
 
@@ -145,13 +82,21 @@ class ChaosRun:
             scheduler=cluster.address,
             workers=self.settings.workers,
             mode=self.settings.mode,
-            slices=self.settings.injection.slices,
-            slots=self.settings.slots,
-            dense=self.settings.dense,
+            slices=self.fault.slices,
+            slots=self._slots(),
+            dense=self.fault.dense if self.compares or self.fault.needs_dense else 0,
             pace_seconds=self.settings.pace_seconds,
             busy_seconds=self.settings.down_seconds,
             transport=cluster.settings.worker_transport,
         )
+
+    def _slots(self) -> int:
+        """Return the places of a slice. In BSP with workers that leave and join, each step needs places of its own."""
+        settings = self.settings
+        if settings.mode != "bsp" or not self.fault.expels:
+            return 4096
+        steps = (settings.kills + 3) * (settings.down_seconds + 10.0) / settings.pace_seconds
+        return int(min(_SLOTS_MAX, 1 << int(steps * settings.workers).bit_length()))
 
     # --- the course of the run ---
 
@@ -161,7 +106,7 @@ class ChaosRun:
         try:
             with self._load:
                 await self._run()
-            if self.settings.compares and not self.settings.injection.ends_the_run:
+            if self.compares and not self.fault.ends_the_run:
                 self._progress("faults are over; the undisturbed run begins")
                 self.report.equal = await self._compare()
         except PsdistError as error:
@@ -178,18 +123,17 @@ class ChaosRun:
         return self.report
 
     async def _run(self) -> None:
-        fault = self.settings.injection
         await self.cluster.start(self.workload)
-        await self.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
+        await self.live.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
         self._progress("the run is up; faults begin")
         while len(self.report.faults) < self.settings.kills:
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
-            await fault.inject(self)
+            await self.fault.inject(self.live)
             recovery = self._measure(until=time.monotonic())
-            if fault.ends_the_run:
+            if self.fault.ends_the_run:
                 return
             self._progress(f"{len(self.report.faults)} of {self.settings.kills}: {recovery}")
-        await self.recovered(since=0.0)
+        await self.live.recovered(since=0.0)
         await self._end()
 
     def _refusals(self) -> Counter[str]:
@@ -197,7 +141,7 @@ class ChaosRun:
 
     async def _end(self) -> None:
         """Tell the workers to stop, and count."""
-        pushes = [reader.pushes for reader in self.read()]
+        pushes = [reader.pushes for reader in self.live.read()]
         since = time.monotonic() - _AHEAD_SECONDS
         recent = max(sum(push.begin > since for push in mine) for mine in pushes)
         stop = max(mine[-1].number for mine in pushes) + recent + _AHEAD_STEPS
@@ -208,13 +152,13 @@ class ChaosRun:
             status = await self.cluster.ended(f"worker-{rank}", _END_SECONDS)
             if status != 0:
                 self.report.runs_ended = 1
-                raise InternalError(f"worker-{rank} ended with {status}: {self.readers[rank].errors}")
+                raise InternalError(f"worker-{rank} ended with {status}: {self.live.readers[rank].errors}")
         self.report.verdict = verdict = self._judge()
-        if verdict.dropped and not self.settings.expels:
+        if verdict.dropped and not self.fault.expels:
             self.report.problems.append(f"{verdict.dropped} pushes were dropped")
 
     def _judge(self) -> Verdict:
-        settings, pushes = self.settings, {rank: reader.pushes for rank, reader in enumerate(self.read())}
+        settings, pushes = self.settings, {rank: reader.pushes for rank, reader in enumerate(self.live.read())}
         seen = [self.workload.final(rank, "counts").read_bytes() for rank in range(settings.workers)]
         if len(set(seen)) > 1:
             self.report.problems.append("workers see different weights at the end")
@@ -243,97 +187,13 @@ class ChaosRun:
             for what in ("counts", "dense")
         )
 
-    # --- waiting ---
-
-    async def until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
-        """Wait for a condition. Raises InternalError after ``seconds``, or when a worker ends by itself."""
-        deadline = time.monotonic() + seconds
-        while not await condition():
-            for rank, reader in enumerate(self.read()):
-                status = self.cluster.processes[f"worker-{rank}"].status
-                if status not in (None, -signal.SIGKILL):
-                    self.report.runs_ended = 1
-                    raise InternalError(f"worker-{rank} ended with {status}: {reader.errors[-1:]}")
-            if time.monotonic() > deadline:
-                raise InternalError(f"{what}: not within {seconds:g} s")
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def recovered(
-        self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1, starting: int = 0
-    ) -> None:
-        """Wait until every worker has acknowledged pushes that started after ``since``, all members are live, and every
-        shard has its copies.
-
-        starting: servers that may still be missing; then copies may still be moving, too.
-        """
-
-        async def all_well() -> bool:
-            self.restart_servers()
-            if not self._push_again(since, range(self.settings.workers)):
-                return False
-            if min(len(reader.pushes) for reader in self.readers) < pushes:
-                return False
-            status = await self.cluster.fetch()
-            return status is not None and self._is_whole(status, starting)
-
-        await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
-
-    def restart_servers(self) -> None:
-        """Restart servers that were expelled without a fault of their own, as a launcher does."""
-        for name, process in self.cluster.processes.items():
-            unforeseen = name.startswith("server") and name not in self.cluster.awaited
-            if unforeseen and process.status == INFRASTRUCTURE:
-                self.report.expelled += 1
-                self.cluster.launch(name)
-
-    async def resumed(self, moment: float, workers: range | list[int]) -> None:
-        """Wait until each of these workers has an acknowledged push that started after ``moment``."""
-
-        async def pushing() -> bool:
-            return self._push_again(moment, workers)
-
-        await self.until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
-
-    def _push_again(self, moment: float, workers: range | list[int]) -> bool:
-        readers = self.read()
-        return all(readers[rank].acknowledged_since(moment) is not None for rank in workers)
-
-    def read(self) -> list[EventReader]:
-        """Read the new lines of the workers' logs. Returns the readers by rank."""
-        for reader in self.readers:
-            reader.read()
-        return self.readers
-
-    async def entries(self) -> list[ParametersEntry]:
-        """Return the parameter sets of the scheduler's newest map. Raises InternalError if the scheduler does not
-        answer."""
-        for _ in range(_MAP_ATTEMPTS):
-            if (status := await self.cluster.fetch()) is not None:
-                return [convert.entry_from_proto(one.entry) for one in status.parameters]
-        raise InternalError(f"the scheduler did not answer {_MAP_ATTEMPTS} calls")
-
-    def _is_whole(self, status: scheduler_pb2.GetStatusResponse, starting: int) -> bool:
-        live = [member.role for member in status.members if member.state == "live"]
-        shards = [shard for one in status.parameters for shard in one.entry.shards]
-        return (
-            live.count(scheduler_pb2.ROLE_SERVER) >= self.settings.servers - starting
-            and live.count(scheduler_pb2.ROLE_WORKER) == self.settings.workers
-            and all(one.state == "ready" for one in status.parameters)
-            and all(1 + len(shard.backups) >= self.settings.replicas for shard in shards)
-            and (starting > 0 or not any(shard.filling for shard in shards))
-        )
-
     # --- measuring ---
-
-    def injected(self, kind: str, target: str, moment: float, fill_role: Role | None = None) -> None:
-        """Record a fault that was injected at ``moment``."""
-        self.report.faults.append(Injected(kind, target, moment, fill_role=fill_role))
 
     def _measure(self, until: float) -> str:
         """Measure the recovery from each new fault; all effects were over at ``until``. Returns it as text."""
         first, self._measured = self._measured, len(self.report.faults)
         faults = [self._recovery(fault) for fault in self.report.faults[first:]]
-        for rank, reader in enumerate(self.read()):
+        for rank, reader in enumerate(self.live.read()):
             if any(fault.target == f"worker-{rank}" for fault in faults):
                 continue
             moments = [push.end for push in reader.pushes if push.outcome == "acknowledged"]
@@ -344,7 +204,7 @@ class ChaosRun:
 
     def _recovery(self, fault: Injected) -> Injected:
         """Return ``fault`` with the longest recovery of the workers that were not its target."""
-        others = [reader for rank, reader in enumerate(self.read()) if fault.target != f"worker-{rank}"]
+        others = [reader for rank, reader in enumerate(self.live.read()) if fault.target != f"worker-{rank}"]
         found = [push.end - fault.at for reader in others if (push := reader.acknowledged_since(fault.at)) is not None]
         return replace(fault, recovery_seconds=max(found, default=None))
 

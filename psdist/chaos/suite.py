@@ -13,7 +13,7 @@ from psdist.chaos import faults
 from psdist.chaos.cluster import Reach
 from psdist.chaos.injections import FAULTS
 from psdist.chaos.report import ChaosReport
-from psdist.chaos.run import ChaosSettings
+from psdist.chaos.settings import ChaosSettings
 
 
 @dataclass(frozen=True, slots=True)

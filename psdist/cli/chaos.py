@@ -10,18 +10,18 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
 from psdist.cli.commands import show
 from psdist.errors import ConfigurationError
-from psdist.settings.config import TransportName
+from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import FAILURE, OK, SIGNAL_BASE
-from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
+from psdist.settings.flags import CommandLine, Flag, one_of
 from psdist.settings.programs import FORMAT_FLAG
 
 if TYPE_CHECKING:
     from psdist.chaos.report import ChaosReport
-    from psdist.chaos.run import ChaosSettings
+    from psdist.chaos.settings import ChaosSettings
 
 _PROGRAM = "psdist chaos"
 
@@ -29,26 +29,15 @@ _PROGRAM = "psdist chaos"
 def command_line() -> CommandLine:
     """Return the command line of ``psdist chaos``."""
     from psdist.chaos.injections import FAULTS
+    from psdist.chaos.settings import ChaosSettings
 
     kinds = "; ".join(f"{name}: {fault.what}" for name, fault in FAULTS.items())
     return CommandLine(
         _PROGRAM,
         "Injects faults into a separate run on this machine, and counts lost and repeated updates.",
         (
-            Flag("--fault", "fault to inject (see below)", one_of(*FAULTS), "server-kill", "NAME"),
-            Flag("--kills", "number of faults, one after the other", integer(0, 100_000), 100, "N"),
-            Flag("--consistency", "bsp, ssp or asp", one_of("bsp", "ssp", "asp"), "bsp", "NAME"),
-            Flag("--nservers", "servers", integer(1, 64), 3, "N"),
-            Flag("--nproc", "workers", integer(1, 64), 2, "N"),
-            Flag("--replicas", "copies of each shard", integer(1, 3), 2, "R"),
-            Flag("--failure-timeout", "lease of servers, and of frozen workers", seconds(0.05), 2.0,
-                 "SECONDS"),
-            Flag("--down", "time for which a scheduler stays down and workers are busy; longest time for which others "
-                 "are frozen or cut off", seconds(), 4.0, "SECONDS"),
-            Flag("--pace", "shortest time between two pushes", seconds(), 0.002, "SECONDS"),
-            Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
-            Flag("--load", "busy processes for each core, beside the run", integer(0, 64), 0, "N"),
-            Flag("--seed", "seed of targets and moments", integer(0), 0, "N"),
+            Flag("--fault", "fault to inject (see below)", one_of(*FAULTS), ChaosSettings.fault, "NAME"),
+            *flags_of(ChaosSettings),
             Flag("--no-compare", "omit the undisturbed run whose weights BSP must equal byte for byte"),
             Flag("--suite", "one run for each promise; --kills is the largest number of faults of each"),
             FORMAT_FLAG,
@@ -105,23 +94,9 @@ def _run(settings: ChaosSettings) -> ChaosReport:
 
 
 def _settings(given: Namespace) -> ChaosSettings:
-    from psdist.chaos.run import ChaosSettings
+    from psdist.chaos.settings import ChaosSettings
 
-    return ChaosSettings(
-        fault=given.fault,
-        kills=given.kills,
-        mode=given.consistency,
-        servers=given.nservers,
-        workers=given.nproc,
-        replicas=given.replicas,
-        lease_seconds=given.failure_timeout,
-        down_seconds=given.down,
-        seed=given.seed,
-        pace_seconds=given.pace,
-        transport=given.transport,
-        load=given.load,
-        compare=not given.no_compare,
-    )
+    return read(ChaosSettings, given, fault=given.fault, compare=not given.no_compare)
 
 
 def _say(text: str) -> None:
