@@ -44,6 +44,16 @@ def page() -> str:
     return "\n".join([_PAGE, *map(_section, command_lines())])
 
 
+def time_limits() -> dict[tuple[str, str], set[str]]:
+    """Return the programs that have each time limit, by flag and default. Those of chaos runs are no limits."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for line in command_lines():
+        for flag in line.flags:
+            if flag.metavar == "SECONDS" and line.program != "psdist chaos":
+                found.setdefault((flag.name, flag.default_text), set()).add(line.program)
+    return found
+
+
 def _section(line: CommandLine) -> str:
     usage = " ".join(filter(None, (line.program, "[flags]", *line.words, line.script)))
     rows = [_row(flag) for flag in line.flags]

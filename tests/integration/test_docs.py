@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psdist
 from psdist import compression
-from psdist.cli import run, worker
+from psdist.cli import run
 from psdist.compression import pulls
 from psdist.compression.gpu.sparse_coders import coder_of
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
-from psdist.settings import programs as programs_of
+from tests.flag_reference import time_limits
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -173,26 +173,12 @@ def _table(page: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in row] for row in rows[2:]]
 
 
-def test_the_page_on_time_limits_has_each_flag_with_its_default() -> None:
-    programs = {
-        "psdist run": run.command_line(),
-        "psdist-worker": worker.command_line(),
-        "psdist-scheduler": programs_of.scheduler_line(),
-        "psdist-server": programs_of.server_line(),
-    }
-    known = {
-        (program, flag.name, flag.default_text)
-        for program, line in programs.items()
-        for flag in line.flags
-        if flag.metavar == "SECONDS"
-    }
-    told = {
-        (program, name.strip("`"), default)
-        for name, where, default, _ in _table("timeouts.md", "Flags")
-        for program in re.findall(r"`(psdist[ a-z-]*)`", where)
-        if name != "`--timeout`"
-    }
-    assert told == known
+def test_the_page_on_time_limits_has_each_flag_with_its_programs_and_default() -> None:
+    told: dict[tuple[str, str], set[str]] = {}
+    for flag, programs, default, _ in _table("timeouts.md", "Flags"):
+        names = re.findall(r"`([^`]+)`", programs)
+        told[flag.strip("`"), default] = {name if name.startswith("psdist") else f"psdist {name}" for name in names}
+    assert told == time_limits()
 
 
 def test_the_page_on_time_limits_has_each_argument_with_its_default() -> None:
