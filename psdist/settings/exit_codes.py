@@ -71,7 +71,7 @@ TABLE: Final = (
     ExitStatus(
         OK,
         ("scheduler", "server", "script", "launcher", "command"),
-        "everything ended as it should; of a scheduler or a server also: a signal ended it",
+        "success; of a scheduler or a server also: a signal ended it",
         "nothing",
     ),
     ExitStatus(
@@ -89,58 +89,57 @@ TABLE: Final = (
     ExitStatus(
         NEVER_CONNECTED,
         ("scheduler", "server", "script", "launcher"),
-        "a script ended without having called `psdist.init()`, while others wait for it, or the run ended before "
+        "a script ended without calling `psdist.init()` while others wait for it, or the run ended before "
         "training began (`RunNotStartedError`)",
-        "look at the machine that the message names, mend the script there, and start the run again",
+        "fix the script on the machine that the message names, and restart the run",
     ),
     ExitStatus(
         LATE,
         ("script", "launcher"),
-        "training that the worker cannot join had begun (`LateWorkerError`); it is not started again, and the "
-        "others go on",
-        "nothing, or start all workers again from a checkpoint",
+        "training that the worker cannot join had begun (`LateWorkerError`); it is not restarted, and the others "
+        "continue",
+        "nothing, or restart all workers from a checkpoint",
     ),
     ExitStatus(
         UNAVAILABLE,
         ("scheduler", "server", "script", "launcher", "command"),
         "no scheduler answers, an address cannot be bound, or the storage or the store cannot be read or written",
-        "check that the scheduler runs and that its address is right, or mend what the message names; then start it "
-        "again",
+        "check that the scheduler runs and that its address is right, or fix the cause that the message names; then "
+        "restart it",
     ),
     ExitStatus(
         INFRASTRUCTURE,
         ("scheduler", "server", "script", "launcher", "command"),
-        "what a dead server held is lost (`ServerLostError`), no snapshot can be loaded, the scheduler's record of "
-        "the run is gone (`RunLostError`), or servers or the scheduler die again and again; of a server also: "
-        "others took its place",
-        "start the run again, with `--replicas 2` or snapshots if it had neither; a server alone is started again, "
+        "the state of a dead server is lost (`ServerLostError`), no snapshot can be loaded, the scheduler's record of "
+        "the run is gone (`RunLostError`), or servers or the scheduler keep dying; of a server also: others replaced "
+        "it",
+        "restart the run, with `--replicas 2` or snapshots if it had neither; restart a single server, which joins "
         "empty",
     ),
     ExitStatus(
         DEVICE_LOST,
         ("server",),
-        "its CUDA device failed, and what it held is lost; the run goes on from the copies, if there are any",
-        "check the device (`nvidia-smi`, the kernel's log), and start the server again",
+        "its CUDA device failed, and the state on it is lost; the run continues from the copies, if there are any",
+        "check the device (`nvidia-smi`, the kernel's log), and restart the server",
     ),
     ExitStatus(
         UNSAVED,
         ("launcher", "command"),
-        "the scripts succeeded, but the snapshot at the end failed, so that what was trained since the last one is "
-        "lost; or a command's standard output cannot be written, as on a full disk",
-        "make room in the storage, and start the run again under the same `--run-id`: it goes on from the last "
-        "snapshot",
+        "the scripts succeeded, but the snapshot at the end failed, so that progress since the last one is lost; or a "
+        "command's standard output cannot be written, as on a full disk",
+        "free space in the storage, and restart the run with the same `--run-id`: it resumes from the last snapshot",
     ),
     ExitStatus(
         CONFIGURATION,
         ("server", "script", "launcher", "command"),
-        "a script gave psdist wrong settings or arguments, or called what it had closed; it is another script than "
-        "that of the snapshots; the token is missing or wrong; or there is no such CUDA device",
-        "correct what the message names; it would fail again, so no launcher has tried",
+        "a script passed wrong settings or arguments to psdist, or used a closed object; it is not the script of the "
+        "snapshots; the token is missing or wrong; or there is no such CUDA device",
+        "correct the setting that the message names; launchers do not restart, since it would fail again",
     ),
     ExitStatus(
         SIGNAL_BASE,
         ("script", "launcher", "command"),
         "signal n ended it: 130 is Ctrl-C, 143 is SIGTERM",
-        "nothing; the same command with the same `--run-id` goes on from the last snapshot",
+        "nothing; the same command with the same `--run-id` resumes from the last snapshot",
     ),
 )
