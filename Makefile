@@ -1,31 +1,32 @@
-# The one door to the project. Needs make and Python 3.11 or later; everything else goes into .venv.
+# All tasks of the project. Needs make and Python 3.11 or later; everything else goes into .venv.
 #
 #   make demo     train real digits through two servers and two workers on this machine
-#   make test     every check, and every test that does not only widen another: some minutes on two cores
+#   make test     all checks, and every test that does not only widen another: some minutes on two cores
 #   make check    lint, types, drift of the generated stubs, tidiness, the documents (no training)
 #   make docs     the documents as a site in .site, with warnings as errors and all links checked
-#   make verify   everything there is, in about an hour: test, long, sim, chaos, fuzz, bench. A part that fails stops no other;
-#                 the end is one table. It takes smaller numbers than sim and chaos take by themselves, unless they are
-#                 given: make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
-#   make long     the tests that make test leaves out, and hypothesis with more examples
+#   make verify   everything, in about an hour: test, long, sim, chaos, fuzz, bench. A failed part stops no other; the end is
+#                 one table. Its default numbers are smaller than those of sim and chaos by themselves; pass others as in
+#                 make verify KILLS=100 INTERRUPTS=125 ROUNDS=10000
+#   make long     the tests that make test skips, and hypothesis with more examples
 #   make sim      10,000 simulated runs with faults (SEEDS=n FIRST=n), 10,000 of ordinary life (ORDINARY_SEEDS=n), 5,000 of
 #                 scripts with several parameter sets (SETS_SEEDS=n), 500 with snapshots (SNAPSHOT_SEEDS=n), 500 that lose
-#                 the scheduler's store or snapshots (LOST_SEEDS=n), each fault of a storage, and each safeguard taken away
-#                 in turn
+#                 the scheduler's store or snapshots (LOST_SEEDS=n), each fault of a storage, and each safeguard removed in
+#                 turn
 #   make chaos    faults on real processes, each promise with its figure, in about half an hour (KILLS=n of each kind,
 #                 INTERRUPTS=n of each kind, ROUNDS=n of barriers)
 #   make fuzz     10 million random and mutated payloads for each kind of segment (INPUTS=n), and with checks of bounds
 #                 a hundredth of them
-#   make bench    psdist beside its peers, in some minutes: writes docs/performance.md anew (--full: BENCH=--full)
-#   make proto    write psdist/v1 anew from proto/
-#   make kernels  compile the kernels of servers, once; those who need them do it
-#   make clean    remove everything that these targets made
+#   make bench    psdist beside its peers, in some minutes: rewrites docs/performance.md (--full: BENCH=--full)
+#   make proto    regenerate psdist/v1 from proto/
+#   make sync     regenerate psdist/client/sync_client.py from the asyncio API
+#   make kernels  compile the kernels of servers, once; other targets do it when they need them
+#   make clean    remove everything that these targets created
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 INSTALL = $(BIN)/python .ci/install.py
-# Runs a command that is silent for long, with what it does and a dot every two seconds.
+# Runs a silent command with a description and a dot every two seconds.
 WITH_DOTS = @announced() { echo "$$1"; shift; "$$@" & work=$$!; \
 	while kill -0 $$work 2>/dev/null; do sleep 2; printf .; done & dots=$$!; \
 	wait $$work; status=$$?; kill $$dots 2>/dev/null; echo; return $$status; }; announced
@@ -37,7 +38,7 @@ MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 # environment can point pip to a build without CUDA.
 TORCH := torch==2.13.0
 
-# Of each kind, at most; make verify has numbers of its own, in tests/verify.py.
+# Of each kind, at most; make verify has its own numbers, in tests/verify.py.
 KILLS ?= 100
 INTERRUPTS ?= 25
 ROUNDS ?= 2000
@@ -53,13 +54,13 @@ FIRST ?= 0
 unexport PYTHONDONTWRITEBYTECODE
 
 PROTOS := $(wildcard proto/psdist/v1/*.proto)
-# What make check runs.
+# The tests of make check.
 CHECKS := tests/test_tidy.py tests/test_structure.py tests/test_prose.py tests/test_proto.py
 
-.PHONY: demo kernels test check docs verify long sim chaos fuzz bench proto clean
+.PHONY: demo kernels test check docs verify long sim chaos fuzz bench proto sync clean
 .DEFAULT_GOAL := test
 
-# --- environment: the demo needs no torch and no linters, so it does not wait for them -------------------------------
+# --- environment: the demo needs neither torch nor linters, and does not wait for them -------------------------------
 
 $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "psdist needs Python 3.11 or later: make PYTHON=python3.11")'
@@ -74,17 +75,17 @@ $(VENV)/.dev: pyproject.toml Makefile | $(BIN)/python
 	@$(INSTALL) "PyTorch into $(VENV)" $(TORCH)
 	@touch $@ $(VENV)/.installed
 
-# --- what one does --------------------------------------------------------------------------------------------------
+# --- tasks -----------------------------------------------------------------------------------------------------------
 
 demo: $(VENV)/.installed
 	$(BIN)/psdist run --nservers 2 --nproc-per-node 2 examples/digits.py --compare
 
-# Each of some hundred servers would begin to compile beside its test, and end before it is done.
+# Otherwise each of some hundred servers would start to compile beside its test, and end before that is done.
 kernels: $(VENV)/.installed
 	$(WITH_DOTS) "compiling kernels, unless they are in the cache" $(BIN)/python -m psdist_server.kernels
 
-# In the order of the folders: files of few and long tests come before those of many short ones. A hanging test, whose
-# process ends, ends the run.
+# In the order of the folders: files with few, long tests come before those with many short ones. A hanging test ends its
+# process, which ends the run.
 test: check kernels
 	$(PYTEST) -n 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder -m "not long" $(CHECKS:%=--ignore %)
 
@@ -107,6 +108,9 @@ long: $(VENV)/.dev kernels
 
 proto: $(VENV)/.dev
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. --grpc_python_out=. $(PROTOS:proto/%=%)
+
+sync: $(VENV)/.dev
+	$(BIN)/python -m tests.sync_client
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.report $(BENCH)
