@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import textwrap
 from typing import Final
 
 from psdist.errors import BY_CODE, PsdistError
@@ -73,7 +74,7 @@ REMEDIES: Final = {
     "server_unreachable": "Call again with the same gradients: slices that were taken count once.",
     "sharing_unavailable": "Use `transport=\"auto\"`, or remove the reason that the message names.",
     "tcp_unavailable": "Use `transport=\"auto\"`, or open the server's `--data-port`.",
-    "device_unavailable": "Install what the message names ([gpu.md](gpu.md#what-it-needs)).",
+    "device_unavailable": "Install what the message names ([gpu.md](gpu.md#requirements)).",
     "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",
     "stale_term": "Nothing: only servers see it, and the newer primary takes over.",
     "replica_mismatch": "Check the memory of both servers, and start the run from a snapshot.",
@@ -110,7 +111,8 @@ def _entry(code: str, error: type[PsdistError]) -> str:
     kinds = f", also a `{builtin[0]}`" if builtin else ""
     text = " ".join((inspect.getdoc(error) or "").split()).replace("``", "`")
     head = f"### `{code}`\n\n`{error.__name__}`, gRPC status `{error.status}`{kinds}"
-    return f"{head}.\n\n{text} **What to do:** {REMEDIES[code]}\n"
+    filled = textwrap.fill(f"{text} **What to do:** {REMEDIES[code]}", 120, break_on_hyphens=False)
+    return f"{head}.\n\n{filled}\n"
 
 
 if __name__ == "__main__":

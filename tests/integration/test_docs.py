@@ -84,13 +84,13 @@ def test_the_program_of_the_page_on_metrics_trains(tmp_path: Path) -> None:
 
 
 def test_the_page_on_metrics_has_each_number() -> None:
-    names = [name for cell, *_ in _table("metrics.md", "What is measured") for name in re.findall(r"`(\w+)`", cell)]
+    names = [name for cell, *_ in _table("metrics.md", "Measured numbers") for name in re.findall(r"`(\w+)`", cell)]
     assert sorted(names) == sorted(MEASURED)
 
 
 def test_the_page_on_metrics_has_each_flag() -> None:
     flags = {flag.name: flag.environment[0] for flag in run.command_line().flags}
-    rows = _table("metrics.md", "Where it goes")
+    rows = _table("metrics.md", "Destinations")
     assert rows and all(flags[cell.strip("`").split()[0].strip("`")] == twin.strip("`") for cell, twin, _ in rows)
 
 
