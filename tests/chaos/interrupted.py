@@ -1,4 +1,4 @@
-"""A training of which every step can be told from its weights: the script of ``test_interrupts``.
+"""A training whose weights identify every step: the script of ``test_interrupts``.
 
     psdist run interrupted.py STEPS PACE DIRECTORY
 

@@ -1,6 +1,6 @@
 """Workers that give up at barriers, at random: nobody is left waiting, and nobody passes without the others.
 
-``ROUNDS`` in the environment is how many barriers there are, ``SEED`` of which time limits.
+``ROUNDS`` in the environment is the number of barriers, ``SEED`` selects their time limits.
 """
 
 from __future__ import annotations

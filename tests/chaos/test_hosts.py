@@ -120,7 +120,7 @@ class Hosts:
         return json.loads(text[text.rindex("\n{") if "\n{" in text else 0 :])
 
     def log(self, name: str) -> str:
-        """What a process has printed."""
+        """Return the output of a process."""
         return (self.path / f"{name}.log").read_text()
 
     @property

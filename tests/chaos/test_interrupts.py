@@ -1,7 +1,7 @@
-"""Runs that are interrupted at random moments and go on: what was saved is a step that all workers have made, and the
-weights are those of the run that nobody interrupted, byte for byte.
+"""Runs that are interrupted at random moments and resume: each snapshot is of a step that all workers have made, and
+the weights are those of the uninterrupted run, byte for byte.
 
-``INTERRUPTS`` in the environment is how many interrupts there are of each kind, ``SEED`` of which moments.
+``INTERRUPTS`` in the environment is the number of interrupts of each kind, ``SEED`` selects their moments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LATEST_SECONDS, END_SECONDS = 6.0, 120.0
 
 @dataclass
 class Chain:
-    """One run that goes on after each interrupt."""
+    """One run that resumes after each interrupt."""
 
     path: Path
     workers: int
@@ -57,7 +57,7 @@ class Chain:
             )
 
     def interrupted(self, kind: str, seconds: float) -> int:
-        """The exit status of a run that goes on for so long, at most."""
+        """Return the exit status of a run. Limited to this many seconds."""
         begin = self.size()
         process = self.start()
         with suppress(subprocess.TimeoutExpired):
@@ -75,7 +75,7 @@ class Chain:
         return (self.path / "log").stat().st_size if (self.path / "log").exists() else 0
 
     def log(self, begin: int = -6000) -> str:
-        """The end of what the processes printed."""
+        """Return the end of the processes' output."""
         return (self.path / "log").read_text("utf-8", "replace")[begin:]
 
     def check(self) -> int:

@@ -15,7 +15,7 @@ _SILENCE_SECONDS = 0.15
 
 
 class Echo:
-    """A server that sends back what it gets, and counts."""
+    """An echo server that counts."""
 
     def __init__(self) -> None:
         self.received = 0

@@ -1,5 +1,5 @@
 """Silence that is not death: a scheduler whose link is down, and servers that are stopped for several leases. Training
-goes on, nobody is expelled, no process ends, and the weights are those of the undisturbed run, byte for byte.
+continues, nobody is expelled, no process ends, and the weights are those of the undisturbed run, byte for byte.
 
 The scheduler runs in a network namespace of its own, which needs root. ``ROUNDS`` in the environment is how often each
 case is repeated; the longest pause of training is printed.
@@ -25,7 +25,7 @@ import pytest
 ROUNDS = int(os.environ.get("ROUNDS", "1"))
 SCRIPT = Path(__file__).with_name("paced.py")
 WORKERS, SERVERS, PACE = 2, 3, 0.02
-#: A run goes on for so long before a fault, and after it.
+#: Length of a run before a fault, and after it.
 BEFORE_SECONDS, AFTER_SECONDS = 2.0, 8.0
 END_SECONDS = 300.0
 #: Of this process alone: several may run side by side.
@@ -111,18 +111,18 @@ class Run:
             self.go_on(0.05)
 
     def go_on(self, seconds: float) -> None:
-        """Returns after so long. No process may end meanwhile."""
+        """Wait for this time. No process may end meanwhile."""
         with suppress(subprocess.TimeoutExpired):
             self.scheduler.wait(seconds)
         self.check_alive()
 
     def check_alive(self) -> None:
-        """Scheduler and servers live, whatever the workers do."""
+        """Check that scheduler and servers live; workers may have ended."""
         for process in (self.scheduler, *self.servers):
             assert process.poll() is None, f"a process ended with {process.returncode}: {self.logs}"
 
     def results(self) -> list[dict[str, Any]]:
-        """What the workers print at their end."""
+        """Return the workers' last output."""
         for worker in self.workers:
             assert worker.wait(END_SECONDS) == 0, self.logs
         self.check_alive()
@@ -148,7 +148,7 @@ def steps_for(seconds: float) -> int:
 
 
 def disturb(fault: str, seconds: float, run: Run) -> None:
-    """Brings a fault, and takes it back after so long."""
+    """Inject a fault, and remove it after this time."""
     if fault == "link":
         ip("link", "set", LINK, "down")
         run.go_on(seconds)

@@ -1,4 +1,4 @@
-"""Parameters that are created by hand and wrongly, beside a training that goes on: settings, commits, initial values.
+"""Parameters created wrongly by a hand-written client while others train: settings, commits, initial values.
 
 The workers of the training create them, since a parameter set gathers all live workers.
 """
@@ -100,7 +100,7 @@ async def test_settings_by_hand_that_are_wrong(
 
 
 async def test_values_that_nobody_installed_are_not_committed(training: Training, creator: Creator) -> None:
-    """The call can be made again once they are there. The trainers create the parameters by hand, beside their work."""
+    """The call can be repeated once they exist. The trainers create the parameters by hand, beside their work."""
     name = f"by-hand-{next(_numbers)}"
     calls = [creator.create(rank, name) for rank in (0, 1)]
     upload = [response async for response in until_upload(calls[0])][-1]

@@ -1,7 +1,7 @@
-"""Bad input meets a training that goes on: a typed error says what is wrong, nothing is changed, no step is lost.
+"""Bad input during training: a typed error names the mistake, nothing changes, and no step is lost.
 
 Real scheduler and servers. Two workers train in BSP all the time, and each update adds exactly 1 to every weight, so
-that the version says what the weights must be: a lost, doubled or foreign contribution would show. What a well-behaved
+that the version determines the weights: a lost, doubled or foreign contribution would show. Input that a well-behaved
 client refuses by itself is sent by hand with the generated stubs.
 """
 
@@ -193,7 +193,7 @@ async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
     return status.from_call(caught.value, "peer")
 
 
-# --- what a user of the client gets wrong -----------------------------------------------------------------------------
+# --- mistakes of a user of the client ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ async def _services(asker: Peer, address: str) -> set[str]:
 
 
 async def test_refusals_of_grpc_itself_have_no_detail(training: Training, peer: Peer) -> None:
-    """Only their status is there to go by."""
+    """Only their status tells them apart."""
     for role, address in (await peer.addresses()).items():
         channel = peer.channel(address)
         limit = limits.CONTROL_MESSAGE_BYTES if role == "scheduler" else limits.DATA_MESSAGE_BYTES

@@ -1,5 +1,4 @@
-"""No event loop of a run stands still for long, whatever the size of the model: 256 MiB in 2,000 tensors, half of which
-an override holds for.
+"""No event loop of a run blocks for long with a large model: 256 MiB in 2,000 tensors, half of them with an override.
 
 Judged by the processor time of the loop's thread in one turn, which a busy machine changes little. Sizes at which a
 mistake cannot be missed are left to ``python -m benchmarks.blocking --bytes 4294967296`` and ``--tensors 20000``.
@@ -56,8 +55,8 @@ def test_no_loop_works_for_long_in_one_turn(tmp_path: Path, copies: int, transpo
 
 
 async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is to hold may be known as soon as it registers, as when it takes the place of one that died. To make
-    memory for that may take longer than the scheduler waits for a session."""
+    """Its shards may be known as soon as it registers, for example when it replaces a dead server. Allocating their
+    memory may take longer than the scheduler waits for a session."""
     opened = threading.Event()
     session, make_room = ServerSession._session, WeightsMemory.make_room
 

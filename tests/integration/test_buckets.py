@@ -237,7 +237,7 @@ async def test_slices_of_a_bucket_come_back_while_the_step_is_open(join: Join, t
     first = await asyncio.gather(*(handle.push_pull_async({"first": np.full(4096, -1.0)}) for handle in handles))
     for bucket in [*first, *last]:
         await bucket
-    # The next step is taken as soon as this one was given, and what this one returned is its user's no more.
+    # The next step is taken as soon as this one is complete, and the user no longer owns this one's results.
     await asyncio.gather(*(handle.push_pull_async({"last": np.full(4096, -1.0)}) for handle in handles))
     with pytest.raises(errors.InvalidArgumentError, match="not valid any more"):
         await last[0]
@@ -354,7 +354,7 @@ async def test_closing_ends_buckets_under_way(join: Join) -> None:
     with pytest.raises(errors.ClosedError):
         await handles[0].push_pull_async(gradient(0))
     async with asyncio.timeout(60):
-        await handles[1].push(gradient(1))  # the other goes on alone
+        await handles[1].push(gradient(1))  # the other continues alone
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -453,7 +453,7 @@ async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str)
             traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    # Python's own tables grow for some thousand steps, and change their size at once now and then; a step that leaked
+    # Python's own tables grow for some thousand steps, and change their size in jumps now and then; a step that leaked
     # its request, its bucket or its arrays would take some 500 bytes each time.
     growth = statistics.median(later - before for before, later in itertools.pairwise(traced))
     assert growth < 25_000, f"{growth} bytes more after each 150 steps: {traced}"

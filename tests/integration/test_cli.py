@@ -153,7 +153,7 @@ def test_scale_and_drain_refuse_what_makes_no_sense() -> None:
 
 @pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.settings.config"])
 def test_launchers_import_nothing_heavy(module: str) -> None:
-    """A launcher must start at once, and must not have imported grpc when it forks."""
+    """A launcher must start quickly, and must not have imported grpc when it forks."""
     program = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"grpc", "numpy", "numba", "obstore", "psutil", "rich", "structlog", "xxhash"}

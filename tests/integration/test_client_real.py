@@ -32,7 +32,7 @@ Join = Callable[..., Awaitable[psdist.AsyncClient]]
 
 @pytest_asyncio.fixture(loop_scope="session", scope="module")
 async def cluster() -> AsyncIterator[EmbeddedCluster]:
-    # Who is lost is lost by its death, and not because it is silent for so long.
+    # Members are lost by their death, not by silence.
     cluster = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=200.0)
     yield cluster
     await asyncio.to_thread(cluster.close)
@@ -174,7 +174,7 @@ async def test_attaching_with_other_settings(
     other = await join()
     with pytest.raises(error, match=words):
         await other.parameters(name, **(same | change))
-    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run goes on
+    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run continues
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ async def test_a_handle_that_is_open_is_not_given_with_other_choices(
     with pytest.raises(errors.SettingsMismatchError, match=said):
         await client.parameters(name, **again)
     assert await client.parameters(name, **same, **first) is weights
-    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run goes on
+    assert (await weights.push_pull({"w": np.zeros(10)}))["w"].tolist() == [0.0] * 10  # the run continues
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ async def test_a_handle_that_is_open_is_not_given_with_other_choices(
     [
         ({"compression": "auto", "on_drop": "raise"}, {}),
         ({"compression": "auto"}, {"compression": "auto"}),
-        ({"compression": "auto"}, {"compression": "float32"}),  # That is what it chose.
+        ({"compression": "auto"}, {"compression": "float32"}),  # That is its choice.
         ({}, {"compression": "none", "on_drop": "warn"}),
         ({"compression": "int8"}, {"compression": psdist.compression.Int8()}),
         (

@@ -114,7 +114,7 @@ client = psdist.Client()
 def interrupt():
     while sys._current_frames()[threading.main_thread().ident].f_code.co_name != "_wait":
         pass
-    threading.Event().wait(0.2)  # The main thread waits for its lock by then; else the signal is seen at once.
+    threading.Event().wait(0.2)  # The main thread waits for its lock by then; otherwise the signal is seen immediately.
     signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
 thread = threading.Thread(target=interrupt)

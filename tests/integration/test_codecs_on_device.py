@@ -68,7 +68,7 @@ def test_arrays_are_taken_and_given_where_they_lie(device: CudaDevice, library: 
         name: array.astype("float64") if library == "cupy" else array.double() for name, array in buffers.items()
     }
     elsewhere = {name: 2 * array for name, array in buffers.items()}
-    # The vector lies in the memory of the buffers, so this writes over them.
+    # The vector shares the memory of the buffers, so this overwrites them.
     vectors.copy_out(vectors.gather(elsewhere), out)
     np.testing.assert_array_equal(out, 2 * values)
     tiny = next(iter(doubles.values())).reshape(-1)

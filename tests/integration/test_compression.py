@@ -1,5 +1,5 @@
-"""Compressed gradients with real servers: the very bytes of a plain single-process reference that decodes what the
-encoders make, over each transport, through the loss of a server, and through a resume with what compression left out.
+"""Compressed gradients with real servers: the very bytes of a plain single-process reference that decodes the
+encoders' output, over each transport, through the loss of a server, and through a resume with residuals.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The context of a script: what it leaves behind when it is closed, forked, or cannot write to standard error."""
+"""The context of a script leaves nothing behind when it is closed, forked, or cannot write to standard error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTE = "no launcher, so this is a world of one"
 def run(script: str, error: Any = subprocess.PIPE, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + script],
-        # A stream without a buffer would forget what it could not write.
+        # An unbuffered stream would forget unwritten data.
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | variables,
         stdout=subprocess.PIPE,
         stderr=error,

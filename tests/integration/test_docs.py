@@ -1,4 +1,4 @@
-"""The programs that the pages show run as they stand there: what the pages tell is true."""
+"""The programs on the pages run unchanged, and their tables are true."""
 
 from __future__ import annotations
 

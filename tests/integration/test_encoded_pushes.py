@@ -1,5 +1,5 @@
-"""Encoded gradients over real gRPC and direct TCP connections, spoken by hand: what they do, and what is refused and
-changes nothing."""
+"""Encoded gradients over real gRPC and direct TCP connections, spoken by hand: behaviour, and refusals
+that change nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def transport(request: pytest.FixtureRequest) -> str:
     return given
 
 
-# --- what they do -----------------------------------------------------------------------------------------------------
+# --- behaviour --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_step(bench: TcpBench, transport: str) -> None:

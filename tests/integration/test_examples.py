@@ -54,7 +54,7 @@ def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
 
 
 def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a run may go on with another number, and late workers name the same schedule."""
+    """So that a run may resume with another number, and late workers name the same schedule."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(sys, "argv", ["digits.py"])
     digits = importlib.import_module("digits")

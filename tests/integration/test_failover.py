@@ -58,7 +58,7 @@ values = weights.pull()["w"]
 assert (values == pushes).all(), np.unique(values)
 print("rank", rank, "counts", np.unique(values), "resent", weights.statistics().resent)
 """
-#: Who is killed is missed at once. Nobody else is to be, on a machine that does much else: it would change the result.
+#: A killed member is missed immediately. On a busy machine nobody else must be: that would change the result.
 _FLAGS = ("--nservers", "3", "--replicas", "2", "--failure-timeout", "15")
 
 

@@ -1,5 +1,5 @@
-"""The health probe against real gRPC servers, and against nobody; as a program, because that is what an engine runs.
-What a scheduler and a server say of themselves, as real processes.
+"""The health probe against real gRPC servers, and against nobody; as a program, because an engine runs it that way.
+The answers of a scheduler and a server, as real processes.
 """
 
 from __future__ import annotations

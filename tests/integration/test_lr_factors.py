@@ -143,7 +143,7 @@ async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=1.0), optim.SGD(lr=1.0, max_grad_norm=1e9)])
 async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
-    """The step has the factor of the lowest rank, and the others may go on."""
+    """The step has the factor of the lowest rank, and the others may continue."""
     workers = Workers(cluster)
     try:
         await workers.open(PLAIN, BSP(), optimizer)

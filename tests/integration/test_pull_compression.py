@@ -169,7 +169,7 @@ async def test_without_common_steps_all_end_with_the_same(
 
 
 async def test_a_worker_that_missed_many_steps_is_sent_the_weights(cluster: EmbeddedCluster) -> None:
-    """One pushes alone; what the other lacks is soon more than the weights."""
+    """One pushes alone; soon the other lacks more bytes than the weights have."""
     workers = Workers(cluster, "tcp")
     try:
         await workers.open(PLAIN, ASP(), pull=Int8())

@@ -25,7 +25,7 @@ with psdist.init() as context:
 """
 
 
-# A script goes on after an error that it catches, and another error is no reason not to try again.
+# A script continues after an error that it catches, and another error is no reason not to try again.
 @pytest.mark.parametrize(
     ("what", "status"),
     [("differs", 78), ("raises", 1), pytest.param("agrees", 0, marks=pytest.mark.long)],

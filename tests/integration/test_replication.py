@@ -17,13 +17,13 @@ from psdist.v1 import scheduler_pb2_grpc
 from psdist.wire import auth
 
 WORKERS, STEPS, KILLED_AT, SIZE = 2, 40, 12, 60_000
-#: What is to come about may take so long on a machine that does much else.
+#: Limit of a wait, generous for a busy machine.
 PATIENCE_SECONDS = 60
 
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    # Who is killed is missed at once. Nobody else is to be on a busy machine: it would change the result.
+    # A killed member is missed immediately. On a busy machine nobody else must be: that would change the result.
     cluster = EmbeddedCluster(servers=3, replicas=2, failure_timeout=6.0)
     yield cluster
     cluster.close()

@@ -35,7 +35,7 @@ _COMMANDS = {
 Pair = tuple[int, str]
 F = TypeVar("F", bound=Callable[..., None])
 _REFUSED = "test_a_script_is_not_restarted_that_would_be_refused_again"
-#: Tests of real processes in other files, by what they name: a folder of tests, the file and the test.
+#: Tests of real processes in other files: a folder of tests, the file and the test.
 ELSEWHERE: Mapping[Pair, tuple[str, str]] = {
     (0, "command"): ("integration/test_cli.py", "test_version"),
     (1, "script"): ("integration/test_refused_scripts.py", _REFUSED),
@@ -81,9 +81,9 @@ while not Path("go").exists():
 sys.argv = ["psdist", "drain", "server-0", "--scheduler", Path("address").read_text().strip()]
 main.main()
 """
-#: How each finds the scheduler. The others are told by their arguments.
+#: How each finds the scheduler. The others get it from their arguments.
 _PLACES = {"scheduler": "--address-file", "server": "--scheduler-file", "agent": "--scheduler-file"}
-#: Of one wait; only a program that hangs takes so long.
+#: Limit of one wait; only a program that hangs reaches it.
 _HANGS_SECONDS = 120.0
 
 

@@ -42,7 +42,7 @@ LAYOUT = common.Layout(tensors=[common.Tensor(name="w", shape=[300, 300], dtype=
 
 
 class Process:
-    """``python -m psdist_scheduler`` and what it wrote."""
+    """``python -m psdist_scheduler`` and its output."""
 
     def __init__(self, process: asyncio.subprocess.Process, file: Path) -> None:
         self.process = process
@@ -54,7 +54,7 @@ class Process:
         return self.file.read_text().strip()
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
-        """Ends it. Returns its status and what it logged."""
+        """End it. Returns its status and its log."""
         if self.process.returncode is None:
             self.process.send_signal(number)
         _, err = await self.process.communicate()
@@ -88,7 +88,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 
 
 async def _listening(process: asyncio.subprocess.Process) -> None:
-    """Reads the log up to the line by which the scheduler says that it listens; its address file is there by then."""
+    """Read the log up to the line that says that the scheduler listens; its address file exists by then."""
     assert process.stderr is not None
     lines = []
     while b"listening at" not in (line := await process.stderr.readline()):
@@ -273,7 +273,7 @@ async def test_an_idle_scheduler_ends_after_its_servers_and_forgets_the_run(
 
 
 async def test_a_signal_while_servers_end_keeps_the_store(start: Start, peer: Any, tmp_path: Path) -> None:
-    """A server has not left: it goes on when the scheduler is back."""
+    """A server has not left: it continues when the scheduler is back."""
     process = await start("--store", str(tmp_path / "s"), "--idle-timeout", "0.2")
     server, worker = peer(process), peer(process)
     await server.register(pb.ROLE_SERVER)

@@ -1,4 +1,4 @@
-"""A server that is told to end, and whose scheduler is gone: what its log says."""
+"""The log of a server that is asked to end while its scheduler is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Training goes on, or the
+"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Training continues, or the
 error is clear; nothing is left in the shared-memory file system.
 
 Real scheduler, servers and worker processes. Each update adds 1 to every weight for a mean gradient of -1, so that the
@@ -339,7 +339,7 @@ while True:
 
 
 class Worker:
-    """A process that takes part as rank 1, and pushes without a pause once it is told to."""
+    """A process that takes part as rank 1, and pushes without a pause on command."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str) -> None:
         self.process = subprocess.Popen(

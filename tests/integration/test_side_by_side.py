@@ -1,4 +1,4 @@
-"""Three runs on one machine at the same time do not disturb each other: each prints what it prints alone."""
+"""Three runs on one machine at the same time do not disturb each other: each has the output of a run alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that ends and goes on from its newest snapshot makes the very bytes of one that never ended: every optimizer,
+"""A run that ends and resumes from its newest snapshot makes the very bytes of one that never ended: every optimizer,
 data leases, and other numbers of servers each time; after the loss of a server; with a storage that is full, or cannot
 be written. Real processes.
 """
@@ -237,7 +237,7 @@ async def test_a_full_or_read_only_storage_fails_an_attempt_and_training_goes_on
         with pytest.raises(SnapshotFailedError, match="No space left"):
             await client.snapshot(timeout=60)
         assert await _step(handles, 1) == expected[1]
-        # The other server may be about to close what it has begun.
+        # The other server may be about to close its step.
         async with asyncio.timeout(60):
             while not mount.remount("size=64m", readonly=True):
                 await client.status()
@@ -248,7 +248,7 @@ async def test_a_full_or_read_only_storage_fails_an_attempt_and_training_goes_on
         info = await client.snapshot(timeout=60)
         assert info.steps == {"p": 3}
         assert len(list((mount.path / "storage" / "commits").iterdir())) == 1
-        # What the others left while it could not be removed goes after this one is answered.
+        # Files that could not be removed earlier are removed after this one is answered.
         async with asyncio.timeout(60):
             while [path.name for path in (mount.path / "storage" / "snapshots").iterdir()] != [info.directory]:
                 await client.status()

@@ -71,7 +71,7 @@ def storage(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBucket]:
-    """A server that answers as it is told to; its bucket is "runs"."""
+    """A server with scripted answers; its bucket is "runs"."""
     with closing(FakeBucket()) as bucket:
         _settle(monkeypatch, bucket.url)
         yield bucket
@@ -165,7 +165,7 @@ async def test_large_files_go_in_parts_and_what_was_begun_is_taken_back(
 
 
 def _uploads(server: str) -> bytes:
-    """What the server says of uploads that are under way."""
+    """Return the server's list of unfinished uploads."""
     with urllib.request.urlopen(f"{server}/runs?uploads", timeout=60) as answer:
         content: bytes = answer.read()
         return content

@@ -74,7 +74,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 
 
 async def _train(scheduler: str, steps: int) -> list[float]:
-    """A worker that trains so many steps and leaves; what it has then."""
+    """Train this many steps in a worker that then leaves. Returns its weights."""
     async with AsyncClient(scheduler) as client:
         start: dict[str, Any] = {"w": np.zeros(10, np.float32)}
         weights = await client.parameters("p", start, optim.SGD(lr=1.0), BSP())

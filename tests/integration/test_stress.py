@@ -35,7 +35,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 class Training:
-    """One set of parameters, its workers, and what they know of their pushes."""
+    """One set of parameters, its workers, and their knowledge of their pushes."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str, consistency: Consistency, clipping: bool) -> None:
         self.cluster, self.name, self.consistency = cluster, name, consistency

@@ -27,7 +27,7 @@ from tests.support.channels import open_channel
 
 SLICE, SLICES = 4096, 12
 ONES = np.ones(SLICE * SLICES, np.float32)
-#: What the zombie is given: it would be seen for ever.
+#: The zombie's gradient: it would stay visible forever.
 POISON = np.full(SLICE, 1000.0, np.float32).tobytes()
 
 
@@ -119,7 +119,7 @@ async def test_a_server_that_stood_still_takes_no_push_and_serves_no_read(
     assert zombie.slices
     await zombie.channel.channel_ready()
     zombie.process.send_signal(signal.SIGSTOP)
-    # They lie in its socket while others go on without it, and are the first that it sees when it thaws.
+    # They wait in its socket while others continue without it, and are the first that it sees when it thaws.
     calls = [asyncio.create_task(call) for call in (zombie.push(1), zombie.pull())]
     assert ((await handle.push_pull({"w": ONES}))["w"] == -2).all()
     assert not any(call.done() for call in calls)

@@ -1,4 +1,4 @@
-"""What a program says of a machine that does not let it run. Limits and disks are pretended."""
+"""A program's message on a machine that does not let it run. Limits and disks are faked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INFINITE = resource.RLIM_INFINITY
 
 
 class Limits:
-    """The limits of a process; what it sets is recorded."""
+    """The limits of a process; changes are recorded."""
 
     def __init__(self, files: tuple[int, int], addresses: int) -> None:
         self.files, self.addresses = files, addresses

@@ -23,7 +23,7 @@ def test_the_token_is_only_this_users_and_stays(tmp_path: Path) -> None:
 
 
 def test_of_two_starters_both_read_the_token_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one looked for the file before it was there."""
+    """The other one looked for the file before it existed."""
     path = tmp_path / "token"
     create_token_file({}, path)
     token = find_token({}, None, path)
