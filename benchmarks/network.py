@@ -9,8 +9,8 @@ time of all hosts together. A raw TCP transfer from each host to the next, all c
 a link.
 
 Invariants: psdist's workers reach their own host's server and the others as the variant says, or there is no result. No
-    namespace, interface or process is left behind, however the benchmark ends (after SIGKILL, the next one removes the
-    namespaces).
+namespace, interface or process is left behind, however the benchmark ends (after SIGKILL, the next one removes the
+namespaces).
 
 All hosts share this machine's cores, so at 10 Gbit/s these are the limit. It asserts nothing about its figures.
 """

@@ -1,7 +1,7 @@
 """psdist's own worker process in the benchmarks; ``psdist run`` starts it, scheduler and servers.
 
 Roles: ``""`` makes steps with ``psdist.Client``, overlapped with an emulated backward pass if ``compute_ms`` is set;
-    ``async`` makes them with ``psdist.AsyncClient`` in an asyncio program.
+``async`` makes them with ``psdist.AsyncClient`` in an asyncio program.
 """
 
 from __future__ import annotations

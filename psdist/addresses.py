@@ -5,7 +5,7 @@ host sends to a peer, or, if that is loopback or there is no peer, the one by wh
 decides. The kernel reports the address; nothing is sent.
 
 Invariants: Addresses and ``localhost`` are never looked up, so processes on one machine need no resolver. A lookup
-    blocks neither an event loop nor the end of its process.
+blocks neither an event loop nor the end of its process.
 """
 
 from __future__ import annotations

@@ -40,10 +40,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from psdist.client.async_client import AsyncClient
-from psdist.client.bucket_step import AsyncBucket
-from psdist.client.datasets import AsyncDataset, Range
-from psdist.client.parameters import AsyncParameters
+from psdist.client.datasets import Range
 from psdist.client.process import loop
 from psdist.client.process.blocking import Blocking, on_loop
 from psdist.client.process.sigterm import sigterm
@@ -58,7 +55,6 @@ from psdist.metrics.phases import Phase
 class Source:
     """Asyncio class that a synchronous one is generated from.
 
-    module: below ``psdist/client``.
     async_only: members without a synchronous counterpart.
     attributes: type and docstring of attributes that become properties.
     phases: calls that the phase clock counts, and the phase with which they start.
@@ -67,7 +63,6 @@ class Source:
     extra: source text of members that only the synchronous class has.
     """
 
-    module: str
     async_only: frozenset[str] = frozenset()
     attributes: tuple[tuple[str, str, str], ...] = ()
     phases: tuple[tuple[str, str], ...] = ()
@@ -78,7 +73,6 @@ class Source:
 
 SOURCES: Final = {
     "Client": Source(
-        "async_client",
         frozenset(["connect", "close", "request_stop", "watch_signals", "report_waits"]),
         attributes=(("local_rank", "int", "Number of this worker on its machine, from 0."),),
         phases=(("snapshot", "WAIT"), ("barrier", "WAIT")),
@@ -146,7 +140,6 @@ SOURCES: Final = {
         ''',
     ),
     "Parameters": Source(
-        "parameters",
         frozenset(["measure", "quiesce", "open", "close"]),
         attributes=(
             ("spec", "ParametersSpec", "Settings that all workers agree on."),
@@ -170,12 +163,10 @@ SOURCES: Final = {
         ''',
     ),
     "Bucket": Source(
-        "bucket_step",
         attributes=(("names", "tuple[str, ...]", "Names of the tensors, in the layout's order."),),
         phases=(("wait", "WAIT"),),
     ),
     "Dataset": Source(
-        "datasets",
         frozenset(["open", "check_same", "next", "finish", "leave", "report", "close"]),
         attributes=(
             ("spec", "DatasetSpec", "Settings that all workers agree on."),
@@ -233,14 +224,24 @@ _WORDS: Final = (
 
 def generated() -> str:
     """Return the text of the synchronous module."""
-    trees = {name: ast.parse(_path(source).read_text(encoding="utf-8")) for name, source in SOURCES.items()}
-    imports = {ast.unparse(node) for tree in trees.values() for node in _imports(tree)}
-    classes = [_class(name, source, trees[name]) for name, source in SOURCES.items()]
+    imports: set[str] = set()
+    classes = []
+    for name, source in SOURCES.items():
+        path, node = find_class(f"Async{name}")
+        text = path.read_text(encoding="utf-8")
+        imports.add(f"from psdist.client.{path.stem} import Async{name}")
+        imports.update(map(ast.unparse, _imports(ast.parse(text))))
+        classes.append(_class(name, source, node, text))
     return _tidied("\n".join([_HEAD, *sorted(imports), *classes]))
 
 
-def _path(source: Source) -> Path:
-    return ROOT / "psdist/client" / f"{source.module}.py"
+def find_class(name: str) -> tuple[Path, ast.ClassDef]:
+    """Return a class of the asyncio API and the file that defines it."""
+    for path in sorted((ROOT / "psdist/client").glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                return path, node
+    raise LookupError(f"psdist/client has no class {name}")
 
 
 def _imports(tree: ast.Module) -> Iterator[ast.ImportFrom | ast.Import]:
@@ -250,9 +251,7 @@ def _imports(tree: ast.Module) -> Iterator[ast.ImportFrom | ast.Import]:
             yield node
 
 
-def _class(name: str, source: Source, tree: ast.Module) -> str:
-    (node,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == f"Async{name}")
-    text = _path(source).read_text(encoding="utf-8")
+def _class(name: str, source: Source, node: ast.ClassDef, text: str) -> str:
     methods = [one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)]
     by_name = {one.name: one for one in methods}
     parts = [f"class {name}(Blocking[Async{name}]):", f"    {_docstring(node, text)}\n"]

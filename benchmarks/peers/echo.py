@@ -1,10 +1,10 @@
 """Raw ``grpc.aio``: the bytes of a step travel to servers that return the same messages. No psdist in it.
 
 Roles: ``server`` echoes; ``client`` (the worker) opens a stream to every server, writes its share of the bytes in
-    messages of 1 MiB and reads equally many, all concurrently. ``unary`` and ``stream`` send one small message to one
-    server and wait for its return, by a separate call or on an open stream. Peer ``echo`` has gRPC's default options
-    except for the message size. ``echo_tuned`` has psdist's options for channels and servers, and its tuning of malloc,
-    in clients and servers.
+messages of 1 MiB and reads equally many, all concurrently. ``unary`` and ``stream`` send one small message to one
+server and wait for its return, by a separate call or on an open stream. Peer ``echo`` has gRPC's default options except
+for the message size. ``echo_tuned`` has psdist's options for channels and servers, and its tuning of malloc, in clients
+and servers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Raw TCP under uvloop: the bytes of a step travel to servers that return them. No psdist in it.
 
 Roles: ``server`` receives messages of 1 MiB into preallocated memory, and returns each from there when it is complete;
-    ``client`` (the worker) sends its share of the bytes to every server without copying, and receives equally many in
-    place, all concurrently. This is the cost of the interpreter, the event loop and the kernel's TCP for a step's
-    bytes.
+``client`` (the worker) sends its share of the bytes to every server without copying, and receives equally many in
+place, all concurrently. This is the cost of the interpreter, the event loop and the kernel's TCP for a step's bytes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """TensorFlow's ParameterServerStrategy, asynchronous. Runs in an environment of its own.
 
 Roles: ``ps`` and ``worker`` are TensorFlow's servers (C++, gRPC); ``chief`` schedules the steps and takes the turns.
-    The weights and Adam's moments are sharded over the ps. A worker's step sends a gradient from its memory, applies it
-    with TensorFlow's fused Adam on the ps, and reads the new weights into the worker's memory. All workers step
-    concurrently, each at its own speed; a turn returns one time, the average of a worker's step.
+The weights and Adam's moments are sharded over the ps. A worker's step sends a gradient from its memory, applies it
+with TensorFlow's fused Adam on the ps, and reads the new weights into the worker's memory. All workers step
+concurrently, each at its own speed; a turn returns one time, the average of a worker's step.
 """
 
 from __future__ import annotations

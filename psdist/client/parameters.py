@@ -207,8 +207,8 @@ class AsyncParameters(ProcessBound):
         out, copy, device: as in ``pull``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
-            bound. ASP: waits for no other worker. Raises as ``push`` and ``pull``. Calling it again with the same
-            gradients retries the same step.
+        bound. ASP: waits for no other worker. Raises as ``push`` and ``pull``. Calling it again with the same gradients
+        retries the same step.
         """
         async with self._steps.call(Phase.PUSH):
             wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))

@@ -437,8 +437,8 @@ class Parameters(Blocking[AsyncParameters]):
         out, copy, device: as in ``pull``.
 
         BSP: returns when all workers have pushed this step. SSP: waits until no worker is further behind than the
-            bound. ASP: waits for no other worker. Raises as ``push`` and ``pull``. Calling it again with the same
-            gradients retries the same step.
+        bound. ASP: waits for no other worker. Raises as ``push`` and ``pull``. Calling it again with the same gradients
+        retries the same step.
         """
         with self._phases.call(Phase.PUSH):
             return loop.shared().call(self._async.push_pull(gradients, out, copy, weight, device))

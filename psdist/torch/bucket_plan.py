@@ -1,7 +1,7 @@
 """Assignment of tensors to buckets, and detection of complete buckets.
 
 Invariants: A bucket is a contiguous range of the layout, so only neighbouring buckets share slices. Every tensor is in
-    exactly one bucket. Each bucket completes once per step.
+exactly one bucket. Each bucket completes once per step.
 
 Values and sending are in ``gradients``.
 """

@@ -4,7 +4,7 @@ The arguments are those of torch.nn.parallel.DistributedDataParallel. The gradie
 ``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean gradient.
 
 Invariant: After a backward pass outside ``no_sync``, every worker holds the same gradient bytes. Models that start
-    equal and use the same optimizer therefore stay equal.
+equal and use the same optimizer therefore stay equal.
 
 Not here: pushing gradients (``gradients``). Weights are not on the servers, so workers cannot join later, and snapshots
 do not contain the weights. Use ``DistributedOptimizer`` for that.

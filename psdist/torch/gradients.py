@@ -6,7 +6,7 @@ default, nothing has to be cleared or added up. The vector is on the model's CUD
 in main memory otherwise.
 
 Invariants: Each tensor is pushed once in a step. A pushed gradient is not written to before the step is answered; a
-    script that does so gets an error.
+script that does so gets an error.
 
 Not here: use of the answer (``optimizer``, ``data_parallel``), the tensors of a bucket (``bucket_plan``), the vector's
 memory (``gradient_memory``).

@@ -1,7 +1,7 @@
 """Inspection of a model: trained tensors, tensors that are only equalized at the start, and later changes of the model.
 
 Invariants: Names are those of ``model.named_parameters()`` without the prefix of ``torch.compile``. A tied weight
-    appears once, under its first name.
+appears once, under its first name.
 
 Not here: values (``values``), gradients (``gradients``).
 """

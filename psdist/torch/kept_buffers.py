@@ -64,7 +64,7 @@ class KeptBuffers:
         self._is_needed = bool(fixed_tensors or self._description.aliases)
         self._is_restored = False
 
-    def keep(self, client: Client, handle: Parameters) -> None:
+    def save_in_snapshots(self, client: Client, handle: Parameters) -> None:
         """Save the buffers in snapshots from now on, together with the pushes of ``handle``.
 
         In a resumed run the buffers become those that the snapshot holds for this rank. Logs a warning if it holds

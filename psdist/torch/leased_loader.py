@@ -4,7 +4,7 @@ A loader with worker processes reads ahead: it requests batches long before the 
 therefore holds several ranges, and reports each one when the loop has used its last batch.
 
 Invariants: A range is reported as used when the loop requests the batch after its last one, and returned if the loop
-    ends before that. Batches come in the order in which their indices were requested.
+ends before that. Batches come in the order in which their indices were requested.
 
 Not here: the samples of a range (``psdist.data``), the assignment of ranges (the scheduler).
 """

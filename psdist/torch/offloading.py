@@ -6,7 +6,7 @@ of initial values. Its one advantage, a norm over all gradients, is impossible h
 gradients before the first one is freed.
 
 Invariants: After ``step`` all layers are at the same step. The weights equal, byte for byte, those of
-    ``DistributedOptimizer``.
+``DistributedOptimizer``.
 
 Not here: division into layers (``division``), presence of a layer (``passes``), its memory (``layer``).
 """
@@ -71,9 +71,8 @@ def offload(
         gets values when its turn comes. Other modules must fit into memory once; their values are sent to the servers.
     optimizer, scheduler, non_finite, name, on_drop, reset_optimizer, context: as for ``DistributedOptimizer``, without
         ``max_grad_norm``. The parameter sets are called ``name/layer``.
-    layers: modules that are loaded and freed as a whole, with everything in them. None: those of the ``nn.ModuleList``
-        or ``nn.Sequential`` with most parameters. Any other module with parameters of its own is a layer during its
-        forward pass.
+    layers: modules that are loaded and freed as a whole. None: those of the ``nn.ModuleList`` or ``nn.Sequential`` with
+        most parameters. Any other module with parameters of its own is a layer during its forward pass.
     init: called with each module that has tensors of its own on the meta device, to initialize them, like the function
         that ``Module.apply`` takes. None calls its ``reset_parameters()``.
     device: device of tensors that are on the meta device.
@@ -111,7 +110,8 @@ def offload(
     fixed, fixed_name = fixed_tensors(model, tensors.trained), f"{name}/-/fixed"
     share_fixed(context.client, fixed_name, fixed)
     take_turns(made)
-    KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed).keep(context.client, made[0].handle)
+    buffers = KeptBuffers(model, [one.handle.name for one in made], fixed_name, fixed)
+    buffers.save_in_snapshots(context.client, made[0].handle)
     passes = Passes(made, uses)
     rates = LearningRates(spec, wrapped, scheduler, made[0].handle)
     then = ModelParameters(model, parameters_of(wrapped))
@@ -161,9 +161,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         closure: recomputes the loss and its gradients and returns the loss; called once. ``step`` returns its result.
 
         BSP: returns when all workers have made this step. If this worker had been expelled, some layers may include its
-            gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the
-            servers do not have; PushDroppedError as ``on_drop`` says; and the errors of ``Parameters.push``. Calling it
-            again then retries the same step.
+        gradient and others not; a warning was logged. Raises InvalidArgumentError for learning rates that the servers
+        do not have; PushDroppedError as ``on_drop`` says; and the errors of ``Parameters.push``. Calling it again then
+        retries the same step.
         """
         result = None
         if closure is not None:

@@ -1,8 +1,7 @@
 """``DistributedOptimizer``: weights and optimizer live on the servers; the script keeps its loop.
 
 Invariants: When ``step`` returns, the model holds the weights that include this step, as each consistency mode defines
-    it. In BSP they are those of a single process that trains on all workers' batches, up to the rounding of float32
-    sums.
+it. In BSP they are those of a single process that trains on all workers' batches, up to the rounding of float32 sums.
 
 Not here: pushing gradients (``gradients``), the servers' form of torch's settings (``conversion``).
 """
@@ -118,7 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
         self._wrapped = wrapped
         self._pull()
-        KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).keep(client, self.handle)
+        KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).save_in_snapshots(client, self.handle)
         if self._overlaps:
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
@@ -139,7 +138,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         closure: recomputes the loss and its gradients and returns the loss; called once. ``step`` returns its result.
 
         BSP: returns when all workers have made this step. If the step was dropped, because this worker had been
-            expelled or the run rolled back to a snapshot, a warning was logged, and the weights are those to continue
+        expelled or the run rolled back to a snapshot, a warning was logged, and the weights are those to continue
             with. Raises InvalidArgumentError for a model or gradients that were changed meanwhile, and for learning
             rates that the servers do not have; PushDroppedError as ``on_drop`` says; and the errors of
             ``Parameters.push_pull``. After errors other than these, calling it again retries the same step.

@@ -4,7 +4,7 @@ Each step in such a context starts with a small one, in a parameter set of its o
 whether it has a batch. All workers get the same answer, so all stop after the same step.
 
 Invariants: All workers make the same number of small steps and of the model's steps. As always in BSP, no one waits for
-    a worker that died.
+a worker that died.
 
 The steps themselves are in ``optimizer`` and ``data_parallel``.
 """

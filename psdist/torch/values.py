@@ -1,7 +1,7 @@
 """Conversion between torch's tensors and psdist's arrays.
 
 Invariants: Tensors keep their memory. Autograd sees writes into a tensor as changes, so a backward pass over an older
-    graph is refused, as after a step of torch's own optimizers.
+graph is refused, as after a step of torch's own optimizers.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def test_gradients_that_were_sent_cannot_be_clipped(name: str, use: Callable[[nn
     whole = copy.deepcopy(model)
     optimizer = offload(model, sgd(model), name=name)
     loss_of(model, 0).backward()
-    with pytest.raises(InvalidArgumentError, match=r"gradient of parameter '0\.0\.weight' went .* max_grad_norm"):
+    with pytest.raises(InvalidArgumentError, match=r"gradient of parameter '0\.0\.weight' was sent .* max_grad_norm"):
         use(model)
     optimizer.step()
     model.zero_grad()

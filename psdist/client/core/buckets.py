@@ -4,7 +4,7 @@ This module decides which slices a piece completes, and which are still missing.
 touches it was given, so slices are sent while the rest of the gradient is still computed.
 
 Invariants: A slice becomes ready once, after the last of its tensors was given. If its bucket fails before the slice is
-    answered, the slice becomes ready again when all of its tensors are given again.
+answered, the slice becomes ready again when all of its tensors are given again.
 
 Not here: values (``partition``), sending (``step``).
 """

@@ -9,7 +9,7 @@ dropped push. They report this, and receive the whole sum. A snapshot contains o
 push after it is whole. The gradients that count are the same either way.
 
 Source: Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
-    Feedback" (arXiv 2106.05203), algorithm 2.
+Feedback" (arXiv 2106.05203), algorithm 2.
 
 Invariant: The estimate changes in encoded slices, by their decoded values, in float32.
 """

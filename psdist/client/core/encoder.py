@@ -5,8 +5,8 @@ region by region, as its slices are encoded: the residual is added, the sum is e
 is the next residual. The previous residual stays in a vector of its own, because a snapshot may need it.
 
 Invariants: A slice of a push is encoded once, or abstains once. Its residual changes in the first case only. The sum of
-    everything sent and the residual is therefore the sum of all gradients that did not abstain, up to rounding. All
-    bytes follow from the gradients, the rank and the state, so a run that resumes from a state produces the same bytes.
+everything sent and the residual is therefore the sum of all gradients that did not abstain, up to rounding. All bytes
+follow from the gradients, the rank and the state, so a run that resumes from a state produces the same bytes.
 
 Not here: threads, and start and end of a push (``encoding``); the bytes (``psdist.compression.segments``).
 """
@@ -224,20 +224,22 @@ class GradientEncoder:
     def _encode_slice(self, push: EncodedSlices, index: int) -> bytes:
         start, stop = self.slicing.bounds(index)
         prepared = [push.prepared[number] for number in self._regions_of(index)]
-        rest = self._residual.after if self.feeds_back else None
-        payload = self._payload(prepared, start, stop, rest)
-        if rest is not None:
+        residual = self._residual.after if self.feeds_back else None
+        payload = self._payload(prepared, start, stop, residual)
+        if residual is not None:
             for one in prepared:
                 self._leave_out(one, max(start, one.region.start), min(stop, one.region.stop))
         return payload
 
-    def _payload(self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, rest: Flat | None) -> bytes:
-        """Return the payload of elements [start, stop). rest: receives their residual."""
+    def _payload(
+        self, prepared: Sequence[segments.PreparedRegion], start: int, stop: int, residual: Flat | None
+    ) -> bytes:
+        """Return the payload of elements [start, stop). residual: receives theirs."""
         try:
             out = self._spare.pop()
         except IndexError:
             out = np.empty(segments.payload_limit(self.slicing.slice_elements), np.uint8)
-        size = segments.encode(prepared, start, stop, out, rest)
+        size = segments.encode(prepared, start, stop, out, residual)
         payload = out[:size].tobytes()
         self._spare.append(out)
         return payload

@@ -3,8 +3,8 @@
 Invalid input is found here, before anything is sent. The error names the tensor, the given value and the expected one.
 
 Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding of float64 to float32. ``flatten`` copies
-    nothing if the arrays already are contiguous in memory in layout order. ``unflatten`` and ``views`` share the
-    vector's memory with the float32 tensors that they return.
+nothing if the arrays already are contiguous in memory in layout order. ``unflatten`` and ``views`` share the vector's
+memory with the float32 tensors that they return.
 
 Not here: routes of slices (``routing``), their encoding (``psdist.compression``).
 """

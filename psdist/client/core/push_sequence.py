@@ -156,7 +156,7 @@ class PushSequence:
 
         seen: the answers carried the weights, so the next gradient is computed on their versions.
         BSP: if others continued without this worker (backup workers), the next step is the first that is still open on
-            some slice. It is never a step that was already pushed.
+        some slice. It is never a step that was already pushed.
         """
         assert push.finished and push.number == self.step
         if seen:

@@ -1,8 +1,8 @@
 """Routes: the server of each slice, by one cluster map and the news since. Pure.
 
 Invariants: The plan of one call covers exactly the requested slices, each once, ascending within a route, with at most
-    one route per server. A shard without a live primary has no route. Its slices wait for a newer map, because only the
-    scheduler chooses the next server. A shard that the scheduler has declared lost is an error.
+one route per server. A shard without a live primary has no route. Its slices wait for a newer map, because only the
+scheduler chooses the next server. A shard that the scheduler has declared lost is an error.
 
 Not here: connections (``scheduler_session``), unanswered slices (``push_sequence``).
 """

@@ -5,7 +5,7 @@ in the snapshot. Later ones carry the attempt as their mark, and wait at the ser
 leased data carry the same numbers, so a snapshot knows the ranges whose samples are in its weights.
 
 Invariants: Numbers and mark change together: a push either is numbered below an answer and has no mark, or above it and
-    has the mark. Repeated requests for one attempt get the same answer.
+has the mark. Repeated requests for one attempt get the same answer.
 
 Not here: the numbers themselves (``push_sequence``), the wire (``scheduler_session``).
 """
@@ -46,21 +46,21 @@ class SnapshotMarks:
         self.mark, self._answer = 0, None
         self.sessions.clear()
 
-    def enter(self, parameters: str, session: PushSequence) -> None:
+    def enter(self, parameters: str, sequence: PushSequence) -> None:
         """Add the push sequence of a parameter set that this worker trains."""
-        self.sessions[parameters] = session
+        self.sessions[parameters] = sequence
 
     def next(self) -> dict[str, int]:
         """Return the number of each set's next push; one under way counts as made."""
-        return {name: session.next for name, session in self.sessions.items()}
+        return {name: sequence.next for name, sequence in self.sessions.items()}
 
     def next_whole(self) -> dict[str, int]:
         """Return the number of each set's next push that was not sent completely."""
-        return {name: session.next_whole for name, session in self.sessions.items()}
+        return {name: sequence.next_whole for name, sequence in self.sessions.items()}
 
     def partial(self) -> list[str]:
         """Return the parameter sets whose next push was sent in part."""
-        return [name for name, session in self.sessions.items() if session.unfinished and session.partial]
+        return [name for name, sequence in self.sessions.items() if sequence.unfinished and sequence.partial]
 
     def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> MarkAnswer | None:
         """Return the answer to Mark, or None if the request is late. Pushes carry the mark from now on.

@@ -49,7 +49,7 @@ class DeviceGradientEncoder:
         self.feeds_back = any(self._encoder.coder(region).feeds_back for region in self._regions)
         has_momentum = any(self._encoder.coder(region).momentum for region in self._regions)
         #: Residual, and the accumulated gradients of a codec with momentum.
-        self._rest = DoubleVector(device, slicing.total, self._run.stream) if self.feeds_back else None
+        self._residual = DoubleVector(device, slicing.total, self._run.stream) if self.feeds_back else None
         self._velocity = DoubleVector(device, slicing.total, self._run.stream) if has_momentum else None
         self._run.wait()
         self._ordinal = 0
@@ -88,7 +88,7 @@ class DeviceGradientEncoder:
             there.write(flat, self._run.stream)
             flat = there
         numbers = PushNumbers(self.rank, self._ordinal)
-        state = DevicePush(flat, self._rest, self._velocity, numbers, self._forgotten)
+        state = DevicePush(flat, self._residual, self._velocity, numbers, self._forgotten)
         forgotten = self._forgotten.copy()
         try:
             batch = self._encoder.encode(state, segments, new)
@@ -126,7 +126,7 @@ class DeviceGradientEncoder:
         self._ordinal += 1
         missing = sorted(set(range(self.slicing.count)).difference(push.payloads))
         unchanged = [segment for index in missing for segment in self._segments_of(index)]
-        for vector in (self._rest, self._velocity):
+        for vector in (self._residual, self._velocity):
             if vector is not None:
                 self._keep(vector, unchanged)
                 vector.swap()
@@ -147,8 +147,8 @@ class DeviceGradientEncoder:
     def state(self) -> SavedState:
         """Return the state before the next push. The arrays do not change until the push after that starts."""
         state: SavedState = {"ordinal": np.array([self._ordinal], np.int64), "codec": self._name}
-        if self._rest is not None:
-            state["residual"] = self._deferred(self._rest.before)
+        if self._residual is not None:
+            state["residual"] = self._deferred(self._residual.before)
         if self._velocity is not None:
             state["velocity"] = self._deferred(self._velocity.before)
         return state
@@ -160,8 +160,8 @@ class DeviceGradientEncoder:
         """Continue from a state, or from the beginning if it is empty. Discards a push under way."""
         self._push = None
         self._ordinal = int(state["ordinal"].sum()) if "ordinal" in state else 0
-        if self._rest is not None:
-            self._rest.before.write(self._fitting(state, "residual"), self._run.stream)
+        if self._residual is not None:
+            self._residual.before.write(self._fitting(state, "residual"), self._run.stream)
         if self._velocity is not None:
             self._velocity.before.write(self._fitting(state, "velocity"), self._run.stream)
 
@@ -176,7 +176,7 @@ class DeviceGradientEncoder:
     @property
     def residual(self) -> Flat:
         """Residual of the pushes before the one under way, copied to the host."""
-        return np.empty(0, np.float32) if self._rest is None else self._rest.before.read(self.device.stream())
+        return np.empty(0, np.float32) if self._residual is None else self._residual.before.read(self.device.stream())
 
     @property
     def residual_norm(self) -> float:

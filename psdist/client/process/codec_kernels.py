@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def prepare(elements: int) -> BackgroundCompiler:
-    """Return the compiler of the kernels, which are interpreted until it is worth to compile them.
+    """Return the kernels' compiler. The kernels are interpreted until compiling them is worthwhile.
 
     elements: size of the vectors; large ones start the compiler immediately.
     """

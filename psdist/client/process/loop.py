@@ -1,7 +1,7 @@
 """The event loop of a process: a background thread that runs it for the synchronous API.
 
 Invariants: There is at most one background thread per process. It starts on first use, and all clients share it. All
-    open clients of a process use one loop. At interpreter exit, the thread's open clients leave the run.
+open clients of a process use one loop. At interpreter exit, the thread's open clients leave the run.
 """
 
 from __future__ import annotations

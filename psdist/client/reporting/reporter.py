@@ -1,7 +1,7 @@
 """Backend of ``context.report``: collects reports in intervals and sends these to trackers and to the launcher.
 
 Invariants: A report costs microseconds, unless it ends an interval. An interval that the launcher's pipe has no room
-    for is merged into the next one. No failing tracker ends training.
+for is merged into the next one. No failing tracker ends training.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Division of a model into layers: parameters that are loaded and freed together, and the modules that use them.
 
 Invariants: Each trained parameter belongs to one layer, the first that contains it. A module that shares a tied weight
-    with another layer uses both layers.
+with another layer uses both layers.
 
 Not here: hooks (``passes``), initial values (``materializer``).
 """

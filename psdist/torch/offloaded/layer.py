@@ -5,7 +5,7 @@ that storage for the backward pass. They show the weights again once the storage
 torch's FSDP.
 
 Invariants: Memory is not freed while a pull writes to it. A backward pass reads the values of its forward pass, or the
-    step is dropped.
+step is dropped.
 
 Passes decide when a layer is in use (``passes``).
 """
@@ -142,7 +142,7 @@ class OffloadedLayer:
             start += parameter.numel()
         return places
 
-    def bring(self, *, is_second: bool) -> bool:
+    def load(self, *, is_second: bool) -> bool:
         """Load the weights; return when they are in memory.
 
         is_second: True for the second pass of a step.

@@ -5,7 +5,7 @@ to the backward pass. On Linux the pages behind these addresses move from a fini
 would have to clear fresh pages, twice per layer and step.
 
 Invariants: Of the layers that are not loaded, at most one has pages, which the next layer takes. An access to the
-    addresses of a layer that is not loaded faults and reads nothing.
+addresses of a layer that is not loaded faults and reads nothing.
 
 Content and time of loading are decided by ``layer``.
 """

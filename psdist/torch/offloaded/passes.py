@@ -6,8 +6,8 @@ computes. A gradient is taken as soon as autograd has computed it, and a layer i
 complete.
 
 Invariants: At most two layers have weights in memory that no pass uses now: the next one, and none that is left over.
-    At most two layers have gradients in memory, if the gradients of a layer are complete or arrive one after the other.
-    A layer is freed in a backward pass when it has all gradients, because autograd sums those of all uses first.
+At most two layers have gradients in memory, if the gradients of a layer are complete or arrive one after the other. A
+layer is freed in a backward pass when it has all gradients, because autograd sums those of all uses first.
 
 Not here: memory (``layer``), the step (``offloading``).
 """
@@ -37,7 +37,7 @@ _BEFORE_SENDING: Final = "Nothing of other layers was sent either: continue with
 _AFTER_FAILURE: Final = "Call zero_grad() of the optimizer: it makes the step with these, and with zeros for all others"
 
 
-class Order:
+class LayerOrder:
     """Successor of each layer in the previous pass."""
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Passes:
     def __init__(self, layers: Sequence[OffloadedLayer], uses: Sequence[Use]) -> None:
         self._layers = list(layers)
         self._uses = list(uses)
-        self._forward, self._backward = Order(), Order()
+        self._forward, self._backward = LayerOrder(), LayerOrder()
         self._forward.expect(self._layers)
         self._backward.expect(self._layers[::-1])
         #: Layer that was fetched ahead and not used yet.
@@ -91,7 +91,7 @@ class Passes:
         #: True if gradients of this step were computed on weights of two steps, or a push of it was dropped.
         self.is_dropped = False
         self._hooks: list[RemovableHandle] = []
-        self._saved = SavedTensors(self._layers, self._bring_saved)
+        self._saved = SavedTensors(self._layers, self._load_saved)
 
     def listen(self, on_begin: Callable[[], None]) -> None:
         """Register hooks, so that passes load weights and push gradients.
@@ -118,11 +118,11 @@ class Passes:
 
     # --- weights ---
 
-    def _use(self, layer: OffloadedLayer, order: Order) -> None:
+    def _use(self, layer: OffloadedLayer, order: LayerOrder) -> None:
         """Load the weights of a layer, and start to pull the next one's."""
         if layer is self._ahead:
             self._ahead = None
-        if not layer.bring(is_second=order is self._backward):
+        if not layer.load(is_second=order is self._backward):
             self.is_dropped = True
         following = order.on_use(layer)
         if following is not None and following.state is Residence.AWAY and not following.taken:
@@ -215,7 +215,7 @@ class Passes:
             # Called at the end of the running backward pass. torch's own classes use the same queue.
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _bring_saved(self, layer: OffloadedLayer) -> None:
+    def _load_saved(self, layer: OffloadedLayer) -> None:
         """Load a layer whose weight autograd kept."""
         if layer.state is Residence.HERE:
             return

@@ -5,7 +5,7 @@ the layer in another way, for example by a loss that the layer keeps in an attri
 memory, which ends the process. Autograd therefore asks this module for every tensor that it saved.
 
 Invariants: A saved weight is read when its layer is loaded, with the values of the forward pass. Other tensors are
-    returned as they were saved, or refused if they were changed since, as without these hooks.
+returned as they were saved, or refused if they were changed since, as without these hooks.
 
 Loading and freeing of layers is in ``passes``.
 """
@@ -26,12 +26,12 @@ _Kept = tuple[Tensor, int, OffloadedLayer | None]
 class SavedTensors:
     """Hooks for the forward passes of ``layers``.
 
-    bring: called before a weight of a layer is read in a backward pass. Its errors end the pass.
+    load: called before a weight of a layer is read in a backward pass. Its errors end the pass.
     """
 
-    def __init__(self, layers: Sequence[OffloadedLayer], bring: Callable[[OffloadedLayer], None]) -> None:
+    def __init__(self, layers: Sequence[OffloadedLayer], load: Callable[[OffloadedLayer], None]) -> None:
         self._layers = {layer.storage_id: layer for layer in layers}
-        self._bring = bring
+        self._load = load
         #: For each forward pass under way, True if it registered the hooks.
         self._listens: list[bool] = []
 
@@ -60,7 +60,7 @@ class SavedTensors:
     def _unpack(self, kept: _Kept) -> Tensor:
         tensor, version, layer = kept
         if layer is not None:
-            self._bring(layer)
+            self._load(layer)
         if tensor._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation, or "

@@ -23,8 +23,7 @@ def test_docstrings_speak_of_the_synchronous_api(name: str) -> None:
 
 def test_each_table_names_members_that_exist() -> None:
     for name, source in sync_client.SOURCES.items():
-        tree = ast.parse((sync_client.ROOT / f"psdist/client/{source.module}.py").read_text(encoding="utf-8"))
-        (node,) = (one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == f"Async{name}")
+        _, node = sync_client.find_class(f"Async{name}")
         members = {one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
         named = {*source.async_only, *source.reading, *dict(source.phases), *dict(source.bodies)}
         assert named <= members

@@ -12,7 +12,7 @@ from torch import nn
 from psdist.errors import InvalidArgumentError, WaitTimeoutError
 from psdist.torch.offloaded.division import divide
 from psdist.torch.offloaded.layer import OffloadedLayer
-from psdist.torch.offloaded.passes import Order
+from psdist.torch.offloaded.passes import LayerOrder
 from psdist.torch.offloaded.turns import GradientPlace
 
 
@@ -68,7 +68,7 @@ def test_a_layer_within_a_layer_is_refused() -> None:
 
 def test_the_order_is_learned_from_pass_to_pass() -> None:
     first, second, third = cast("list[OffloadedLayer]", [object(), object(), object()])
-    order = Order()
+    order = LayerOrder()
     order.expect([first, second, third])
     assert order.first is first
     assert order.on_use(first) is second  # as the model has them
@@ -80,7 +80,7 @@ def test_the_order_is_learned_from_pass_to_pass() -> None:
 
 def test_a_layer_that_is_used_again_at_once_changes_nothing() -> None:
     first, second = cast("list[OffloadedLayer]", [object(), object()])
-    order = Order()
+    order = LayerOrder()
     order.expect([first, second])
     assert [order.on_use(layer) for layer in (first, first, second)] == [second, second, None]
 
