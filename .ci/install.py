@@ -23,7 +23,7 @@ _INSTALLING = "Installing collected packages: "
 
 
 class Display:
-    """Turns lines of pip into lines for people. ``out``: destination."""
+    """Formatter that turns lines of pip into lines for people. ``out``: destination."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out

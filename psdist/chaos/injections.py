@@ -80,9 +80,9 @@ async def _server_kill(run: LiveRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-kill", name, faults.kill)
     await run.cluster.ended(name, _REAP_SECONDS)
-    await run.resumed(moment, range(run.settings.workers))
+    await run.wait_resumed(moment, range(run.settings.workers))
     run.cluster.launch(name)
-    await run.recovered(since=moment)
+    await run.wait_recovered(since=moment)
 
 
 async def _server_lost(run: LiveRun) -> None:
@@ -105,9 +105,9 @@ async def _worker_kill(run: LiveRun) -> None:
     rank = _some_worker(run)
     moment = _signal(run, "worker-kill", f"worker-{rank}", faults.kill)
     await run.cluster.ended(f"worker-{rank}", _REAP_SECONDS)
-    await run.resumed(moment, _others(run, rank))
+    await run.wait_resumed(moment, _others(run, rank))
     run.cluster.launch(f"worker-{rank}")
-    await run.recovered(since=moment)
+    await run.wait_recovered(since=moment)
 
 
 async def _scheduler_kill(run: LiveRun) -> None:
@@ -118,7 +118,7 @@ async def _scheduler_kill(run: LiveRun) -> None:
     back = time.monotonic()
     run.cluster.launch("scheduler")
     await run.cluster.scheduler_up()
-    await run.recovered(since=back)
+    await run.wait_recovered(since=back)
     after = await run.cluster.fetch()
     if before is not None and after is not None and after.epoch < before.epoch:
         run.report.problems.append(f"the epoch went back from {before.epoch} to {after.epoch}")
@@ -130,11 +130,11 @@ async def _scheduler_kill(run: LiveRun) -> None:
 async def _server_freeze(run: LiveRun) -> None:
     name = _some_server(run)
     moment = _signal(run, "server-freeze", name, faults.freeze)
-    await run.resumed(moment, range(run.settings.workers))
+    await run.wait_resumed(moment, range(run.settings.workers))
     await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
     faults.thaw(run.cluster.processes[name].pid)
     await _zombie(run, name)
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 async def _zombie(run: LiveRun, name: str) -> None:
@@ -149,11 +149,11 @@ async def _worker_freeze(run: LiveRun) -> None:
     rank = _some_worker(run)
     name = f"worker-{rank}"
     moment = _signal(run, "worker-freeze", name, faults.freeze)
-    await run.resumed(moment, _others(run, rank))
+    await run.wait_resumed(moment, _others(run, rank))
     await asyncio.sleep(run.settings.lease_seconds * run.rng.random())
     back = time.monotonic()
     faults.thaw(run.cluster.processes[name].pid)
-    await run.recovered(since=back)
+    await run.wait_recovered(since=back)
 
 
 # --- struck again while copies are filled -----------------------------------------------------------------------------
@@ -167,7 +167,7 @@ async def _server_refill(run: LiveRun) -> None:
     await _come_back(run, second)
     # With more servers than two strikes need, the next ones need not wait until these have started.
     starting = max(0, run.settings.servers - run.settings.replicas - 1)
-    await run.recovered(since=time.monotonic(), starting=starting)
+    await run.wait_recovered(since=time.monotonic(), starting=starting)
 
 
 def _strike(
@@ -184,7 +184,7 @@ def _strike(
     """
     name, moment = replica.server_id, time.monotonic() if moment is None else moment
     (faults.freeze if is_frozen else faults.kill)(run.cluster.processes[name].pid)
-    run.injected("server-freeze" if is_frozen else "server-kill", name, moment, fill_role)
+    run.record_fault("server-freeze" if is_frozen else "server-kill", name, moment, fill_role)
     return Struck(name, replica, moment, is_frozen)
 
 
@@ -223,7 +223,7 @@ async def _hit(run: LiveRun, chance: fills.Chance, first: Struck) -> Struck | No
 async def _come_back(run: LiveRun, struck: Struck) -> None:
     """Restart a killed server. A frozen one is expelled first; then it continues, or is killed."""
     if struck.is_frozen:
-        await run.until(f"{struck.name} expelled", _EXPEL_SECONDS, lambda: _is_expelled(run, struck.replica))
+        await run.wait_until(f"{struck.name} expelled", _EXPEL_SECONDS, lambda: _is_expelled(run, struck.replica))
         if run.rng.random() < 0.5:
             faults.thaw(run.cluster.processes[struck.name].pid)
             await _zombie(run, struck.name)
@@ -256,14 +256,14 @@ async def _expendable(run: LiveRun, gone: Collection[Replica]) -> list[Replica]:
 
 async def _worker_busy(run: LiveRun) -> None:
     """Make each worker hold its interpreter once, at a random moment, so that some do at the same time."""
-    run.injected("worker-busy", "all workers", time.monotonic())
+    run.record_fault("worker-busy", "all workers", time.monotonic())
     pauses = sorted((run.settings.down_seconds * run.rng.random(), rank) for rank in range(run.settings.workers))
     begin = time.monotonic()
     for pause, rank in pauses:
         await asyncio.sleep(max(0.0, begin + pause - time.monotonic()))
         os.kill(run.cluster.processes[f"worker-{rank}"].pid, signal.SIGUSR1)
     await asyncio.sleep(run.settings.down_seconds)
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 # --- disconnected -----------------------------------------------------------------------------------------------------
@@ -276,14 +276,14 @@ async def _partition(run: LiveRun, direction: faults.Direction) -> None:
     assert network is not None
     moment = time.monotonic()
     network.disconnect(number, direction)
-    run.injected(f"partition-{direction}", name, moment)
+    run.record_fault(f"partition-{direction}", name, moment)
     try:
-        await run.resumed(moment, range(run.settings.workers))
+        await run.wait_resumed(moment, range(run.settings.workers))
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
     finally:
         network.heal(number)
     await _zombie(run, name)
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 async def _path_cut(run: LiveRun) -> None:
@@ -293,15 +293,17 @@ async def _path_cut(run: LiveRun) -> None:
     network = run.cluster.network
     assert network is not None
     try:
-        await run.until(f"worker-{rank} and {name} named in status", _NAMED_SECONDS, lambda: _is_named(run, rank, name))
+        await run.wait_until(
+            f"worker-{rank} and {name} named in status", _NAMED_SECONDS, lambda: _is_named(run, rank, name)
+        )
         run.report.named.append(time.monotonic() - moment)
-        await run.resumed(time.monotonic(), _others(run, rank))
+        await run.wait_resumed(time.monotonic(), _others(run, rank))
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
-        await run.resumed(time.monotonic(), _others(run, rank))
+        await run.wait_resumed(time.monotonic(), _others(run, rank))
     finally:
         network.heal(run.cluster.host_of_worker(rank))
         network.heal(int(name.rpartition("-")[2]))
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 async def _tcp_cut(run: LiveRun) -> None:
@@ -315,13 +317,13 @@ async def _tcp_cut(run: LiveRun) -> None:
     network = run.cluster.network
     assert network is not None
     try:
-        await run.resumed(time.monotonic() + _FALL_BACK_SECONDS, range(run.settings.workers))
+        await run.wait_resumed(time.monotonic() + _FALL_BACK_SECONDS, range(run.settings.workers))
         if any(f"worker-{rank} to reach" in text for text in (await _waits(run))):
             run.report.problems.append(f"status says that worker-{rank} cannot reach {name}; it can, over gRPC")
     finally:
         network.heal(run.cluster.host_of_worker(rank))
         network.heal(int(name.rpartition("-")[2]))
-    await run.recovered(since=moment)
+    await run.wait_recovered(since=moment)
 
 
 async def _path_cut_briefly(run: LiveRun) -> None:
@@ -334,7 +336,7 @@ async def _path_cut_briefly(run: LiveRun) -> None:
     finally:
         network.heal(run.cluster.host_of_worker(rank))
         network.heal(int(name.rpartition("-")[2]))
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 def _cut_some_path(run: LiveRun, addresses: Mapping[str, str] | None = None) -> tuple[int, str, float]:
@@ -349,7 +351,7 @@ def _cut_some_path(run: LiveRun, addresses: Mapping[str, str] | None = None) -> 
     direction, moment = run.rng.choice(directions), time.monotonic()
     port = parse_address(addresses[name])[1] if addresses is not None else 0
     network.cut(run.cluster.host_of_worker(rank), int(name.rpartition("-")[2]), direction, port)
-    run.injected(f"path-cut-{direction}", f"worker-{rank}", moment)
+    run.record_fault(f"path-cut-{direction}", f"worker-{rank}", moment)
     return rank, name, moment
 
 
@@ -368,12 +370,12 @@ async def _scheduler_cut(run: LiveRun) -> None:
     proxy = run.cluster.proxies[name].scheduler
     moment = time.monotonic()
     proxy.fault = BLACKHOLE
-    run.injected("proxy-scheduler", name, moment)
+    run.record_fault("proxy-scheduler", name, moment)
     await asyncio.sleep(run.settings.lease_seconds + run.rng.random() * run.settings.down_seconds)
-    await run.resumed(time.monotonic(), range(run.settings.workers))
+    await run.wait_resumed(time.monotonic(), range(run.settings.workers))
     proxy.fault = Fault()
     await _zombie(run, name)
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 async def _data_fault(run: LiveRun, kind: str, fault: Fault | None) -> None:
@@ -381,14 +383,14 @@ async def _data_fault(run: LiveRun, kind: str, fault: Fault | None) -> None:
     name = _some_server(run)
     proxy = run.cluster.proxies[name].data
     moment = time.monotonic()
-    run.injected(kind, name, moment)
+    run.record_fault(kind, name, moment)
     if fault is None:
         proxy.reset()
     else:
         proxy.fault = fault
         await asyncio.sleep(run.rng.random() * run.settings.down_seconds)
         proxy.fault = Fault()
-    await run.recovered(since=time.monotonic())
+    await run.wait_recovered(since=time.monotonic())
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ async def _data_fault(run: LiveRun, kind: str, fault: Fault | None) -> None:
 def _signal(run: LiveRun, kind: str, name: str, send: Callable[[int], None]) -> float:
     moment = time.monotonic()
     send(run.cluster.processes[name].pid)
-    run.injected(kind, name, moment)
+    run.record_fault(kind, name, moment)
     return moment
 
 

@@ -49,11 +49,11 @@ class LiveRun:
         self.rng = rng
         self.readers = [EventReader(workload.log(rank)) for rank in range(settings.workers)]
 
-    def injected(self, kind: str, target: str, moment: float, fill_role: Role | None = None) -> None:
+    def record_fault(self, kind: str, target: str, moment: float, fill_role: Role | None = None) -> None:
         """Record a fault that was injected at ``moment``."""
         self.report.faults.append(Injected(kind, target, moment, fill_role=fill_role))
 
-    async def until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
+    async def wait_until(self, what: str, seconds: float, condition: Callable[[], Awaitable[bool]]) -> None:
         """Wait for a condition. Raises InternalError after ``seconds``, or when a worker ends by itself."""
         deadline = time.monotonic() + seconds
         while not await condition():
@@ -66,7 +66,7 @@ class LiveRun:
                 raise InternalError(f"{what}: not within {seconds:g} s")
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def recovered(
+    async def wait_recovered(
         self, seconds: float = _RECOVER_SECONDS, *, since: float, pushes: int = 1, starting: int = 0
     ) -> None:
         """Wait until every worker has acknowledged pushes that started after ``since``, all members are live, and every
@@ -84,7 +84,7 @@ class LiveRun:
             status = await self.cluster.fetch()
             return status is not None and self._is_whole(status, starting)
 
-        await self.until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
+        await self.wait_until("all members there, all shards with their copies, all workers pushing", seconds, all_well)
 
     def restart_servers(self) -> None:
         """Restart servers that were expelled without a fault of their own, as a launcher does."""
@@ -94,13 +94,13 @@ class LiveRun:
                 self.report.expelled += 1
                 self.cluster.launch(name)
 
-    async def resumed(self, moment: float, workers: range | list[int]) -> None:
+    async def wait_resumed(self, moment: float, workers: range | list[int]) -> None:
         """Wait until each of these workers has an acknowledged push that started after ``moment``."""
 
         async def pushing() -> bool:
             return self._push_again(moment, workers)
 
-        await self.until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
+        await self.wait_until(f"workers {list(workers)} push again", _RECOVER_SECONDS, pushing)
 
     def _push_again(self, moment: float, workers: range | list[int]) -> bool:
         readers = self.read()

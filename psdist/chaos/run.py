@@ -124,7 +124,7 @@ class ChaosRun:
 
     async def _run(self) -> None:
         await self.cluster.start(self.workload)
-        await self.live.recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
+        await self.live.wait_recovered(_READY_SECONDS, since=0.0, pushes=_WARM_PUSHES)
         self._progress("the run is up; faults begin")
         while len(self.report.faults) < self.settings.kills:
             await asyncio.sleep(self.rng.random() * _PAUSE_SECONDS)
@@ -133,7 +133,7 @@ class ChaosRun:
             if self.fault.ends_the_run:
                 return
             self._progress(f"{len(self.report.faults)} of {self.settings.kills}: {recovery}")
-        await self.live.recovered(since=0.0)
+        await self.live.wait_recovered(since=0.0)
         await self._end()
 
     def _refusals(self) -> Counter[str]:

@@ -102,7 +102,7 @@ class EventLog:
 
 
 class EventReader:
-    """Reads the log of a worker while it grows."""
+    """Incremental reader of a worker's log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -212,8 +212,8 @@ def _compression(counted: Iterable[server_pb2.ParametersStatistics], worker_id: 
 
 
 def _versions_per_second(one: scheduler_pb2.ParametersStatus, members: Iterable[scheduler_pb2.MemberStatus]) -> float:
-    """Return the growth rate of the version: the step rate of any worker in BSP, otherwise the sum of all workers'
-    pushes."""
+    """Return the growth rate of the version: in BSP the fastest worker's step rate, otherwise the push rate of all
+    workers."""
     spec = one.entry.spec
     rates = [_steps_per_second(member.rates).get(spec.name, 0.0) for member in members]
     return max(rates, default=0.0) if spec.consistency.kind == "bsp" else round(sum(rates), 3)

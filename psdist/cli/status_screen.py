@@ -2,8 +2,8 @@
 
 Headline and members come first, servers before workers, each in the order of their numbers. Then parameter sets, how
 workers reach servers (a line for each transport and reason), waits, and the newest events in the remaining lines. Each
-line is cut at the terminal's width. ``lines`` is pure; ``Screen`` shows them on the terminal's alternate screen, which
-leaves nothing in its history.
+line is cut at the terminal's width. ``screen_lines`` is pure; ``Screen`` shows them on the terminal's alternate screen,
+which leaves nothing in its history.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Screen:
 
     def _update(self, trouble: str) -> None:
         width, height = self._console.size
-        self._live.update(Group(*lines(self._shown, width, height, trouble)), refresh=True)
+        self._live.update(Group(*screen_lines(self._shown, width, height, trouble)), refresh=True)
 
     def __enter__(self) -> Self:
         self._live.__enter__()
@@ -55,7 +55,7 @@ class Screen:
         self._live.__exit__(kind, error, trace)
 
 
-def lines(status: dict[str, Any] | None, width: int, height: int, trouble: str = "") -> list[Text]:
+def screen_lines(status: dict[str, Any] | None, width: int, height: int, trouble: str = "") -> list[Text]:
     """Return the lines of a screen, at most ``height`` of at most ``width`` columns.
 
     status: the JSON form; None before the first one.

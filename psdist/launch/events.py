@@ -42,7 +42,7 @@ class ProcessTable:
     def __contains__(self, key: ProcessKey) -> bool:
         return key in self._running
 
-    def of(self, role: Role) -> dict[ProcessKey, RunningProcess]:
+    def with_role(self, role: Role) -> dict[ProcessKey, RunningProcess]:
         """Return the processes of a role."""
         return {key: process for key, process in self._running.items() if key.role == role}
 
@@ -70,7 +70,7 @@ class ProcessTable:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A process ended. ``returncode`` is -n for signal n; ``connected`` is True if a worker had ever registered."""
+    """Exit of a process. ``returncode`` is -n for signal n; ``connected`` is True if a worker had ever registered."""
 
     key: ProcessKey
     returncode: int
@@ -79,21 +79,21 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A worker registered at the scheduler."""
+    """Registration of a worker at the scheduler."""
 
     key: ProcessKey
 
 
 @dataclass(frozen=True, slots=True)
 class Interrupted:
-    """A signal of the user or the system tells the run to end."""
+    """Signal of the user or the system that tells the run to end."""
 
     signum: int
 
 
 @dataclass(frozen=True, slots=True)
 class RunFailed:
-    """The run cannot continue although no process ended: for example, the scheduler does not come up."""
+    """Failure of the run although no process ended: for example, the scheduler does not come up."""
 
     message: str
     status: int
@@ -102,7 +102,8 @@ class RunFailed:
 
 @dataclass(frozen=True, slots=True)
 class ServersWanted:
-    """The scheduler wants ``servers`` servers, not counting those in ``draining``, and the ones in ``stop`` stopped."""
+    """The scheduler's request for ``servers`` servers, not counting those in ``draining``; those in ``stop`` are to be
+    stopped."""
 
     servers: int
     draining: tuple[int, ...] = ()
@@ -111,7 +112,7 @@ class ServersWanted:
 
 @dataclass(frozen=True, slots=True)
 class WorkersWanted:
-    """The scheduler wants ``workers`` workers here. New ones get ranks from ``next_rank`` on."""
+    """The scheduler's request for ``workers`` workers here. New ones get ranks from ``next_rank`` on."""
 
     workers: int
     next_rank: int = 0
@@ -119,7 +120,7 @@ class WorkersWanted:
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time passed."""
+    """Passage of time."""
 
 
 Event = Exited | Connected | Interrupted | RunFailed | ServersWanted | WorkersWanted | TimePassed

@@ -68,7 +68,8 @@ def size(count: int) -> str:
 
 
 class SaveProgress:
-    """Reports the progress every two seconds. ``moved`` is called whenever it changes; ``last`` is the last text."""
+    """Progress report of a snapshot, every two seconds. ``moved`` is called whenever it changes; ``last`` is the last
+    text."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self._say = say

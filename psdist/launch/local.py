@@ -195,7 +195,7 @@ async def _supervise(
         signals=settings.signals,
         on_tick=watch.tick,
     )
-    requests = _ScaleRequests(services, environ, lambda event: runner.happened(event))
+    requests = _ScaleRequests(services, environ, lambda event: runner.handle(event))
     watch.on_found = requests.start
     try:
         copies = f", {settings.replicas} copies of each shard" if settings.replicas > 1 else ""
@@ -252,7 +252,7 @@ def _has_commits(storage: str) -> bool:
 
 
 class _ScaleRequests:
-    """Reports the scheduler's requests to this launcher: start or stop servers and workers, or end the run."""
+    """Receiver of the scheduler's requests to this launcher: start or stop servers and workers, or end the run."""
 
     def __init__(self, services: ServicesPlan, environ: Mapping[str, str], on_event: Callable[[Event], None]) -> None:
         self._link = services.link
@@ -310,7 +310,7 @@ def _numbers(server_ids: list[str]) -> tuple[int, ...]:
 
 
 class _AddressWatch:
-    """Waits for the scheduler's address, and records it."""
+    """Watch for the scheduler's address, which is recorded once it is known."""
 
     def __init__(self, services: ServicesPlan, on_address: Callable[[str], object]) -> None:
         self._services = services
@@ -346,26 +346,25 @@ class _AddressWatch:
 
 def open_output(workers: WorkersPlan, run_id: str, on_broken: Callable[[], None], mute: bool = True) -> Output:
     """Open console and files of this node. Raises ConfigurationError if the log directory cannot be made."""
-    routing, role = workers.script.routing, workers.script.role
-    if routing.directory is not None:
-        routing = replace(routing, directory=routing.directory / run_id)
+    script = workers.script
+    routing = script if script.log_dir is None else replace(script, log_dir=script.log_dir / run_id)
     try:
-        return Output(routing, lambda rank: rank - workers.first_rank, role, on_broken, mute)
+        return Output(routing, lambda rank: rank - workers.first_rank, script.role, on_broken, mute)
     except OSError as error:
-        raise _unusable(routing.directory, error) from None
+        raise _unusable(routing.log_dir, error) from None
 
 
 def open_metrics(script: ScriptSettings, name: str, ranks: Iterable[int], part: str = "") -> RunMetrics:
     """Open the destinations of the metrics of this node's workers. Raises ConfigurationError if a directory cannot be
     used."""
-    directory = script.routing.directory
+    directory = script.log_dir
     if directory is not None:
         directory = directory / name
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _unusable(directory, error) from None
-    return RunMetrics(script.metrics, name, directory, ranks, part)
+    return RunMetrics(script, name, directory, ranks, part)
 
 
 def _unusable(directory: Path | None, error: OSError) -> ConfigurationError:

@@ -13,12 +13,14 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, TextIO
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import ProcessKey
+from psdist.settings.declarations import torchrun_setting
+from psdist.settings.programs import OUTPUT_TITLE
 
 _TAIL_LINES: Final = 200
 _SHOWN_LINES: Final = 15
@@ -34,39 +36,6 @@ _COLUMNS: Final = 80
 
 STDOUT, STDERR = 1, 2
 _TITLES: Final = {STDOUT: "standard output", STDERR: "standard error"}
-
-
-@dataclass(frozen=True, slots=True)
-class Routing:
-    """Destinations of the workers' output.
-
-    directory: for one file of each process.
-    redirects, tees: streams (1, 2; 3 is both) that go only to the file, and to file and console, by local rank; the key
-        None is for all others. With a directory and neither of the two, everything goes to both.
-    shown_ranks: the local ranks that are shown on the console; None for all.
-    """
-
-    directory: Path | None = None
-    redirects: Mapping[int | None, int] = field(default_factory=dict)
-    tees: Mapping[int | None, int] = field(default_factory=dict)
-    shown_ranks: frozenset[int] | None = None
-
-    def to_file(self, local_rank: int | None, stream: int) -> bool:
-        """Return True if a stream is written to the file of its process."""
-        if self.directory is None:
-            return False
-        if local_rank is None or not (self.redirects or self.tees):
-            return True
-        return bool((_mask(self.redirects, local_rank) | _mask(self.tees, local_rank)) & stream)
-
-    def to_console(self, local_rank: int | None, stream: int) -> bool:
-        """Return True if a stream is shown on the console."""
-        if local_rank is None:
-            return True
-        if self.shown_ranks is not None and local_rank not in self.shown_ranks:
-            return False
-        only_file = _mask(self.redirects, local_rank) & ~_mask(self.tees, local_rank)
-        return not only_file & stream
 
 
 def _mask(masks: Mapping[int | None, int], local_rank: int) -> int:
@@ -98,6 +67,54 @@ def parse_ranks(value: str) -> frozenset[int]:
     return frozenset(int(item) for item in items)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """Destinations of the workers' output.
+
+    Streams are 1, 2 or 3 (both), by local rank; the key None is for all others. With a directory and neither redirects
+    nor tee, everything goes to both. Raises ConfigurationError for redirects without a directory.
+    """
+
+    log_dir: Path | None = torchrun_setting(
+        "--log-dir",
+        "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and metrics that scripts report to "
+        "metrics.jsonl", Path, None, "DIR", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    redirects: Mapping[int | None, int] = torchrun_setting(
+        "--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams, {},
+        "N", short="-r", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    tee: Mapping[int | None, int] = torchrun_setting(
+        "--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", short="-t",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+    local_ranks_filter: frozenset[int] | None = torchrun_setting(
+        "--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        if self.log_dir is None and any({**self.redirects, **self.tee}.values()):
+            raise ConfigurationError("-r/--redirects and -t/--tee write files: say where with --log-dir DIR")
+
+    def to_file(self, local_rank: int | None, stream: int) -> bool:
+        """Return True if a stream is written to the file of its process."""
+        if self.log_dir is None:
+            return False
+        if local_rank is None or not (self.redirects or self.tee):
+            return True
+        return bool((_mask(self.redirects, local_rank) | _mask(self.tee, local_rank)) & stream)
+
+    def to_console(self, local_rank: int | None, stream: int) -> bool:
+        """Return True if a stream is shown on the console."""
+        if local_rank is None:
+            return True
+        if self.local_ranks_filter is not None and local_rank not in self.local_ranks_filter:
+            return False
+        only_file = _mask(self.redirects, local_rank) & ~_mask(self.tee, local_rank)
+        return not only_file & stream
+
+
 class Output:
     """Console and files of one run. Output that cannot be written is lost and reported once; it never ends the
     training.
@@ -113,7 +130,7 @@ class Output:
         on_broken: Callable[[], None] = lambda: None,
         mute_stopping_services: bool = True,
     ) -> None:
-        self.directory = routing.directory
+        self.directory = routing.log_dir
         self._routing = routing
         self._local_rank = local_rank
         self._worker_label = worker_label
@@ -131,8 +148,8 @@ class Output:
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
-        if routing.directory is not None:
-            routing.directory.mkdir(parents=True, exist_ok=True)
+        if routing.log_dir is not None:
+            routing.log_dir.mkdir(parents=True, exist_ok=True)
 
     def say(self, message: str) -> None:
         """Print a message of the launcher to standard error."""
@@ -149,11 +166,11 @@ class Output:
         self._progress = stamped(message) if message else ""
         self._write(STDERR, "" if message else _ERASE)
 
-    def begin(self, key: ProcessKey) -> None:
+    def clear_lines(self, key: ProcessKey) -> None:
         """Clear the kept lines of a process that is being started or restarted."""
         self._tails[key] = deque(maxlen=_TAIL_LINES)
 
-    def lines(self, key: ProcessKey, stream: int, lines: list[str]) -> None:
+    def show_lines(self, key: ProcessKey, stream: int, lines: list[str]) -> None:
         """Show, file and keep lines of a process."""
         self._tails[key].extend((stream, line) for line in lines)
         rank = self._local_rank(key.number) if key.role == "worker" else None
@@ -207,8 +224,8 @@ class Output:
 
     def _file(self, key: ProcessKey) -> IO[str]:
         if key not in self._files:
-            assert self._routing.directory is not None
-            path = self._routing.directory / (str(key).replace(" ", "-") + ".log")
+            assert self.directory is not None
+            path = self.directory / (str(key).replace(" ", "-") + ".log")
             self._files[key] = path.open("a", encoding="utf-8", errors="backslashreplace")
         return self._files[key]
 

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from psdist.errors import ConfigurationError
 from psdist.launch.events import ProcessKey
 from psdist.launch.metrics.run_metrics import MetricsOptions
-from psdist.launch.output import Routing, parse_ranks, parse_streams
+from psdist.launch.output import Routing
 from psdist.launch.process import ProcessSpec
 from psdist.launch.shutdown import STOP_TIMEOUT_SECONDS
-from psdist.settings.config import METRICS_INTERVAL_SECONDS, START_TIMEOUT_SECONDS, ProgressName, devices_text
+from psdist.settings.config import START_TIMEOUT_SECONDS, devices_text
 from psdist.settings.declarations import arguments, setting, torchrun_setting
 from psdist.settings.flags import integer, one_of, seconds, text
 from psdist.settings.programs import (
@@ -82,59 +82,7 @@ def signals_text(value: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputSettings:
-    """Destinations of the lines and metrics of this machine's workers. Raises ConfigurationError for files without a
-    directory."""
-
-    role: str = torchrun_setting(
-        "--role", "name of the workers in the prefix of their lines", text, "worker", "NAME", group=OUTPUT_TITLE
-    )
-    log_dir: Path | None = torchrun_setting(
-        "--log-dir",
-        "also write each process's lines to DIR/RUN_ID/worker-0.log and so on, and metrics that scripts report to "
-        "metrics.jsonl", Path, None, "DIR", group=OUTPUT_TITLE,
-    )  # fmt: skip
-    redirects: Mapping[int | None, int] = torchrun_setting(
-        "--redirects", "streams that go to --log-dir only: 1, 2 or 3 (both), or LOCAL_RANK:N,...", parse_streams, {},
-        "N", short="-r", group=OUTPUT_TITLE,
-    )  # fmt: skip
-    tee: Mapping[int | None, int] = torchrun_setting(
-        "--tee", "streams that go to --log-dir and the console, as above", parse_streams, {}, "N", short="-t",
-        group=OUTPUT_TITLE,
-    )  # fmt: skip
-    tensorboard: Path | None = setting(
-        "write TensorBoard files of reported metrics to DIR/RUN_ID (pip install tensorboardX)", Path, None, "DIR",
-        group=OUTPUT_TITLE,
-    )  # fmt: skip
-    progress: ProgressName = setting(
-        "progress line of reported metrics: auto (in place on a terminal), plain or off",
-        one_of(*get_args(ProgressName)), "auto", "HOW", group=OUTPUT_TITLE,
-    )  # fmt: skip
-    metrics_interval_seconds: float = setting(
-        "interval over which reported metrics are aggregated", seconds(), METRICS_INTERVAL_SECONDS, group=OUTPUT_TITLE
-    )
-    local_ranks_filter: frozenset[int] | None = torchrun_setting(
-        "--local-ranks-filter", "show only these local ranks' lines on the console", parse_ranks, None, "RANKS",
-        group=OUTPUT_TITLE,
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        if self.log_dir is None and any({**self.redirects, **self.tee}.values()):
-            raise ConfigurationError("-r/--redirects and -t/--tee write files: say where with --log-dir DIR")
-
-    @property
-    def routing(self) -> Routing:
-        """Destinations of the workers' output."""
-        return Routing(self.log_dir, self.redirects, self.tee, self.local_ranks_filter)
-
-    @property
-    def metrics(self) -> MetricsOptions:
-        """Destinations of metrics."""
-        return MetricsOptions(self.tensorboard, self.progress, self.metrics_interval_seconds)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptSettings(OutputSettings):
+class ScriptSettings(MetricsOptions, Routing):
     """The script that the workers of this machine run, and how they are watched.
 
     ``psdist run`` and ``psdist-worker`` share these settings. Flags are spelled as torchrun spells them. Raises
@@ -144,6 +92,9 @@ class ScriptSettings(OutputSettings):
     """
 
     command: tuple[str, ...] = ()
+    role: str = torchrun_setting(
+        "--role", "name of the workers in the prefix of their lines", text, "worker", "NAME", group=OUTPUT_TITLE
+    )
     processes: int = torchrun_setting(
         "--nproc-per-node", "workers on this machine: a number, auto or cpu", processes_text, 1, "N", group=_WORKERS
     )

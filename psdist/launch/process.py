@@ -46,7 +46,7 @@ class ProcessSpec:
 
 
 class LineSplitter:
-    """Splits a stream of bytes into lines. A carriage return also ends one, so that progress bars are shown."""
+    """Splitter of a byte stream into lines. A carriage return also ends a line, so that progress bars are shown."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -96,7 +96,7 @@ class Child:
         self._streams: dict[int, IO[bytes]] = {}
         for number, stream in ((1, self._process.stdout), (2, self._process.stderr)):
             assert stream is not None
-            self._follow(number, stream)
+            self._read_stream(number, stream)
 
     def kill(self, signum: int) -> None:
         """Send a signal to the process. SIGKILL goes to its whole group; so do other signals if the spec says so."""
@@ -106,7 +106,7 @@ class Child:
             with contextlib.suppress(OSError):
                 send(self.pid, signum)
 
-    def _follow(self, number: int, stream: IO[bytes]) -> None:
+    def _read_stream(self, number: int, stream: IO[bytes]) -> None:
         descriptor, splitter = stream.fileno(), LineSplitter()
         os.set_blocking(descriptor, False)
         self._streams[number] = stream

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable
 
 
-def follow(lines: Iterable[bytes]) -> set[int]:
+def remaining_groups(lines: Iterable[bytes]) -> set[int]:
     """Return the process groups that were added and not removed when ``lines`` end."""
     groups: set[int] = set()
     for line in lines:
@@ -33,7 +33,7 @@ def main() -> None:
     """Wait for the launcher's end, and kill the remaining process groups."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
-    for group in follow(sys.stdin.buffer):
+    for group in remaining_groups(sys.stdin.buffer):
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
 

@@ -64,7 +64,7 @@ def _print(values: dict[str, Any]) -> None:
 
 
 class _Silence:
-    """Prints every few seconds the reason for this node's wait, until the scheduler answers."""
+    """Notice of the reason for this node's wait, printed every few seconds until the scheduler answers."""
 
     def __init__(self, request: RankRequest) -> None:
         self._text = f"for a scheduler to answer at {request.scheduler}"

@@ -87,7 +87,7 @@ class Runner:
         self._on_tick = on_tick
         self._children: dict[ProcessKey, Child] = {}
         self._events: deque[Event] = deque()
-        self._handling = False
+        self._is_handling = False
         self._notice = ConnectNotice()
 
     async def run(self) -> Finish:
@@ -95,7 +95,7 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         self._finished: asyncio.Future[Finish] = self._loop.create_future()
         for signum in self._signals:
-            self._loop.add_signal_handler(signum, self.happened, Interrupted(signum))
+            self._loop.add_signal_handler(signum, self.handle, Interrupted(signum))
         self._supervisor = Supervisor(self._plan.keys, self._plan.policy, self._loop.time())
         self._reaper = ReaperProcess()
         try:
@@ -120,15 +120,15 @@ class Runner:
 
     def interrupt(self, signum: int) -> None:
         """Act as if the signal had arrived."""
-        self._loop.call_soon(self.happened, Interrupted(signum))
+        self._loop.call_soon(self.handle, Interrupted(signum))
 
-    def happened(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         """Handle an event while the run lasts."""
         # An effect may cause an event (a process that cannot be started), which is handled after those in the queue.
         self._events.append(event)
-        if self._handling:
+        if self._is_handling:
             return
-        self._handling = True
+        self._is_handling = True
         try:
             while self._events:
                 effects = self._supervisor.on(self._events.popleft(), self._loop.time())
@@ -136,7 +136,7 @@ class Runner:
                 for effect in effects:
                     self._try(effect)
         finally:
-            self._handling = False
+            self._is_handling = False
 
     def _try(self, effect: Start | Kill | Say | Finish) -> None:
         try:
@@ -161,19 +161,19 @@ class Runner:
 
     def _start(self, spec: ProcessSpec) -> None:
         key = spec.key
-        self._output.begin(key)
+        self._output.clear_lines(key)
         pipes = {"server": self._plan.lifeline, "scheduler": self._plan.lifeline, "worker": self._plan.metrics}
         try:
             child = Child(
                 spec,
-                lambda stream, lines: self._output.lines(key, stream, lines),
+                lambda stream, lines: self._output.show_lines(key, stream, lines),
                 lambda returncode: self._exited(key, returncode),
                 pipes.get(key.role),
             )
         except OSError as error:
             self._output.say(f"{key} cannot be started: {spec.argv[0]}: {error.strerror}")
             # A shell gives 126 and 127 for a program that cannot be run.
-            self._loop.call_soon(self.happened, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
+            self._loop.call_soon(self.handle, Exited(key, 127 if isinstance(error, FileNotFoundError) else 126))
             return
         self._children[key] = child
         self._reaper.add(child.pid)
@@ -182,7 +182,7 @@ class Runner:
         child = self._children.pop(key)
         self._reaper.remove(child.pid)
         connected = key.role == "worker" and self._plan.connected(key.number, self._supervisor.table.attempt(key))
-        self.happened(Exited(key, returncode, connected))
+        self.handle(Exited(key, returncode, connected))
 
     def _tick(self) -> None:
         if self._finished.done():
@@ -190,10 +190,10 @@ class Runner:
         self._loop.call_later(self._interval, self._tick)
         for key, attempt in self._supervisor.waiting_to_connect():
             if self._plan.connected(key.number, attempt):
-                self.happened(Connected(key))
+                self.handle(Connected(key))
         self._say_who_is_missing()
         failure = self._on_tick(self._loop.time())
-        self.happened(failure if failure is not None else TimePassed())
+        self.handle(failure if failure is not None else TimePassed())
 
     def _say_who_is_missing(self) -> None:
         missing = [key.number for key, _ in self._supervisor.waiting_to_connect()]

@@ -44,7 +44,7 @@ class ScaleRequest:
             return None
 
 
-async def _follow(scheduler: str, run_id: str, token: str) -> None:
+async def _watch(scheduler: str, run_id: str, token: str) -> None:
     import grpc
 
     from psdist.v1 import scheduler_pb2
@@ -73,7 +73,7 @@ def main() -> None:
     """Watch the scheduler of the command line until this process is killed."""
     from psdist.settings.config import find_token
 
-    asyncio.run(_follow(sys.argv[1], sys.argv[2], find_token(os.environ)))
+    asyncio.run(_watch(sys.argv[1], sys.argv[2], find_token(os.environ)))
 
 
 if __name__ == "__main__":

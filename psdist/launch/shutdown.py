@@ -9,7 +9,7 @@ After a worker failed, the others have ``FAILURE_STOP_SECONDS``: the error is kn
 not hold its machine. Half of that time is for the coordinated shutdown, then a second SIGTERM interrupts scripts that
 make no call of psdist.
 
-Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown begins, except
+Invariants: a stage ends when none of its processes is left. The exit status is decided when the shutdown starts, except
 that a run that succeeded ends with ``UNSAVED`` if its snapshot fails.
 """
 
@@ -78,7 +78,7 @@ class _Phase(Enum):
 
 
 class Shutdown:
-    """Stops the processes of ``table``."""
+    """The staged end of the processes in ``table``."""
 
     def __init__(self, table: ProcessTable, policy: RunPolicy) -> None:
         self._table = table
@@ -87,7 +87,7 @@ class Shutdown:
         self._worker_failed = False
         self._phase = _Phase.RUNNING
         self._stage = 0
-        self._begun_at = 0.0
+        self._started_at = 0.0
         self._end = Finish(0)
 
     @property
@@ -100,8 +100,8 @@ class Shutdown:
         """True if a snapshot is still to be started."""
         return self._saves and self._table.ever_connected and self._stage < STOP_ORDER.index("snapshot")
 
-    def begin(self, end: Finish, now: float) -> list[Effect]:
-        """Begin to stop everything. The run ends with ``end``, whose culprit may be a worker that failed."""
+    def start(self, end: Finish, now: float) -> list[Effect]:
+        """Start stopping everything. The run ends with ``end``, whose culprit may be a worker that failed."""
         self._end = end
         self._worker_failed = end.culprit is not None and end.culprit.role == "worker"
         return self._stop_from(0, now)
@@ -119,28 +119,28 @@ class Shutdown:
             how = f": the last one was {describe(event.returncode)}" if event.returncode < 0 else ""
             lost = f"progress since the last snapshot is not saved{how}"
             effects.append(Say(f"{lost}; the run ends with exit status {self._end.status}"))
-        if not self._table.of(STOP_ORDER[self._stage]):
+        if not self._table.with_role(STOP_ORDER[self._stage]):
             effects += self._stop_from(self._stage + 1, now)
         return effects
 
     def on_time(self, now: float) -> list[Effect]:
         """Report processes that take long to end, and kill those that take too long."""
         role = STOP_ORDER[self._stage]
-        late, limit = list(self._table.of(role)), self._limit_seconds(role)
+        late, limit = list(self._table.with_role(role)), self._limit_seconds(role)
         if role == "snapshot" or self._phase in (_Phase.KILLED, _Phase.OVER):
             return []
-        if now >= self._begun_at + limit:
+        if now >= self._started_at + limit:
             self._phase = _Phase.KILLED
             said = Say(f"{enumerate_keys(late)} did not end within {limit:g} s of SIGTERM: killed")
             return [said, *(Kill(key, signal.SIGKILL) for key in late)]
         if self._phase is not _Phase.STOPPING:
             return []
-        if role == "worker" and self._worker_failed and now >= self._begun_at + limit / 2:
+        if role == "worker" and self._worker_failed and now >= self._started_at + limit / 2:
             self._phase = _Phase.REPORTED
             return [Kill(key, signal.SIGTERM) for key in late]
-        if now >= self._begun_at + self._policy.grace_seconds:
+        if now >= self._started_at + self._policy.grace_seconds:
             self._phase = _Phase.REPORTED
-            left = self._begun_at + limit - now
+            left = self._started_at + limit - now
             return [Say(f"waiting for {enumerate_keys(late)} to end; killed in {left:.0f} s")]
         return []
 
@@ -154,17 +154,17 @@ class Shutdown:
         """Stop the first group from ``stage`` on that has a process."""
         for self._stage in range(stage, len(STOP_ORDER)):
             role = STOP_ORDER[self._stage]
-            effects: list[Effect] = [Kill(key, signal.SIGTERM) for key in self._table.of(role)]
+            effects: list[Effect] = [Kill(key, signal.SIGTERM) for key in self._table.with_role(role)]
             if role == "snapshot":
                 effects = self._start_snapshot(now)
             if effects:
-                self._phase, self._begun_at = _Phase.STOPPING, now
+                self._phase, self._started_at = _Phase.STOPPING, now
                 return effects
         self._phase = _Phase.OVER
         return [self._end]
 
     def _start_snapshot(self, now: float) -> list[Effect]:
-        if not self._saves or not self._table.ever_connected or not self._table.of("scheduler"):
+        if not self._saves or not self._table.ever_connected or not self._table.with_role("scheduler"):
             return []
         self._table.start(_SNAPSHOT, now)
         return [Start(_SNAPSHOT, 0)]

@@ -106,7 +106,8 @@ class StoppingProcesses:
 
 
 class ServerScaling:
-    """Starts missing servers, a few at a time, and stops drained ones. A stopped server's number is not reused.
+    """Controller that starts missing servers, a few at a time, and stops drained ones. A stopped server's number is not
+    reused.
 
     Invariant: the newest request counts; starts left over from an earlier one are dropped.
     """
@@ -115,7 +116,7 @@ class ServerScaling:
         self._table = table
         self._stopping = stopping
         self._grace_seconds = grace_seconds
-        self._next_number = len(table.of("server"))
+        self._next_number = len(table.with_role("server"))
         #: The request that servers are still being started for, and when the next ones may be started.
         self._pending: ServersWanted | None = None
         self._next_start = -math.inf
@@ -135,7 +136,7 @@ class ServerScaling:
         if event is None or now < self._next_start:
             return []
         leaving = self._stopping.keys.union(ProcessKey("server", number) for number in event.draining)
-        missing = event.servers - len(self._table.of("server").keys() - leaving)
+        missing = event.servers - len(self._table.with_role("server").keys() - leaving)
         if missing <= STARTS_AT_ONCE:
             self._pending = None
         else:
@@ -150,8 +151,8 @@ class ServerScaling:
 
 
 class WorkerScaling:
-    """Starts workers, or stops those of the highest ranks, when a different number of them is wanted. Workers that end
-    on their own are not replaced."""
+    """Controller that starts workers, or stops those of the highest ranks, when a different number of them is wanted.
+    Workers that end on their own are not replaced."""
 
     def __init__(self, table: ProcessTable, stopping: StoppingProcesses, stop_timeout_seconds: float) -> None:
         self._table = table
@@ -164,8 +165,8 @@ class WorkerScaling:
         if event.workers == self._wanted:
             return []
         self._wanted = event.workers
-        active = sorted(self._table.of("worker").keys() - self._stopping.keys)
-        first = max([event.next_rank, *(key.number + 1 for key in self._table.of("worker"))])
+        active = sorted(self._table.with_role("worker").keys() - self._stopping.keys)
+        first = max([event.next_rank, *(key.number + 1 for key in self._table.with_role("worker"))])
         effects: list[Effect] = []
         for rank in range(first, first + event.workers - len(active)):
             key = ProcessKey("worker", rank)
@@ -203,7 +204,7 @@ class Supervisor:
 
     def waiting_to_connect(self) -> list[tuple[ProcessKey, int]]:
         """Return the running workers that have not connected, with their attempt."""
-        workers = self.table.of("worker").items()
+        workers = self.table.with_role("worker").items()
         return [(key, worker.attempt) for key, worker in workers if not worker.connected]
 
     def on(self, event: Event, now: float) -> list[Effect]:
@@ -221,7 +222,9 @@ class Supervisor:
             case ServersWanted():
                 return [] if self.stopping else self._servers.on_wanted(event, now)
             case WorkersWanted():
-                return [] if self.stopping or not self.table.of("worker") else self._workers.on_wanted(event, now)
+                return (
+                    [] if self.stopping or not self.table.with_role("worker") else self._workers.on_wanted(event, now)
+                )
             case TimePassed() if self.stopping:
                 return self._shutdown.on_time(now)
             case TimePassed():
@@ -283,9 +286,9 @@ class Supervisor:
         cause = Finish(status_of(event.returncode), f"{event.key} failed: {how}{tried}", event.key)
         is_late = event.returncode == exit_codes.LATE
         if not (self._policy.elastic or is_late):
-            return self._shutdown.begin(cause, now)
+            return self._shutdown.start(cause, now)
         self._first_failure = self._first_failure or cause
-        if others := self.table.of("worker"):
+        if others := self.table.with_role("worker"):
             why = "" if is_late else "the run is elastic, so "
             return [Say(f"{cause.message}; {why}others continue: {enumerate_keys(others)}")]
         # A failed run prints its cause at the end anyway.
@@ -299,16 +302,16 @@ class Supervisor:
                 return []
             lost = "; progress since the last snapshot is not saved" if self._shutdown.snapshot_is_ahead else ""
             self._shutdown.leave_snapshot_out()
-            kills = [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.of(role)]
+            kills = [Kill(key, signal.SIGKILL) for role in STOP_ORDER for key in self.table.with_role(role)]
             return [Say(f"{name} again: all processes are killed{lost}"), *kills]
         self._interrupted_at = now
         if self.stopping:
             return [Say(f"{name}: the run is already ending; repeat the signal to kill its processes")]
         said = Say(f"{name}: stopping all processes; repeat the signal to kill them")
-        return [said, *self._shutdown.begin(Finish(exit_codes.SIGNAL_BASE + signum), now)]
+        return [said, *self._shutdown.start(Finish(exit_codes.SIGNAL_BASE + signum), now)]
 
     def _check_unconnected(self, now: float) -> list[Effect]:
-        waiting = [key for key, worker in self.table.of("worker").items() if worker.connected]
+        waiting = [key for key, worker in self.table.with_role("worker").items() if worker.connected]
         if not self._unconnected or not waiting:
             return []
         culprit = self._unconnected[0]
@@ -316,22 +319,22 @@ class Supervisor:
             f"{culprit} ended without connecting to psdist, while {enumerate_keys(waiting)} waits for it: every "
             "worker's script must call psdist.init() or psdist.Client()"
         )
-        return self._shutdown.begin(Finish(exit_codes.NEVER_CONNECTED, message, culprit), now)
+        return self._shutdown.start(Finish(exit_codes.NEVER_CONNECTED, message, culprit), now)
 
     def _check_all_ended(self, now: float) -> list[Effect]:
-        if self.table.of("worker"):
+        if self.table.with_role("worker"):
             return []
         if self._first_failure is not None and not self._succeeded:
-            return self._shutdown.begin(self._first_failure, now)
+            return self._shutdown.start(self._first_failure, now)
         said: list[Effect] = []
         if not self.table.ever_connected:
             said.append(Say("warning: the script never used psdist: no worker called psdist.init() or psdist.Client()"))
-        return said + self._shutdown.begin(Finish(exit_codes.OK), now)
+        return said + self._shutdown.start(Finish(exit_codes.OK), now)
 
     def _give_up(self, end: Finish, now: float) -> list[Effect]:
         """Stop because servers or the scheduler do not work: nothing can be saved."""
         self._shutdown.leave_snapshot_out()
-        return self._shutdown.begin(end, now)
+        return self._shutdown.start(end, now)
 
 
 def _cannot_begin(returncode: int, attempt: int) -> bool:

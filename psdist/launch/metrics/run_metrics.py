@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, Protocol, get_args
 
 from psdist.errors import MalformedPayloadError
 from psdist.launch.metrics.receiver import MetricsReceiver
@@ -21,6 +21,9 @@ from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tensorboard import TensorBoardTracker
 from psdist.metrics.trackers.tracker import Tracker, Trackers
 from psdist.settings.config import METRICS_INTERVAL_SECONDS, ProgressName
+from psdist.settings.declarations import setting
+from psdist.settings.flags import one_of, seconds
+from psdist.settings.programs import OUTPUT_TITLE
 
 #: Shortest time between two updates of the line on a terminal.
 _REFRESH_SECONDS: Final = 0.1
@@ -28,17 +31,21 @@ _REFRESH_SECONDS: Final = 0.1
 _LEAST_PATIENCE_SECONDS: Final = 0.2
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MetricsOptions:
-    """Destinations of metrics.
+    """Destinations of metrics."""
 
-    tensorboard: a directory for event files of runs.
-    interval_seconds: time that each line of a file covers.
-    """
-
-    tensorboard: Path | None = None
-    progress: ProgressName = "auto"
-    interval_seconds: float = METRICS_INTERVAL_SECONDS
+    tensorboard: Path | None = setting(
+        "write TensorBoard files of reported metrics to DIR/RUN_ID (pip install tensorboardX)", Path, None, "DIR",
+        group=OUTPUT_TITLE,
+    )  # fmt: skip
+    progress: ProgressName = setting(
+        "progress line of reported metrics: auto (in place on a terminal), plain or off",
+        one_of(*get_args(ProgressName)), "auto", "HOW", group=OUTPUT_TITLE,
+    )  # fmt: skip
+    metrics_interval_seconds: float = setting(
+        "interval over which reported metrics are aggregated", seconds(), METRICS_INTERVAL_SECONDS, group=OUTPUT_TITLE
+    )
 
 
 class Console(Protocol):
@@ -87,15 +94,15 @@ class RunMetrics:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that workers need to report."""
-        return self._receiver.environment | {"PSDIST_METRICS_INTERVAL": f"{self._options.interval_seconds:g}"}
+        return self._receiver.environment | {"PSDIST_METRICS_INTERVAL": f"{self._options.metrics_interval_seconds:g}"}
 
     def start(self, console: Console) -> None:
         """Start receiving on the running loop, and showing the reports."""
         self._console = console
         if self._options.progress != "off":
             in_place = self._options.progress == "auto" and console.is_terminal
-            seconds = _REFRESH_SECONDS if in_place else PLAIN_SECONDS
-            self._add(ProgressTracker(partial(_show, console, in_place), seconds, shows_last=in_place))
+            pause = _REFRESH_SECONDS if in_place else PLAIN_SECONDS
+            self._add(ProgressTracker(partial(_show, console, in_place), pause, shows_last=in_place))
         self._receiver.start()
 
     def close(self) -> None:
@@ -118,7 +125,7 @@ class RunMetrics:
         if self._expected <= self._intervals.keys():
             self._flush()
         elif self._timer is None:
-            patience = max(_LEAST_PATIENCE_SECONDS, 2 * self._options.interval_seconds)
+            patience = max(_LEAST_PATIENCE_SECONDS, 2 * self._options.metrics_interval_seconds)
             self._timer = asyncio.get_running_loop().call_later(patience, self._flush)
 
     def _flush(self) -> None:

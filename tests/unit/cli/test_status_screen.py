@@ -18,7 +18,7 @@ from rich.console import Console
 
 from psdist.cli import status
 from psdist.cli.status import as_json
-from psdist.cli.status_screen import Screen, lines
+from psdist.cli.status_screen import Screen, screen_lines
 from psdist.cli.target import SchedulerChoice
 from psdist.errors import SchedulerUnreachableError
 from psdist.v1 import scheduler_pb2 as pb
@@ -113,7 +113,7 @@ def test_a_scheduler_that_does_not_answer_leaves_the_last_status() -> None:
 @pytest.mark.parametrize("height", [4, 6, 10, 24])
 @pytest.mark.parametrize("width", [20, 80])
 def test_nothing_is_larger_than_the_terminal(width: int, height: int) -> None:
-    shown = lines(as_json(answer(12, 40)), width, height)
+    shown = screen_lines(as_json(answer(12, 40)), width, height)
     assert len(shown) <= height and all(line.cell_len <= width for line in shown)
     assert shown[0].plain.startswith("digits: ")
     if height >= 10 and width >= 80:
@@ -124,7 +124,7 @@ def test_nothing_is_larger_than_the_terminal(width: int, height: int) -> None:
 
 def test_members_are_in_the_order_of_their_numbers() -> None:
     report: dict[str, Any] = as_json(answer(12, 0))
-    names = [line.plain.split()[0] for line in lines(report, WIDTH, 40)[3:15]]
+    names = [line.plain.split()[0] for line in screen_lines(report, WIDTH, 40)[3:15]]
     assert names == [f"server-{number}" for number in range(12)]
 
 

@@ -70,21 +70,21 @@ def test_streams_in_torchruns_notation() -> None:
 
 
 def test_routing(tmp_path: Path) -> None:
-    assert Routing(tmp_path).to_file(0, STDOUT) and not Routing().to_file(0, STDOUT)
-    redirected = Routing(tmp_path, redirects={None: 3}, tees={1: 2})
+    assert Routing(log_dir=tmp_path).to_file(0, STDOUT) and not Routing().to_file(0, STDOUT)
+    redirected = Routing(log_dir=tmp_path, redirects={None: 3}, tee={1: 2})
     assert redirected.to_file(0, STDOUT) and not redirected.to_console(0, STDOUT)
     assert redirected.to_console(1, STDERR) and not redirected.to_console(1, STDOUT)
-    shown = Routing(shown_ranks=frozenset({1}))
+    shown = Routing(local_ranks_filter=frozenset({1}))
     assert shown.to_console(1, STDOUT) and not shown.to_console(0, STDERR) and shown.to_console(None, STDERR)
 
 
 def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    output = Output(Routing(tmp_path / "logs"), lambda rank: rank - 4, "trainer")
-    output.begin(WORKER)
-    output.lines(WORKER, STDOUT, ["a", "b"])
-    output.lines(WORKER, STDERR, ["c"])
-    output.begin(ProcessKey("scheduler", 0))
-    output.lines(ProcessKey("scheduler", 0), STDERR, ["d"])
+    output = Output(Routing(log_dir=tmp_path / "logs"), lambda rank: rank - 4, "trainer")
+    output.clear_lines(WORKER)
+    output.show_lines(WORKER, STDOUT, ["a", "b"])
+    output.show_lines(WORKER, STDERR, ["c"])
+    output.clear_lines(ProcessKey("scheduler", 0))
+    output.show_lines(ProcessKey("scheduler", 0), STDERR, ["d"])
     output.report(WORKER)
     output.close()
     captured = capsys.readouterr()
@@ -116,10 +116,10 @@ def test_a_full_disk_is_said_once_on_the_other_stream(
 ) -> None:
     full(name)
     output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
-    output.begin(WORKER)
+    output.clear_lines(WORKER)
     for _ in range(3):
-        output.lines(WORKER, stream, ["lost"])
-    output.lines(WORKER, STDERR if stream == STDOUT else STDOUT, ["seen"])
+        output.show_lines(WORKER, stream, ["lost"])
+    output.show_lines(WORKER, STDERR if stream == STDOUT else STDOUT, ["seen"])
     output.close()
     # Nothing is left that could fail once more.
     getattr(sys, name).flush()
@@ -133,8 +133,8 @@ def test_two_full_disks_raise_nothing(full: Callable[[str], None]) -> None:
     full("stdout")
     full("stderr")
     output = Output(Routing(), lambda rank: rank, on_broken=lambda: pytest.fail("no reader is gone"))
-    output.begin(WORKER)
-    output.lines(WORKER, STDOUT, ["lost"])
+    output.clear_lines(WORKER)
+    output.show_lines(WORKER, STDOUT, ["lost"])
     output.say("lost")
     output.close()
 
@@ -144,11 +144,11 @@ def test_a_stream_that_can_be_written_again_is_kept(
 ) -> None:
     full("stdout")
     output = Output(Routing(), lambda rank: rank)
-    output.begin(WORKER)
-    output.lines(WORKER, STDOUT, ["held"])
+    output.clear_lines(WORKER)
+    output.show_lines(WORKER, STDOUT, ["held"])
     with (tmp_path / "room").open("w") as room:
         os.dup2(room.fileno(), sys.stdout.fileno())
-    output.lines(WORKER, STDOUT, ["later"])
+    output.show_lines(WORKER, STDOUT, ["later"])
     output.close()
     sys.stdout.write("last")
     sys.stdout.flush()
@@ -157,10 +157,10 @@ def test_a_stream_that_can_be_written_again_is_kept(
 
 def test_a_log_file_on_a_full_disk_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "worker-5.log").symlink_to("/dev/full")
-    output = Output(Routing(tmp_path), lambda rank: rank)
-    output.begin(WORKER)
-    output.lines(WORKER, STDOUT, ["a"])
-    output.lines(WORKER, STDOUT, ["b"])
+    output = Output(Routing(log_dir=tmp_path), lambda rank: rank)
+    output.clear_lines(WORKER)
+    output.show_lines(WORKER, STDOUT, ["a"])
+    output.show_lines(WORKER, STDOUT, ["b"])
     output.close()
     captured = capsys.readouterr()
     assert captured.out == "[worker 5] a\n[worker 5] b\n"
@@ -213,7 +213,9 @@ def test_a_worker_gets_torchruns_environment_and_nothing_of_an_outer_run(tmp_pat
 
 
 def test_the_guard_kills_what_was_not_struck_out() -> None:
-    assert reaper.follow([b"+10\n", b"+11\n", b"-10\n", b"+1\n", b"+0\n", b"nonsense\n", b"+\n", b"-99\n"]) == {11}
+    assert reaper.remaining_groups(
+        [b"+10\n", b"+11\n", b"-10\n", b"+1\n", b"+0\n", b"nonsense\n", b"+\n", b"-99\n"]
+    ) == {11}
 
 
 def test_notes_of_runs(tmp_path: Path) -> None:

@@ -57,7 +57,10 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 async def test_workers_are_combined_as_soon_as_all_have_reported(tmp_path: Path) -> None:
-    metrics, console = RunMetrics(MetricsOptions(interval_seconds=600), "run", tmp_path, range(2)), FakeConsole(True)
+    metrics, console = (
+        RunMetrics(MetricsOptions(metrics_interval_seconds=600), "run", tmp_path, range(2)),
+        FakeConsole(True),
+    )
     metrics.start(console)
     for rank, step, samples, loss in ((1, 3, 30, 1.0), (1, 4, 30, 1.0), (0, 4, 20, 5.0)):
         os.write(metrics.descriptor, to_line(interval(rank, step, samples, loss)))
@@ -75,12 +78,15 @@ async def test_workers_are_combined_as_soon_as_all_have_reported(tmp_path: Path)
 
 async def test_a_worker_that_is_late_is_not_waited_for_for_long(tmp_path: Path) -> None:
     """The second time it is not expected any more."""
-    metrics, console = RunMetrics(MetricsOptions(interval_seconds=0), "run", tmp_path, range(2)), FakeConsole(True)
+    metrics, console = (
+        RunMetrics(MetricsOptions(metrics_interval_seconds=0), "run", tmp_path, range(2)),
+        FakeConsole(True),
+    )
     metrics.start(console)
     os.write(metrics.descriptor, to_line(interval(0, 1)))
     await asyncio.wait_for(console.changed.wait(), 60)
     assert [line["workers"] for line in lines_of(tmp_path / "metrics.jsonl")] == [1]
-    metrics._options = MetricsOptions(interval_seconds=600)
+    metrics._options = MetricsOptions(metrics_interval_seconds=600)
     for number in (2, 3):
         os.write(metrics.descriptor, to_line(interval(0, number)))
     metrics._receiver._read()
@@ -188,9 +194,9 @@ def test_lines_stand_above_the_progress_line(terminal: Terminal, monkeypatch: py
     monkeypatch.setattr("psdist.launch.output.stamped", lambda message: f"12:00 {message}")
     output = Output(Routing(), lambda rank: rank)
     assert output.is_terminal
-    output.begin(WORKER)
+    output.clear_lines(WORKER)
     output.show_progress("step 1  " + "x" * 80)
-    output.lines(WORKER, STDOUT, ["hello"])
+    output.show_lines(WORKER, STDOUT, ["hello"])
     output.show_progress("step 2")
     output.show_progress("")
     output.say("the end")
@@ -204,10 +210,10 @@ def test_another_stream_is_not_disturbed(
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal.stream)
     output = Output(Routing(), lambda rank: rank)
-    output.begin(WORKER)
+    output.clear_lines(WORKER)
     output.show_progress("step 1")
     assert "step 1" in terminal.shown()
-    output.lines(WORKER, STDOUT, ["hello"])
+    output.show_lines(WORKER, STDOUT, ["hello"])
     assert capsys.readouterr().out == "[worker 0] hello\n"
 
 

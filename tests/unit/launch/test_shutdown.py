@@ -25,7 +25,7 @@ def test_groups_are_stopped_one_after_the_other() -> None:
     table = ProcessTable((SCHEDULER, SERVER, WORKER), 0.0)
     machine = shutdown(table)
     assert not machine.is_under_way
-    assert machine.begin(Finish(3), 1.0) == [Kill(WORKER, signal.SIGTERM)] and machine.is_under_way
+    assert machine.start(Finish(3), 1.0) == [Kill(WORKER, signal.SIGTERM)] and machine.is_under_way
     assert ended(table, machine, WORKER, 2.0) == [Kill(SERVER, signal.SIGTERM)]
     assert ended(table, machine, SERVER, 2.0) == [Kill(SCHEDULER, signal.SIGTERM)]
     assert ended(table, machine, SCHEDULER, 2.0) == [Finish(3)]
@@ -34,7 +34,7 @@ def test_groups_are_stopped_one_after_the_other() -> None:
 
 def test_a_group_is_named_and_then_killed_when_its_time_is_over() -> None:
     machine = shutdown(ProcessTable((WORKER,), 0.0))
-    machine.begin(Finish(0), 10.0)
+    machine.start(Finish(0), 10.0)
     assert machine.on_time(14.9) == []
     assert machine.on_time(15.0) == [Say("waiting for worker 0 to end; killed in 25 s")]
     assert machine.on_time(39.9) == []
@@ -44,7 +44,7 @@ def test_a_group_is_named_and_then_killed_when_its_time_is_over() -> None:
 
 def test_after_a_failure_the_others_are_interrupted_and_killed_within_a_second() -> None:
     machine = shutdown(ProcessTable((WORKER,), 0.0))
-    assert machine.begin(Finish(1, "worker 1 failed", ProcessKey("worker", 1)), 10.0) == [Kill(WORKER, signal.SIGTERM)]
+    assert machine.start(Finish(1, "worker 1 failed", ProcessKey("worker", 1)), 10.0) == [Kill(WORKER, signal.SIGTERM)]
     assert machine.on_time(10.4) == []
     assert machine.on_time(10.5) == [Kill(WORKER, signal.SIGTERM)]
     assert machine.on_time(10.9) == []
@@ -56,7 +56,7 @@ def test_a_snapshot_has_no_time_limit_and_its_failure_a_status() -> None:
     table = ProcessTable((SERVER, SCHEDULER), 0.0)
     table.connect(WORKER)
     machine = shutdown(table, saves=True)
-    assert machine.begin(Finish(0), 0.0) == [Start(SNAPSHOT, 0)]
+    assert machine.start(Finish(0), 0.0) == [Start(SNAPSHOT, 0)]
     assert machine.on_time(3600.0) == []
     ended(table, machine, SNAPSHOT, 3600.0, returncode=1)
     ended(table, machine, SERVER, 3600.0)
