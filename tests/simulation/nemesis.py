@@ -415,18 +415,20 @@ class Nemesis:
         until_goes_on = world.options.worker_lease_seconds + _GOES_ON_SECONDS
         if seconds > until_goes_on + _GOES_ON_SECONDS:
             world.counts["cut off for longer than a lease"] += 1
-            self._later(until_goes_on, self._look_who_trains, worker)
+            self._later(until_goes_on, self._look_who_trains, worker, self._loop.time())
         self._later(seconds, self._not_cut_off)
         return True
 
     def _not_cut_off(self) -> None:
         self._cut_off = False
 
-    def _look_who_trains(self, cut_off: int) -> None:
+    def _look_who_trains(self, cut_off: int, since: float) -> None:
         acked = {life.number: sum(push.acked for push in life.pushes) for life in self._others(cut_off)}
-        self._later(_GOES_ON_SECONDS, self._check_they_train, cut_off, acked)
+        self._later(_GOES_ON_SECONDS, self._check_they_train, cut_off, since, acked)
 
-    def _check_they_train(self, cut_off: int, before: dict[int, int]) -> None:
+    def _check_they_train(self, cut_off: int, since: float, before: dict[int, int]) -> None:
+        if self._apart_until > since:
+            return  # The scheduler was cut off meanwhile, and could expel nobody.
         for life in self._others(cut_off):
             self._world.counts["trained on beside a cut"] += life.number in before
             if sum(push.acked for push in life.pushes) == before.get(life.number, -1):
