@@ -1,8 +1,8 @@
 """ServerService over grpc.aio: reads frames, checks the sender, and passes slices to the parameter stores.
 
 A request is checked in this order before a payload is read: run, token (by the interceptor), epoch known, worker and
-    incarnation, epoch current, parameter set. Slices travel as raw frames (``psdist.wire.frames``), so their methods
-    are registered without protobuf's serializers.
+incarnation, epoch current, parameter set. Slices travel as raw frames (``psdist.wire.frames``), so their methods
+are registered without protobuf's serializers.
 """
 
 from __future__ import annotations

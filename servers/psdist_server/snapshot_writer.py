@@ -27,7 +27,7 @@ from psdist.snapshots import format as layout
 from psdist.snapshots.storage import Storage, Writer
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import status
-from psdist_server.core.cut import CopyBudget, CutState
+from psdist_server.core.cut_state import CopyBudget, CutState
 from psdist_server.kernels.arrays import Array
 from psdist_server.store.copy_on_write import SliceCopies
 from psdist_server.store.parameter_store import ParameterStore

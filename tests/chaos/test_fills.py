@@ -12,8 +12,8 @@ from psdist.chaos.refusals import GAP, STALE, count_refusals
 from psdist.consistency import BSP
 from psdist.errors import InvalidArgumentError
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
-from psdist_server.core.records import ReplicaUpdate
 from psdist_server.core.replication import BackupReplication
+from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.store import replicator
 
 A, B, C = (Replica(f"server-{name}", 1) for name in "abc")

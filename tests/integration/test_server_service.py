@@ -242,7 +242,7 @@ async def test_a_second_header_is_refused(bench: Bench) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         _ = [answer async for answer in call]
     error = status.from_call(caught.value, "server")
-    assert isinstance(error, InvalidArgumentError) and "has header too: only the first one may" in error.message
+    assert isinstance(error, InvalidArgumentError) and "has a second header: only the first may" in error.message
     weights = await bench.push_pull(bench.header(0), parts)
     assert weights.tobytes() == (INITIAL - np.float32(0.5) * GRADIENT).tobytes()
 
@@ -254,7 +254,7 @@ async def test_a_second_identity_is_refused(bench: Bench) -> None:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await bench.stub.Install(iter(requests), metadata=auth.metadata(TOKEN))
     error = status.from_call(caught.value, "server")
-    assert isinstance(error, InvalidArgumentError) and "has identity too: only the first one may" in error.message
+    assert isinstance(error, InvalidArgumentError) and "has a second identity: only the first may" in error.message
     assert bench.host.admission.store("p").dense.installed == {0}
 
 

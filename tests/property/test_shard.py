@@ -30,8 +30,8 @@ from psdist_server.core.events import (
     SliceApplied,
     SlicePushed,
 )
-from psdist_server.core.records import SliceRecord
 from psdist_server.core.role_changes import make_shard
+from psdist_server.core.slice_records import SliceRecord
 
 SLICES = 3
 WORKERS = 3
@@ -65,7 +65,7 @@ class Cluster(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Apply(index, step, parts):
-                    assert index not in self.applying, "two concurrent updates of one slice"
+                    assert index not in self.applying, "two updates of one slice at once"
                     assert step == self.shard.slices[index].version
                     self.applying[index] = effect
                     self.use(index, step, parts)

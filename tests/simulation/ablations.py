@@ -31,7 +31,7 @@ from psdist_scheduler.members.sessions import Sessions
 from psdist_scheduler.placement import replicas
 from psdist_server import admission
 from psdist_server.core import async_shard, bsp_shard, gates, replication, shard
-from psdist_server.core.records import SliceRecord
+from psdist_server.core.slice_records import SliceRecord
 from psdist_server.store import (
     applier,
     backup_shards,

@@ -15,7 +15,7 @@ from psdist_scheduler import snapshot_io
 from psdist_scheduler.coordination import deferred_losses
 from psdist_scheduler.datasets import used_ranges
 from psdist_scheduler.members import membership
-from psdist_server.core import cut as cuts
+from psdist_server.core import cut_state as cuts
 from psdist_server.core.async_shard import AsyncShard
 from psdist_server.store import copy_on_write
 from tests.simulation import snapshots

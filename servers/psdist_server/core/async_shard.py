@@ -1,7 +1,7 @@
 """The shard machine of SSP and ASP. Pure.
 
 Invariants: The pushes of one producer are applied once each, in the order of their sequence numbers. Unless the slice
-    came from another server, a gradient is rejected if it is based on a version that the slice has not reached.
+came from another server, a gradient is rejected if it is based on a version that the slice has not reached.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from psdist_server.core.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.core.records import Producer, Records, SliceRecord
 from psdist_server.core.shard import ShardMachine, SliceBase
+from psdist_server.core.slice_records import Producer, Records, SliceRecord
 
 
 @dataclass(slots=True)

@@ -29,8 +29,8 @@ from psdist_server.core.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.core.records import Producer, Records, SliceRecord
 from psdist_server.core.shard import ShardMachine, SliceBase
+from psdist_server.core.slice_records import Producer, Records, SliceRecord
 
 
 @dataclass(frozen=True, slots=True)

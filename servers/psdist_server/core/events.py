@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from psdist.errors import PsdistError
 from psdist.types import ParametersMember
-from psdist_server.core.records import Producer
+from psdist_server.core.slice_records import Producer
 
 # --- events -----------------------------------------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """Estimates of workers' gradients (EF21), which let workers push differences instead of gradients. Pure.
 
 The gradient of such a push is the updated estimate. The worker computes the same estimate, since both sides add the
-    same segments in float32. Estimates only save bandwidth: they are in no snapshot and on no replica. If the server's
-    estimate is not the one that a push is a difference to, the server refuses the push and the worker sends the whole
-    gradient.
+same segments in float32. Estimates only save bandwidth: they are in no snapshot and on no replica. If the server's
+estimate is not the one that a push is a difference to, the server refuses the push and the worker sends the whole
+gradient.
 
 Source: Richtarik, Sokolov, Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error
-    Feedback" (arXiv 2106.05203), algorithm 2.
+Feedback" (arXiv 2106.05203), algorithm 2.
 
 Invariants: There is at most one estimate per slice and live worker. A returned array never changes.
 """

@@ -11,9 +11,9 @@ with every update, even without a replica to send it to. Each filling has a numb
 (``Shard.fills``): statements of a replica, a primary or a late report about an earlier filling are ignored.
 
 Invariants: An update counts as replicated once each required replica (``backups`` of the map, and those already filled)
-    has acknowledged it. A replica that is being copied acknowledges nothing before it is filled. A replica accepts only
-    lsn + 1, acknowledges repeats again, and refuses everything that is not from its map's primary and term. The primary
-    stores updates until no replica needs them.
+has acknowledged it. A replica that is being copied acknowledges nothing before it is filled. A replica accepts only
+lsn + 1, acknowledges repeats again, and refuses everything that is not from its map's primary and term. The primary
+stores updates until no replica needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Generic, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError, StaleCopyError, StaleTermError
 from psdist.types import Replica, Shard
-from psdist_server.core.records import G, Producer, ReplicaUpdate, SliceRecord
+from psdist_server.core.slice_records import G, Producer, ReplicaUpdate, SliceRecord
 
 T = TypeVar("T")
 
@@ -288,7 +288,7 @@ class PrimaryReplication(Generic[G]):
         """Number a change of the shard's state while there is no replica to send it to.
 
         Without its own number the new state could be mistaken for the previous one: a replica that held that one and
-            returns would never receive the change.
+        returns would never receive the change.
         """
         assert not self.peers, self.peers
         self.lsn += 1
@@ -440,7 +440,7 @@ class BackupReplication:
         """Record an update and its entries in the duplicate table.
 
         Raises InvalidArgumentError if updates before it are missing: the stream must be reopened. Raises
-            StaleCopyError, once, if it does not fit the copy: the copy must be filled again.
+        StaleCopyError, once, if it does not fit the copy: the copy must be filled again.
         """
         if self.is_stale and not self._copying:
             return "ignore"

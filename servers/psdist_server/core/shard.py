@@ -44,7 +44,7 @@ from psdist_server.core.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.core.records import Producer, SliceRecord
+from psdist_server.core.slice_records import Producer, SliceRecord
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ def _kernel(name: str, element: Callable[..., Any]) -> str:
     """Return the CUDA C of one optimizer.
 
     Arguments of the kernel: the arrays, 0 for absent ones; size: elements of each, starting at its address; ``staged``
-        holds as many of each contribution; mean: 0 for none.
+    holds as many of each contribution; mean: 0 for none.
     """
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(element))).body
     assert isinstance(function, ast.FunctionDef)

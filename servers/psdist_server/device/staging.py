@@ -6,7 +6,7 @@ and are never freed. An update allocates nothing, so it cannot run out of memory
 process share the areas.
 
 Invariants: An area is reused only after all its operations are complete. A lane that is returned is idle, so nothing is
-    written to the caller's memory afterwards.
+written to the caller's memory afterwards.
 """
 
 from __future__ import annotations

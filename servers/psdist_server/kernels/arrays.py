@@ -1,19 +1,19 @@
 """The arrays of a parameter set on one server, and the updates of them.
 
 Weights and optimizer state are one float32 array each, virtual over the whole vector: slice i occupies
-    ``slicing.bounds(i)``. Only held slices have memory, so P parameters with Adam cost 12 x P bytes, and shards come
-    and go without moving anything. Workers on this host may read the weights in place (``memory``). If workers receive
-    compressed differences, the published weights are one more array, and workers read these (``published``). The shard
-    machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL
-    and may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run concurrently for
-    other slices.
+``slicing.bounds(i)``. Only held slices have memory, so P parameters with Adam cost 12 x P bytes, and shards come
+and go without moving anything. Workers on this host may read the weights in place (``memory``). If workers receive
+compressed differences, the published weights are one more array, and workers read these (``published``). The shard
+machines decide which update runs when. Methods that compute (``combine``, ``apply``, ``digest``) release the GIL
+and may run in kernel threads, at most one per slice at a time. ``hold`` and ``release`` may run concurrently for
+other slices.
 
 Invariants: Each contribution is read once, into the kernel's own memory, so that it may change meanwhile without harm.
-    No NaN or Inf of a contribution reaches the weights: the contribution is left out of its block of ``BLOCK`` elements
-    (of the whole slice if contributions have weights), and its position is returned. A block whose sum overflows is not
-    updated. An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the same bytes as the
-    update by its parts. Encoded contributions give the same bytes as their decoded values. The content of a released
-    slice is lost, except what workers read, which stays readable until ``reclaim``.
+No NaN or Inf of a contribution reaches the weights: the contribution is left out of its block of ``BLOCK`` elements
+(of the whole slice if contributions have weights), and its position is returned. A block whose sum overflows is not
+updated. An update by the mean of ``combine``, or by the mean that ``apply`` wrote out, gives the same bytes as the
+update by its parts. Encoded contributions give the same bytes as their decoded values. The content of a released
+slice is lost, except what workers read, which stays readable until ``reclaim``.
 """
 
 from __future__ import annotations

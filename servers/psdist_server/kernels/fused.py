@@ -1,9 +1,9 @@
 """Fused updates: the mean of contributions and the optimizer's arithmetic in one pass over memory, for several slices.
 
 There is one kernel per optimizer. It works block by block: contributions to a block are added in the first-level cache
-    (``kernels.mean_of_block``), and then the block's weights and state are updated from there. One call updates several
-    slices, because a thread needs the interpreter between calls, and the kernel has evicted the interpreter's memory
-    from the caches. The same arithmetic in plain numpy is in ``tests/support/reference.py``, and gives the same bytes.
+(``kernels.mean_of_block``), and then the block's weights and state are updated from there. One call updates several
+slices, because a thread needs the interpreter between calls, and the kernel has evicted the interpreter's memory
+from the caches. The same arithmetic in plain numpy is in ``tests/support/reference.py``, and gives the same bytes.
 
 A block in which contributions have NaN or Inf is updated by the mean of the others. A block whose mean is still not
 finite (its sum overflows) is not updated. Each value of a contribution is read once before it is used, so memory that

@@ -223,7 +223,7 @@ def sum_squares(values: Floats) -> float:
     """Return the sum of the squares of float32[n] ``values``, in float64.
 
     The order is fixed: element i is added to lane i % SUM_LANES, in ascending order; then the upper half of the lanes
-        is added to the lower half until one is left. (The square of a float32 is exact in float64.)
+    is added to the lower half until one is left. (The square of a float32 is exact in float64.)
     """
     check_vector("values", values, DTYPES["float32"], values.size)
     return float(_sum_squares(values))

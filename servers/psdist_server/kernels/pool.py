@@ -5,7 +5,7 @@ thread takes several items at a time if many are waiting, and one wake-up report
 read low slices first, so an update of a low slice runs before those of higher ones, even if it was submitted later.
 
 Invariants: Each work item is reported once, on the loop that created the pool, in the order in which it finished. Items
-    that finish after ``close`` are not reported.
+that finish after ``close`` are not reported.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ class KernelLauncher:
     Tracks which shards have kernels running.
 
     Invariants: Results are reported on the event loop, each once. The result of a kernel on a slice that was discarded
-        meanwhile is not reported. A failed kernel is reported to ``fail``, because it concerns all calls that wait for
-        the slice, not only the one that started the kernel.
+    meanwhile is not reported. A failed kernel is reported to ``fail``, because it concerns all calls that wait for
+    the slice, not only the one that started the kernel.
 
     fail: called with a description and the error of a failed kernel.
     """

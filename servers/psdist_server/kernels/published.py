@@ -6,8 +6,8 @@ the codec loses is part of the next difference, which is the error feedback of E
 "EF21-P and Friends", 2023). The latest differences are stored for workers that hold an earlier version.
 
 Invariants: Published weights depend only on the weights and versions of the slice, so all copies of a slice have the
-    same. They are finite, or equal to the weights themselves. ``publish`` may run in a kernel thread, at most one per
-    slice at a time, and nothing else uses the slice meanwhile.
+same. They are finite, or equal to the weights themselves. ``publish`` may run in a kernel thread, at most one per
+slice at a time, and nothing else uses the slice meanwhile.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from psdist.types import ParametersEntry
 from psdist_server.core.events import Aggregate, Apply
-from psdist_server.core.records import ReplicaUpdate
+from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.kernels.arrays import Applied, Array, Bad, DenseParameters, Gradient, Update
 from psdist_server.kernels.optimizers import clip_factor
 from psdist_server.kernels.pool import KernelLauncher

@@ -1,9 +1,9 @@
 """The shards that this server holds for other primaries, and the handling of the primaries' messages.
 
 Messages for a slice are handled in order: arrays that replace it, updates, and comparisons of its digest. Updates of
-    different slices run concurrently in the kernel threads. An update is acknowledged when it and all earlier ones are
-    in the arrays. Only the newest of a server's streams counts: a late message on an earlier one could restart a copy
-    that is complete, and the primary reads answers on the newest stream only.
+different slices run concurrently in the kernel threads. An update is acknowledged when it and all earlier ones are
+in the arrays. Only the newest of a server's streams counts: a late message on an earlier one could restart a copy
+that is complete, and the primary reads answers on the newest stream only.
 
 ``core.replication`` decides which update comes next; ``replica_service`` serves the stream.
 """
@@ -27,8 +27,8 @@ from psdist.types import ITEM_BYTES, ParametersEntry, ParametersSpec, Replica, S
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import convert, status
 from psdist.wire.frames import Frame
-from psdist_server.core.records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import BackupReplication, stale_term
+from psdist_server.core.slice_records import Producer, ReplicaUpdate, SliceRecord
 from psdist_server.kernels.arrays import Applied, Array, DenseParameters, Gradient, Update, gradient_of
 from psdist_server.kernels.pool import KernelLauncher
 from psdist_server.store.global_norm import NormBoard

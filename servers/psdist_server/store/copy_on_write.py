@@ -1,6 +1,6 @@
 """Copies of slices for a snapshot, made before updates change the slices.
 
-``SliceCopies`` connects the state of the cut (``core.cut``), the kernels that copy, and the writer of the files
+``SliceCopies`` connects the state of the cut (``core.cut_state``), the kernels that copy, and the writer of the files
 (``snapshot_writer``), which takes slices in file order. ``UpdateGate`` holds the updates that must wait for copies.
 Everything here runs on the event loop.
 
@@ -8,7 +8,7 @@ During training, every slice changes soon after it has reached the cut. So slice
 threads are otherwise idle.
 
 Invariants: The memory of a copy is reused only when its slice has been written, or the attempt is over and no kernel
-    uses it. No update waits for an attempt that is over.
+uses it. No update waits for an attempt that is over.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, Generic, NamedTuple, TypeVar
 
-from psdist_server.core.cut import CutState
+from psdist_server.core.cut_state import CutState
 from psdist_server.kernels.arrays import Array, DenseParameters
 from psdist_server.kernels.memory import MemoryPool
 from psdist_server.kernels.pool import KernelLauncher

@@ -1,11 +1,11 @@
 """The global gradient norm of a BSP step: squared norms by slice, of this server and the others.
 
 Every server adds the squares of all slices in slice order, in float64. So all servers compute the same norm, whatever
-    their number. The squares of a step are stored until no server can ask for them any more: a slice of step t + 2 can
-    be aggregated only when every server knew the norm of step t.
+their number. The squares of a step are stored until no server can ask for them any more: a slice of step t + 2 can
+be aggregated only when every server knew the norm of step t.
 
 A server records three kinds of squares: those of its own slices when they are aggregated; those of its backup shards as
-    they arrive with the updates, for the case that it is promoted; and those that other servers send.
+they arrive with the updates, for the case that it is promoted; and those that other servers send.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Memory for the gradients that a primary sends to its replicas.
 
 It is an arena of slots, each large enough for a slice. A replica on this host maps the arena and reads gradients in
-    place. A slot is free again when nothing references its array: not the machine that stores the update, nor the queue
-    of a connection, nor a stream whose replica has not acknowledged it. The most recently freed slot is reused first,
-    because it may still be in a cache.
+place. A slot is free again when nothing references its array: not the machine that stores the update, nor the queue
+of a connection, nor a stream whose replica has not acknowledged it. The most recently freed slot is reused first,
+because it may still be in a cache.
 
 Invariants: The arena has at most KEPT_BYTES_MAX. Memory that a replica may still read is never written again: if a
-    stream ends before its replica has acknowledged a gradient, that slot is lost (``lose``), and an arena that has lost
-    half of its slots is replaced. Without a free slot, gradients get separate memory, which is copied when sent.
+stream ends before its replica has acknowledged a gradient, that slot is lost (``lose``), and an arena that has lost
+half of its slots is replaced. Without a free slot, gradients get separate memory, which is copied when sent.
 
 ``replicator`` limits the number of stored gradients; ``replica_service`` reads the arena.
 """

@@ -4,7 +4,7 @@ There is one stream (``Replicate``) to each server that holds copies. The machin
 content, and which updates are sent again after a break.
 
 Invariants: Messages leave in the order of the machines' effects. Memory for replicas is bounded: above KEPT_BYTES_MAX
-    further updates wait (``has_room``), and slices are copied one at a time.
+further updates wait (``has_room``), and slices are copied one at a time.
 
 The stream itself is in ``stream_to_replica``, the replica's side in ``backup_shards``.
 """
@@ -24,7 +24,6 @@ from psdist.types import ParametersEntry, Replica
 from psdist.v1 import server_pb2 as pb
 from psdist.wire import status
 from psdist.wire.limits import KEPT_BYTES_MAX
-from psdist_server.core.records import ReplicaUpdate
 from psdist_server.core.replication import (
     PrimaryReplication,
     ReplicaState,
@@ -33,6 +32,7 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
+from psdist_server.core.slice_records import ReplicaUpdate
 from psdist_server.kernels.arrays import DenseParameters, Gradient
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.replica_memory import UpdateMemory

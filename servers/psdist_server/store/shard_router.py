@@ -1,7 +1,7 @@
 """Routes calls about slices to the machines of their shards, as events, and carries out the effects.
 
 Invariants: A call for a slice that is not served here is refused without changing anything; its sender routes it again.
-    A call that waits for a slice fails when the slice's shard moves to another server.
+A call that waits for a slice fails when the slice's shard moves to another server.
 """
 
 from __future__ import annotations

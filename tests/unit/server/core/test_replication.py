@@ -6,7 +6,6 @@ import pytest
 
 from psdist.errors import InvalidArgumentError
 from psdist.types import Replica, Shard
-from psdist_server.core.records import ReplicaUpdate, SliceRecord
 from psdist_server.core.replication import (
     BackupReplication,
     PrimaryReplication,
@@ -15,6 +14,7 @@ from psdist_server.core.replication import (
     SendBegin,
     SendUpdate,
 )
+from psdist_server.core.slice_records import ReplicaUpdate, SliceRecord
 
 P, B, C = Replica("server-0", 1), Replica("server-1", 1), Replica("server-2", 1)
 LIFE = ("worker-0", 1)

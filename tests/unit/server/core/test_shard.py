@@ -29,8 +29,8 @@ from psdist_server.core.events import (
     SlicePushed,
     StepsEnded,
 )
-from psdist_server.core.records import SliceRecord
 from psdist_server.core.role_changes import make_shard
+from psdist_server.core.slice_records import SliceRecord
 
 TWO = (ParametersMember("worker-0", 1, 0), ParametersMember("worker-1", 1, 1))
 tokens = count(1)

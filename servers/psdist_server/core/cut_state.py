@@ -1,8 +1,8 @@
 """The cut of one snapshot attempt through the slices of a parameter set that this server serves. Pure.
 
 A slice is at the cut when it has exactly the content for the snapshot. In BSP: it is at the step of the cut. In SSP
-    and ASP: it has each producer's pushes before the cut, and no others. From then on it must be copied before its next
-    update. The writer takes slices in file order: it uses an existing copy, or requests one.
+and ASP: it has each producer's pushes before the cut, and no others. From then on it must be copied before its next
+update. The writer takes slices in file order: it uses an existing copy, or requests one.
 
 Invariants, checked by ``validate``: A slice is copied once, when it is at the cut and before an update changes it.
 Copies for updates stay within ``CopyBudget``. An update that would exceed the budget waits until its slice has been
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from psdist_server.core.records import Producer, SliceRecord
+from psdist_server.core.slice_records import Producer, SliceRecord
 
 
 @dataclass(slots=True)
