@@ -55,7 +55,7 @@ class Cluster:
             # A run that resumes from a snapshot has higher epochs than the run that took it.
             self.epoch = max(self.epoch, *(commit.epoch for commit in history.commits), 0)
         self.machines = machines = Machines.build(settings, stored, history, self.epoch, now)
-        self.members, self.demand = machines.members, machines.demand
+        self.members, self.demand = machines.members, machines.members.demand
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self.lineage = Lineage(settings.salt, stored)
         self._calls = WaitingCalls()
@@ -103,7 +103,7 @@ class Cluster:
         """One sentence about the state of the run, with the reason if it is stalled."""
         if lost := self.registry.lost_text:
             return lost
-        if wait := self.machines.changes.deferred.wait:
+        if wait := self.machines.losses.deferred.wait:
             return f"held up, waiting {wait}"
         training = [
             f"{p.name!r} at {p.version_text}" for p in self.registry.all if p.state == "ready" and p.entry.members
@@ -114,7 +114,7 @@ class Cluster:
             shortage = self.demand.shortage(begun=True)
             degraded = self.machines.replica_manager.degraded()
             fewer = f"with fewer than wanted, waiting {shortage}" if shortage else ""
-            also = [self.machines.changes.silent.sentence, degraded, fewer]
+            also = [self.machines.losses.silent.sentence, degraded, fewer]
             return "; ".join([f"training {', '.join(training)}", *(text for text in also if text)])
         if shortage := self.demand.shortage():
             everyone_left = not self.members.workers and self.members.ranks
@@ -160,8 +160,8 @@ class Cluster:
         if self._has_ended:
             return effects
         self._has_ended = True
-        self._calls.settle(effects)
-        sessions, calls = [*self.members.sessions], self._calls.all
+        self._calls.drop_answered(effects)
+        sessions, calls = [*self.members.sessions.by_call], self._calls.all
         for call in calls:
             self._end(call)
         # Only an operator knows whether a lost record comes back. The next scheduler examines the snapshots again.
@@ -195,19 +195,18 @@ class Cluster:
                 effects, calls = machines.deadlocks.progress()
                 for call in calls:
                     self._end(call)
-                return effects + machines.changes.tick(now)
+                return effects + machines.losses.tick(now)
             case ev.Register():
-                return machines.changes.register(event, now)
+                return self._register(event, now)
             case ev.SessionOpened():
                 self._check_lineage(event)
-                effects = machines.changes.open_session(event, self.epoch, now)
-                return effects + machines.exit_requests.on_session(event.call)
+                return self._open_session(event, now)
             case ev.SessionClosed():
-                return machines.changes.close_session(event, now)
+                return machines.losses.close_session(event, now)
             case ev.Probed():
-                return machines.changes.on_probed(event, now)
+                return machines.losses.on_probed(event, now)
             case ev.Leave():
-                return machines.changes.leave(event, now)
+                return machines.losses.leave(event, now)
             case ev.JoinAnswered():
                 return machines.creation.joins.on_answer(event)
             case ev.ValuesAnswered():
@@ -218,13 +217,13 @@ class Cluster:
                 return machines.replica_manager.on_unreachable(event, now)
             case ev.GiveUp():
                 self.members.check_run(event.run_id)
-                return machines.changes.start.give_up(event)
+                return machines.losses.start.give_up(event)
             case ev.Drain() | ev.Stop():
                 return machines.exit_requests.hold(event, now)
             case StopReported():
                 return machines.coordinated_shutdown.on_report(event)
             case we.ServerChecked():
-                return machines.changes.on_checked(event, now)
+                return machines.losses.on_checked(event, now)
             case we.AlignReported():
                 return machines.creation.joins.alignment.on_report(event, now)
             case ev.Scale():
@@ -243,6 +242,24 @@ class Cluster:
             case _:
                 return self._snapshot(event, now)
 
+    def _register(self, event: ev.Register, now: float) -> list[Effect]:
+        losses = self.machines.losses
+        losses.on_register(event, now)
+        member, effects = self.machines.admission.register(event, self.registry.lost_owners, now)
+        return effects + losses.replace_at_address(member, now)
+
+    def _open_session(self, event: ev.SessionOpened, now: float) -> list[Effect]:
+        """Open a member's session. All machines that send commands repeat theirs on it."""
+        machines = self.machines
+        member, effects = self.members.open_session(event, now)
+        if member.role == "server":
+            effects += machines.creation.joins.on_session(member.member_id)
+        else:
+            machines.coordinated_shutdown.on_session(member)
+            machines.creation.joins.alignment.on_session(member)
+        effects += self.snapshots.on_session(member, self.epoch, now)
+        return effects + machines.exit_requests.on_session(event.call)
+
     def _check_lineage(self, event: ev.SessionOpened) -> None:
         """Raise RunLostError if a member comes from a part of the run that is not on record.
 
@@ -259,7 +276,7 @@ class Cluster:
             remedy = f"The run resumes from snapshot {directory}, and what was trained after it is lost: start again"
             raise lost(why, remedy, snapshot=directory)
         # Members that this scheduler knows are back, or it began with an empty store, so the unknown member is late.
-        is_known = lineage.is_first or bool(self.members.sessions)
+        is_known = lineage.is_first or bool(self.members.sessions.by_call)
         if not is_older and is_known and any(entry.ready for entry in self.registry.entries):
             raise lost(why, "The run was started again without it")
         error = lost(why, "Give the scheduler the newest store of this run (--store)" if is_older else _NO_RECORD)
@@ -273,15 +290,17 @@ class Cluster:
                 effects = snapshots.save(event, now)
                 self._calls.add(event.call, event.worker_id)
                 return effects
-            case sn.Keeps() | sn.HandIn() | sn.HandedIn():
-                return snapshots.states.on(event, snapshots.attempt, now)
+            case sn.StatesAnnounced():
+                return snapshots.states.on_announced(event)
+            case sn.StateOffered() | sn.StateWritten():
+                return snapshots.states.on_upload(event, snapshots.attempt, now)
             case sn.GetState():
                 return snapshots.states.get(event, self.registry.resume.found)
             case sn.Prepared() | sn.Marked() | sn.Written() | sn.PartFailed():
                 return snapshots.on_report(event, now)
             case sn.Committed():
                 effects, newer = snapshots.on_committed(event, now)
-                return effects if newer is None else effects + rollback.to_newer(newer, self.epoch + 1, now)
+                return effects if newer is None else effects + rollback.roll_back_to_newer(newer, self.epoch + 1, now)
             case sn.CommitFailed():
                 return snapshots.on_commit_failed(event, now)
             case sn.Pruned():
@@ -338,7 +357,7 @@ class Cluster:
         self.members.sessions.on_heartbeat(event, member.member_id, now)
         if member.role == "worker":
             self.machines.deadlocks.on_activity(member, event.activity)
-            return self.machines.changes.unreachable.on_report(member, event.unreachable, now)
+            return self.machines.losses.unreachable.on_report(member, event.unreachable, now)
         for worker_id, incarnation, age in event.heard:
             self.members.on_activity([(worker_id, incarnation)], now - age)
         for name, version in event.versions:
@@ -349,8 +368,8 @@ class Cluster:
         return []
 
     def _end(self, call: int) -> None:
-        self._calls.end(call)
-        self.machines.end(call)
+        self._calls.end_call(call)
+        self.machines.end_call(call)
 
     # --- what follows -------------------------------------------------------------------------------------------------
 
@@ -367,12 +386,12 @@ class Cluster:
         5. Scaling, barriers, rendezvous and data sets, which nothing else depends on.
         """
         machines, epoch = self.machines, self.epoch + 1
-        effects += machines.changes.progress(now)
-        effects += machines.rollback.if_lost(epoch, now)
+        effects += machines.losses.progress(now)
+        effects += machines.rollback.roll_back_if_lost(epoch, now)
         if self.failed is None:
             effects += self._end_calls_of_the_gone() + machines.replica_manager.lose(epoch)
             machines.rollback.end_if_lost()
-            effects += machines.changes.start.progress(now)
+            effects += machines.losses.start.progress(now)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now, changed)
         effects += machines.creation.progress(epoch, now) + machines.replica_manager.plan(epoch, now)
@@ -394,7 +413,7 @@ class Cluster:
         news = [effect for effect in effects if isinstance(effect, Broadcast)]
         rest: list[Effect] = [effect for effect in effects if not isinstance(effect, Broadcast)]
         published = [Publish(self.map)] if changed else []
-        self._calls.settle(rest)
+        self._calls.drop_answered(rest)
         return [*first, *news, *published, *rest, *self._calls.report(machines.waits(now), now)]
 
     def _take_changes(self) -> ev.Persist:
@@ -403,7 +422,7 @@ class Cluster:
     def _end_calls_of_the_gone(self) -> list[Effect]:
         effects: list[Effect] = []
         gone = {i: m for i in self.members.changed if (m := self.members.get(i)) is not None and not m.live}
-        for call, member_id in self._calls.of(gone):
+        for call, member_id in self._calls.of_members(gone):
             member = gone[member_id]
             text = f"{member} was fenced: it {member.state_text}; register again"
             effects.append(Refuse(call, FencedError(text, member_id=member_id)))

@@ -34,7 +34,7 @@ from psdist.wire.limits import (
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
 from psdist_scheduler.events import worker_events as we
-from psdist_scheduler.events.cluster_state import Node, Role
+from psdist_scheduler.events.cluster_state import Role
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -55,10 +55,6 @@ def make_message(cls: Any, value: object, **others: Any) -> Any:
     """Return a message of type ``cls`` with the fields of ``value`` that have the same name, and ``others``."""
     names = cls.DESCRIPTOR.fields_by_name.keys() - others.keys()
     return cls(**{name: getattr(value, name) for name in names if hasattr(value, name)}, **others)
-
-
-def _ranks(node: Node) -> dict[str, int]:
-    return {"node_rank": node.node_rank, "first_rank": node.first_rank}
 
 
 def make_event(cls: type[T], call: int, message: Any, **others: Any) -> T:
@@ -262,7 +258,7 @@ def _snapshot_report(call: int, report: pb.SnapshotReport) -> sn.SnapshotReport:
         case "marked":
             return make_event(sn.Marked, call, said, attempt=report.attempt)
         case "keeps":
-            return sn.Keeps(call, tuple(said.parameters[:NAMES_MAX]))
+            return sn.StatesAnnounced(call, tuple(said.parameters[:NAMES_MAX]))
         case "written":
             return make_event(sn.Written, call, said, attempt=report.attempt, file=_file(said))
         case "failed":
@@ -329,8 +325,8 @@ def response(cls: Any, value: ev.Value, cluster_map: common.ClusterMap) -> tuple
         case ev.Withdrawn():
             return cls(withdrawn=True), True
         case ev.Formed(node):
-            run_id = cluster_map.run_id
-            return make_message(cls, value, formed=True, run_id=run_id, **_ranks(node)), True
+            ranks = {"node_rank": node.node_rank, "first_rank": node.first_rank}
+            return make_message(cls, value, formed=True, run_id=cluster_map.run_id, **ranks), True
         case we.DatasetStanding():
             return dataset(value, cls), True
         case we.RangeGiven(None):

@@ -1,6 +1,6 @@
 """Probes of the port of a silent server: its kernel refuses connections once the process is gone.
 
-``membership_changes`` decides when to probe, and handles the result.
+``member_losses`` decides when to probe, and handles the result.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Scheduler:
 
     def keep_report(self, call: int, member_id: str, heartbeat: pb.SessionRequest.Heartbeat) -> None:
         """Keep the parts of a member's heartbeat on its session ``call`` that the status report shows."""
-        if self.cluster.members.sessions.get(call) != member_id:
+        if self.cluster.members.sessions.member_of(call) != member_id:
             return
         kept = self._reports.setdefault(member_id, pb.MemberStatus())
         if heartbeat.HasField("statistics"):

@@ -25,7 +25,7 @@ from psdist.wire import convert, frames
 from psdist.wire.rpc_handlers import service_handler
 from psdist_scheduler import messages, snapshot_io
 from psdist_scheduler.events import cluster_events as ev
-from psdist_scheduler.events.snapshot_events import GetState, HandedIn, HandIn, StatePlace, StateSource
+from psdist_scheduler.events.snapshot_events import GetState, StateOffered, StatePlace, StateSource, StateWritten
 from psdist_scheduler.events.worker_events import Heard
 from psdist_scheduler.open_calls import Outbox, SessionMessage
 from psdist_scheduler.published_map import PublishedMap
@@ -62,7 +62,7 @@ class Service:
 
     async def _by_table(self, method: Any, request: Any, context: Context) -> Any:
         """Handle a method that is only an event and its answers."""
-        make, cls = messages.REQUESTS[method.name], _message_class(method.output_type)
+        make, cls = messages.REQUESTS[method.name], getattr(pb, method.output_type.name)
         if method.server_streaming:
             return await self._stream(context, lambda call: make(call, request), cls)
         return messages.response(cls, await self._ask(lambda call: make(call, request)), self._scheduler.calls.map)[0]
@@ -121,11 +121,11 @@ class Service:
         """Receive a worker's own state, in parts."""
         first = frames.parse(pb.HandInStateRequest, await _read(context))
         header, storage = first.header, self._scheduler.storage
-        place = await self._ask(lambda call: messages.make_event(HandIn, call, header))
+        place = await self._ask(lambda call: messages.make_event(StateOffered, call, header))
         assert isinstance(place, StatePlace)
         if place.file and storage is not None:
             state = await snapshot_io.write_state(storage, place, header, self._parts(first, context))
-            self._scheduler.post(HandedIn(header.attempt, (header.worker_id, header.incarnation), state))
+            self._scheduler.post(StateWritten(header.attempt, (header.worker_id, header.incarnation), state))
         return pb.HandInStateResponse()
 
     async def _parts(self, first: pb.HandInStateRequest, context: Context) -> AsyncIterator[bytes]:
@@ -178,10 +178,6 @@ def _read_layout(message: common.Layout) -> Layout:
     layout = convert.layout_from_proto(message)
     assert layout.digest and layout.offsets  # Both are cached.
     return layout
-
-
-def _message_class(descriptor: Any) -> Any:
-    return getattr(pb, descriptor.name)
 
 
 async def _first_message(context: Context) -> pb.SessionRequest.Hello:

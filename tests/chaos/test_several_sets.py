@@ -96,7 +96,7 @@ def test_killed_servers_take_all_sets_back_to_one_iteration(tmp_path: Path, runs
         run.until(r"rank 0 is at", rng.randrange(1, 20))
         servers = [one for one in run.family.children(recursive=True) if is_server(one)]
         rng.choice(servers).kill()
-        run.until(r"goes back to snapshot|run goes back")
+        run.until("rolls back to snapshot")
         run.until(r"rank 0 is at")
     assert end(run, path) == expected, f"seed {SEED}"
 

@@ -127,7 +127,7 @@ class Run:
             assert worker.wait(END_SECONDS) == 0, self.logs
         self.check_alive()
         log = self.log("scheduler")
-        assert "is lost" not in log and "goes back to snapshot" not in log, log
+        assert "is lost" not in log and "rolls back to snapshot" not in log, log
         return [json.loads((self.path / f"worker-{rank}.out").read_text()) for rank in range(WORKERS)]
 
     def log(self, name: str) -> str:

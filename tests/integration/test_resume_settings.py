@@ -181,7 +181,7 @@ async def test_another_optimizer_begins_its_state_anew_and_keeps_it(
         assert told(caplog) == []
         handles = await run.open("p", after, reset_optimizer=True)
         lines = told(caplog)
-        assert len(lines) == WORKERS and "the optimizer's state begins anew" in lines[0]
+        assert len(lines) == WORKERS and "the optimizer's state is reset" in lines[0]
         expected.begin(after)
         await run.train(handles, expected, 2)
         run.cluster.processes[-1].kill()  # A server: what takes over counts from the reset, too.
@@ -339,7 +339,7 @@ def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Ru
     run.until("begins at 6", count=2)
     run.until("rank . waits", count=2)
     run.child("psdist_server").send_signal(signal.SIGKILL)
-    run.until("is reset (reset_optimizer", count=WORKERS)
+    run.until("state is reset", count=WORKERS)
     (tmp_path / "go").touch()
     status, text = run.end()
     text = "".join(run.seen) + text

@@ -92,7 +92,7 @@ class Run(Driver):
         return Worker(member, order, iteration, [])
 
     def session(self, worker: Worker) -> int:
-        return self.cluster.members.sessions.of(worker.member.member_id)
+        return self.cluster.members.sessions.call_of(worker.member.member_id)
 
     def deliver(self) -> None:
         """Deliver the commands that were sent."""
@@ -183,7 +183,7 @@ class Run(Driver):
         self.counts[f"aligned in {self.kind or 'a declared order'}"] += 1
         if self.joining is not None:
             member = self.joining
-            session = self.cluster.members.sessions.of("server-0")
+            session = self.cluster.members.sessions.call_of("server-0")
             for proposal in [v for v in self.told[session] if isinstance(v, ev.JoinProposal)][-len(self.names) :]:
                 self.on(ev.JoinAnswered(session, proposal.proposal_id, True, 0))
             firsts = {

@@ -208,13 +208,13 @@ class Scheduling(RuleBasedStateMachine):
     def fill(self, data: st.DataObject, late: int) -> None:
         """Let a primary, or the primary of the last term, report a complete copy."""
         name, number, shard, replica = data.draw(st.sampled_from(self._copies("filling")))
-        session = self.cluster.members.sessions.of(shard.primary.server_id)
+        session = self.cluster.members.sessions.call_of(shard.primary.server_id)
         self._post(ev.ReplicaFilled(session, name, number, shard.term - late, replica, shard.fill_of(replica)))
 
     @rule()
     def fill_all(self) -> None:
         for name, number, shard, replica in self._copies("filling"):
-            session = self.cluster.members.sessions.of(shard.primary.server_id)
+            session = self.cluster.members.sessions.call_of(shard.primary.server_id)
             self._post(ev.ReplicaFilled(session, name, number, shard.term, replica, shard.fill_of(replica)))
 
     @precondition(lambda self: self._copies("backups") or self._copies("filling"))
@@ -222,14 +222,14 @@ class Scheduling(RuleBasedStateMachine):
     def unreachable(self, data: st.DataObject) -> None:
         copies = self._copies("backups") + self._copies("filling")
         name, number, shard, replica = data.draw(st.sampled_from(copies))
-        session = self.cluster.members.sessions.of(shard.primary.server_id)
+        session = self.cluster.members.sessions.call_of(shard.primary.server_id)
         self._post(ev.ReplicaUnreachable(session, name, number, shard.term, replica, "silent", shard.fill_of(replica)))
 
     @precondition(lambda self: self.map.servers)
     @rule(data=st.data())
     def kill_server(self, data: st.DataObject) -> None:
         server = data.draw(st.sampled_from(self.map.servers))
-        if session := self.cluster.members.sessions.of(server.server_id):
+        if session := self.cluster.members.sessions.call_of(server.server_id):
             self._post(ev.SessionClosed(session, "its session broke"))
 
     @precondition(lambda self: self.map.servers)
@@ -274,7 +274,7 @@ class Scheduling(RuleBasedStateMachine):
     @rule()
     def all_open(self) -> None:
         for member in self._live():
-            if not self.cluster.members.sessions.of(member.member_id):
+            if not self.cluster.members.sessions.call_of(member.member_id):
                 call = self._call()
                 self._post(ev.SessionOpened(call, member.member_id, member.incarnation))
                 self.sessions.append(call)

@@ -142,22 +142,22 @@ class Run(RuleBasedStateMachine):
     def all_come(self) -> None:
         """Replace all missing processes by new ones."""
         for number in range(SERVERS):
-            if not self.d.cluster.members.sessions.of(f"server-{number}"):
-                with suppress(PsdistError):  # Its place is still taken.
+            if not self.d.cluster.members.sessions.call_of(f"server-{number}"):
+                with suppress(PsdistError):  # Its place is taken for now.
                     self.d.join("server", member_id=f"server-{number}")
         self.come()
         self.look()
 
     @rule(member_id=st.sampled_from(MEMBERS))
     def lose(self, member_id: str) -> None:
-        if session := self.d.cluster.members.sessions.of(member_id):
+        if session := self.d.cluster.members.sessions.call_of(member_id):
             self.d.on(ev.SessionClosed(session, "its session broke"))
             self.look()
 
     @rule(number=st.integers(0, SERVERS - 1))
     def a_server_was_only_cut_off(self, number: int) -> None:
         member = self.d.cluster.members.get(f"server-{number}")
-        if member is not None and member.live and not self.d.cluster.members.sessions.of(member.member_id):
+        if member is not None and member.live and not self.d.cluster.members.sessions.call_of(member.member_id):
             self.d.open(member)
             self.look()
 
@@ -207,7 +207,7 @@ class Run(RuleBasedStateMachine):
         for _ in range(ticks):
             while self.since is not None and self.d.now - self.since > PATIENCE_SECONDS / 4:
                 self.the_storage_does("done")
-            self.d.beat(*self.d.cluster.members.sessions)
+            self.d.beat(*self.d.cluster.members.sessions.by_call)
             self.d.tick()
             self.look()
 
@@ -229,7 +229,7 @@ class Run(RuleBasedStateMachine):
         self.d.storing, self.d.versions = False, dict(old.versions)
         self.since = None
         for member in (*old.cluster.members.servers, *old.cluster.members.workers):
-            if old.cluster.members.sessions.of(member.member_id) and self.is_there(member):
+            if old.cluster.members.sessions.call_of(member.member_id) and self.is_there(member):
                 self.d.open(member)
         self.look()
 

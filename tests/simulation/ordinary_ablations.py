@@ -73,7 +73,7 @@ def _still_there(put: Put) -> None:
         raise barriers.WaitTimeoutError(sentence)
 
     put(barriers.Barrier, "_give_up", give_up)
-    put(scheduler_barriers.Barriers, "end", lambda self, call: None)
+    put(scheduler_barriers.Barriers, "end_call", lambda self, call: None)
 
 
 @_ablation("a barrier that was opened meanwhile lets its late worker pass", **_BARRIERS)

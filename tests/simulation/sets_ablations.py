@@ -57,16 +57,16 @@ def _cut_anywhere(put: Put) -> None:
 
 @_ablation("all sets are joined together", **_KILLS)
 def _joined_one_by_one(put: Put) -> None:
-    begin = Joins.begin
+    join = Joins.join
 
     def alone(self: Any, p: Any, call: int, worker: Any) -> Any:
         alignment, self.alignment = self.alignment, _Nobody()
         try:
-            return begin(self, p, call, worker)
+            return join(self, p, call, worker)
         finally:
             self.alignment = alignment
 
-    put(Joins, "begin", alone)
+    put(Joins, "join", alone)
 
 
 class _Nobody:

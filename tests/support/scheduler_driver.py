@@ -177,13 +177,13 @@ class Driver:
             for replica in shard.filling[:1]
         ]:
             for name, number, shard, replica in due:
-                session = self.cluster.members.sessions.of(shard.primary.server_id)
+                session = self.cluster.members.sessions.call_of(shard.primary.server_id)
                 self.on(ev.ReplicaFilled(session, name, number, shard.term, replica, shard.fill_of(replica)))
             self.hear()
 
     def hear(self) -> None:
         """Let all servers report the newest map, and process the consequences."""
-        self.beat(*(self.cluster.members.sessions.of(server.server_id) for server in self.map.servers))
+        self.beat(*(self.cluster.members.sessions.call_of(server.server_id) for server in self.map.servers))
         self.on(ev.Tick())
 
     def state(self, call: int) -> Any:

@@ -124,7 +124,7 @@ class SnapshotDriver(Driver):
     def server_sessions(self) -> list[int]:
         """Sessions of servers."""
         members = self.cluster.members
-        return [session for server in members.servers if (session := members.sessions.of(server.member_id))]
+        return [session for server in members.servers if (session := members.sessions.call_of(server.member_id))]
 
     def obey(self, session: int, command: Any) -> bool:
         """Let a member answer a command. Return True if it did."""
@@ -176,7 +176,7 @@ class SnapshotDriver(Driver):
             for name, step in cut.steps
             if self.versions.get(name, 0) >= step and (attempt, session, name) not in self._written
         ]
-        server = self.cluster.members.sessions[session]
+        server = self.cluster.members.sessions.by_call[session]
         for name, step in due:
             self._written.add((attempt, session, name))
             entry = self.entry(name)
@@ -204,7 +204,7 @@ class SnapshotDriver(Driver):
             if entry.ready or entry.restore is None:
                 continue
             for server, numbers in self.cluster.registry.resume.missing(entry).items():
-                session = self.cluster.members.sessions.of(server)
+                session = self.cluster.members.sessions.call_of(server)
                 terms = tuple(entry.shards[number].term for number in numbers)
                 if session:
                     self.on(sn.Loaded(session, entry.spec.name, entry.generation, tuple(numbers), terms))

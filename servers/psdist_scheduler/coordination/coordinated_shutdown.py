@@ -211,7 +211,7 @@ class CoordinatedShutdown:
         """Return commands that follow from the phase and were not sent yet."""
         effects: list[Effect] = []
         for worker in self.members.workers:
-            session, kind = self.members.sessions.of(worker.member_id), self._command(worker)
+            session, kind = self.members.sessions.call_of(worker.member_id), self._command(worker)
             if session and kind is not None and self._sent.get(worker.identity) != (self.number, kind):
                 self._sent[worker.identity] = self.number, kind
                 steps = self._steps if kind == "leave" else ()

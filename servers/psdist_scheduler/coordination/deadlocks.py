@@ -70,7 +70,7 @@ class Deadlocks:
         if call:
             self._calls[call] = activity
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         self._calls.pop(call, None)
 
     def progress(self) -> tuple[list[Effect], list[int]]:
@@ -92,7 +92,7 @@ class Deadlocks:
                     calls.append(wait.call)
                     effects.append(Refuse(wait.call, error))
                 else:
-                    session = self._members.sessions.of(wait.worker.member_id)
+                    session = self._members.sessions.call_of(wait.worker.member_id)
                     effects.append(Answer(session, DeadlockFound(wait.sequence, error)))
         return effects, calls
 

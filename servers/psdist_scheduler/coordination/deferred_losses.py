@@ -94,7 +94,7 @@ class DeferredLosses:
             self._deferred[member_id] = member, reason
             level: Literal["info", "warning"] = "warning" if self._members.workers else "info"
             effects.append(LogEvent(f"{member} is gone: {reason}; waiting {self.wait}", level))
-            if session := self._members.sessions.of(member_id):
+            if session := self._members.sessions.call_of(member_id):
                 self._members.sessions.detach(session, now)
                 effects.append(Close(session))
         return counts, effects
@@ -113,7 +113,7 @@ class DeferredLosses:
         return due
 
     def _is_gone(self, member: Member) -> bool:
-        return self._members.is_live(*member.identity) and not self._members.sessions.of(member.member_id)
+        return self._members.is_live(*member.identity) and not self._members.sessions.call_of(member.member_id)
 
     def _must_wait(self, now: float) -> bool:
         patient = self._since is None or now - self._since < PATIENCE_SECONDS

@@ -68,7 +68,7 @@ class ExitRequests:
         self._held[event.call] = _Held(event, now)
         return []
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         self._held.pop(call, None)
 
     def request_snapshots(self, now: float) -> list[Effect]:
@@ -127,8 +127,8 @@ class ExitRequests:
 
     def _withdraw(self, call: int, error: PsdistError) -> list[Effect]:
         """Cancel a shutdown, because the run continues and servers were not notified."""
-        self.end(call)
-        self._snapshots.waiters.end(call)
+        self.end_call(call)
+        self._snapshots.waiters.end_call(call)
         return [Refuse(call, error)]
 
     def _waits_for_servers(self, held: _Held, now: float) -> bool:

@@ -14,7 +14,7 @@ from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdo
 from psdist_scheduler.coordination.deadlocks import Deadlocks
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
 from psdist_scheduler.coordination.exit_requests import ExitRequests
-from psdist_scheduler.coordination.membership_changes import MembershipChanges
+from psdist_scheduler.coordination.member_losses import MemberLosses
 from psdist_scheduler.coordination.rollback import Rollback
 from psdist_scheduler.coordination.silent_members import SilentMembers
 from psdist_scheduler.coordination.start import RunStart
@@ -25,7 +25,7 @@ from psdist_scheduler.events.cluster_state import ClusterSettings, StoredState
 from psdist_scheduler.events.snapshot_events import History
 from psdist_scheduler.members.admission import MemberAdmission
 from psdist_scheduler.members.barriers import Barriers
-from psdist_scheduler.members.membership import Demand, Membership
+from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.alignment import Alignment
 from psdist_scheduler.placement.commits import Commits
@@ -48,7 +48,7 @@ class Machines:
     """All machines of one run."""
 
     members: Membership
-    demand: Demand
+    admission: MemberAdmission
     registry: Registry
     creation: Creation
     replica_manager: ReplicaManager
@@ -58,7 +58,7 @@ class Machines:
     rollback: Rollback
     exit_requests: ExitRequests
     coordinated_shutdown: CoordinatedShutdown
-    changes: MembershipChanges
+    losses: MemberLosses
     barriers: Barriers
     deadlocks: Deadlocks
     rendezvous: Rendezvous
@@ -86,42 +86,55 @@ class Machines:
                 resume.go_to(history.newest, 0, epoch + 1, None)
         if stored.run_lost:
             resume.fail(RunLostError(stored.run_lost))
-        members = Membership(settings, stored.members, now, resume.incarnations)
-        demand = Demand(settings, members, stored.servers_wanted)
+        numbers = (epoch + 1) << _COMMANDS_BITS
+        members = Membership(settings, stored.members, now, resume.incarnations, stored.servers_wanted)
         registry = Registry(settings, stored.parameters, epoch + 1, resume)
-        alignment = Alignment(members, registry, (epoch + 1) << _COMMANDS_BITS)
-        joins = Joins(registry, members, alignment, (epoch + 1) << _COMMANDS_BITS)
-        creation = Creation(settings, registry, resume, members, demand, joins, Commits(registry, members))
-        replica_manager = ReplicaManager(settings, registry, members)
-        vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
-        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
-        scaling = Scaling(settings, registry, members, demand, rendezvous)
+        alignment = Alignment(members, registry, numbers)
+        joins = Joins(registry, members, alignment, numbers)
         datasets = Datasets(stored.datasets, resume)
         snapshots = Snapshots(settings, registry, members, datasets, alignment, history, now)
-        rollback = Rollback(registry, joins, members, datasets, snapshots)
-        exit_requests = ExitRequests(settings, registry, members, snapshots, scaling)
-        stops = CoordinatedShutdown(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS)
-        admission, deferred = MemberAdmission(settings, members), DeferredLosses(registry, members, snapshots)
-        unreachable = UnreachableServers(settings, members, registry, deferred)
-        silent = SilentMembers(settings, members, deferred)
-        start = RunStart.begin(settings, demand, registry, now)
-        follow = (deferred, unreachable, silent, start, now)
-        changes = MembershipChanges(settings, members, demand, registry, joins, snapshots, stops, admission, *follow)
-        barriers = Barriers(members, demand, stored.barriers)
-        deadlocks = Deadlocks(members, registry, barriers)
-        held = (members, demand, registry, creation, replica_manager, scaling, datasets, snapshots, rollback)
-        return cls(*held, exit_requests, stops, changes, barriers, deadlocks, rendezvous)
+        vacant = max(settings.worker_lease_seconds, _VACANT_SECONDS)
+        rendezvous = Rendezvous(stored.nodes, settings.join_grace_seconds, vacant, now)
+        scaling = Scaling(settings, registry, members, rendezvous)
+        barriers = Barriers(members, stored.barriers)
+        deferred = DeferredLosses(registry, members, snapshots)
+        losses = MemberLosses(
+            settings,
+            members,
+            deferred,
+            UnreachableServers(settings, members, registry, deferred),
+            SilentMembers(settings, members, deferred),
+            RunStart(settings, members, registry, now),
+            now,
+        )
+        return cls(
+            members=members,
+            admission=MemberAdmission(settings, members),
+            registry=registry,
+            creation=Creation(settings, registry, resume, members, joins, Commits(registry, members)),
+            replica_manager=ReplicaManager(settings, registry, members),
+            scaling=scaling,
+            datasets=datasets,
+            snapshots=snapshots,
+            rollback=Rollback(registry, joins, members, datasets, snapshots),
+            exit_requests=ExitRequests(settings, registry, members, snapshots, scaling),
+            coordinated_shutdown=CoordinatedShutdown(members, registry, snapshots, alignment, epoch << _COMMANDS_BITS),
+            losses=losses,
+            barriers=barriers,
+            deadlocks=Deadlocks(members, registry, barriers),
+            rendezvous=rendezvous,
+        )
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         """Remove a call that is over from every machine."""
-        self.registry.end(call)
-        self.creation.commits.end(call)
-        self.barriers.end(call)
-        self.rendezvous.end(call)
-        self.scaling.end(call)
-        self.snapshots.waiters.end(call)
-        self.exit_requests.end(call)
-        self.deadlocks.end(call)
+        self.registry.end_call(call)
+        self.creation.commits.end_call(call)
+        self.barriers.end_call(call)
+        self.rendezvous.end_call(call)
+        self.scaling.end_call(call)
+        self.snapshots.waiters.end_call(call)
+        self.exit_requests.end_call(call)
+        self.deadlocks.end_call(call)
 
     def waits(self, now: float) -> Iterator[Wait]:
         yield from self.creation.waits(now)
@@ -129,18 +142,18 @@ class Machines:
         yield from self.barriers.waits()
         yield from self.rendezvous.waits(now)
         yield from self.scaling.waits()
-        yield from self.changes.deferred.waits()
+        yield from self.losses.deferred.waits()
         yield from self.snapshots.waits()
         yield from self.coordinated_shutdown.waits()
-        yield from self.changes.unreachable.waits()
+        yield from self.losses.unreachable.waits()
         yield from self.creation.joins.alignment.waits()
-        yield from self.changes.silent.waits()
+        yield from self.losses.silent.waits()
 
     @property
     def has_changed(self) -> bool:
         """True if something changed that makes an epoch: content of the map, or state that a restart needs."""
         parameters = self.registry.changed or self.registry.resume.changed
-        return bool(self.members.changed or self.demand.changed or parameters or self.rendezvous.changed)
+        return bool(self.members.changed or self.members.demand.changed or parameters or self.rendezvous.changed)
 
     @property
     def has_changed_aside(self) -> bool:
@@ -156,7 +169,7 @@ class Machines:
             parameters=parameters,
             nodes=self.rendezvous.take_changes(),
             datasets=self.datasets.take_changes(),
-            servers_wanted=self.demand.take_change(),
+            servers_wanted=self.members.demand.take_change(),
             forgotten=forgotten,
             base=self.registry.resume.take_change(),
             barriers=self.barriers.take_changes(),
@@ -171,6 +184,6 @@ class Machines:
         self.rendezvous.validate()
         self.datasets.validate()
         self.snapshots.validate()
-        self.changes.deferred.validate()
+        self.losses.deferred.validate()
         self.barriers.validate()
-        self.changes.unreachable.validate()
+        self.losses.unreachable.validate()

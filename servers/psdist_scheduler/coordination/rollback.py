@@ -49,7 +49,7 @@ class Rollback:
     #: Shards lost with each server, when the run last rolled back; empty if it only resumed.
     _loss_text: str = ""
 
-    def if_lost(self, epoch: int, now: float) -> list[Effect]:
+    def roll_back_if_lost(self, epoch: int, now: float) -> list[Effect]:
         """Roll back if that is necessary and possible. Ends the run if no snapshot in the storage can be read.
 
         epoch: the epoch that will show it.
@@ -106,7 +106,7 @@ class Rollback:
         for worker in [
             w
             for w in self._members.workers
-            if self._members.sessions.of(w.member_id) or (w.member_id, w.incarnation) in knowing
+            if self._members.sessions.call_of(w.member_id) or (w.member_id, w.incarnation) in knowing
         ]:
             _, session = self._members.end(worker.member_id, "lost", WENT_BACK, now)
             effects += [Close(session)] if session else []
@@ -122,7 +122,7 @@ class Rollback:
             f"{server} is lost and held {name_shards(n)} of {p.name!r} alone" for server, n in gone.items()
         )
 
-    def to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
+    def roll_back_to_newer(self, found: CommitFound, epoch: int, now: float) -> list[Effect]:
         """Roll back to a snapshot that was in doubt when the run rolled back to the one before."""
         return self._roll_back(found, epoch, now, "the storage has committed a newer snapshot after all")
 
@@ -131,7 +131,7 @@ class Rollback:
 
         If the server's storage does not answer, that one could not be loaded either, and the run ends.
         """
-        server = self._members.sessions.get(event.call, "")
+        server = self._members.sessions.member_of(event.call)
         p = self._registry.get(event.parameters)
         if not server or p is None or p.state != "loading" or event.generation != p.entry.generation:
             return []

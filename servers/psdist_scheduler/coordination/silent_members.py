@@ -6,7 +6,7 @@ with each tick.
 
 Invariant: Findings about a silence are forgotten when the member is heard again, or is another incarnation.
 
-``members.sessions`` knows who is silent, ``members.suspicion`` has the rule, ``membership_changes`` handles a loss.
+``members.sessions`` knows who is silent, ``members.suspicion`` has the rule, ``member_losses`` handles a loss.
 ``unreachable_servers`` handles broken paths between members.
 """
 
@@ -132,10 +132,10 @@ class SilentMembers:
             return []
         findings.asked = now
         sessions = self._members.sessions
-        others = [w for w in self._members.workers if sessions.of(w.member_id)]
+        others = [w for w in self._members.workers if sessions.call_of(w.member_id)]
         others.sort(key=lambda worker: -sessions.liveness[worker.member_id].seen)
         question = CheckServer(server.replica)
-        return [Answer(sessions.of(worker.member_id), question) for worker in others[:_ASKED_AT_A_TIME]]
+        return [Answer(sessions.call_of(worker.member_id), question) for worker in others[:_ASKED_AT_A_TIME]]
 
     def _if_lost(self, member_id: str, now: float) -> Losses:
         evidence = self._evidence(member_id, now)

@@ -11,14 +11,14 @@ Once a parameter set is ready, the run has begun. From then on, ``rollback`` and
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from psdist.errors import RunNotStartedError
 from psdist.wire.limits import REPORT_WAIT_SECONDS
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, GiveUp, LogEvent
 from psdist_scheduler.events.cluster_state import ClusterSettings
-from psdist_scheduler.members.membership import Demand
+from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
 #: Interval in seconds at which a wait is reported after its first report.
@@ -35,19 +35,17 @@ class RunStart:
     """
 
     _settings: ClusterSettings
-    _demand: Demand
+    _members: Membership
     _registry: Registry
     _since: float
-    _report_at: float
+    _report_at: float = field(init=False)
     _is_complete: bool = False
     _has_begun: bool = False
     #: Why the first agent gave up; empty if none did.
     _given_up: str = ""
 
-    @classmethod
-    def begin(cls, settings: ClusterSettings, demand: Demand, registry: Registry, now: float) -> RunStart:
-        """Return the state of a run that waits from ``now`` on."""
-        return cls(settings, demand, registry, now, now + REPORT_WAIT_SECONDS)
+    def __post_init__(self) -> None:
+        self._report_at = self._since + REPORT_WAIT_SECONDS
 
     def give_up(self, event: GiveUp) -> list[Effect]:
         """Process the end of an agent whose script fails. Raises WrongRunError."""
@@ -61,7 +59,7 @@ class RunStart:
         self._has_begun = self._has_begun or any(entry.ready for entry in self._registry.entries)
         if self._has_begun:
             return []
-        shortage = self._demand.shortage(begun=True)
+        shortage = self._members.demand.shortage(begun=True)
         if not shortage:
             self._is_complete = True
             return []
@@ -85,8 +83,8 @@ class RunStart:
 
     def _missing_ranks(self) -> str:
         """Return the missing ranks if some are present; empty if all of them are missing."""
-        there = set(self._demand.ranks_in_service)
-        missing = [rank for rank in range(self._demand.workers_min) if rank not in there]
+        there = set(self._members.demand.ranks_in_service)
+        missing = [rank for rank in range(self._members.demand.workers_min) if rank not in there]
         if not there or not missing:
             return ""
         more = f" and {len(missing) - _RANKS_SHOWN} more" if len(missing) > _RANKS_SHOWN else ""

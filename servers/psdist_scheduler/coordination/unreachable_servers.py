@@ -114,7 +114,8 @@ class UnreachableServers:
         limit = self._settings.worker_lease_seconds
         overdue: dict[Replica, list[tuple[Identity, Doubt]]] = {}
         for (worker, server), doubt in self._doubts.items():
-            if now - doubt.since > limit and now - doubt.reported <= self._fresh_seconds and self._is_needed(server):
+            is_fresh = now - doubt.reported <= self._fresh_seconds
+            if now - doubt.since > limit and is_fresh and self._entries_of(server):
                 overdue.setdefault(server, []).append((worker, doubt))
         for server, doubts in overdue.items():
             if 2 * len(doubts) > len(self._members.workers) and self._can_go(server, now):
@@ -181,7 +182,7 @@ class UnreachableServers:
         answers = self._reached.get(server, {})
         others = [worker for worker in self._members.workers if worker.member_id not in doubting]
         others.sort(key=lambda worker: -answers.get(worker.member_id, float("-inf")))
-        sessions = [session for worker in others if (session := self._members.sessions.of(worker.member_id))]
+        sessions = [session for worker in others if (session := self._members.sessions.call_of(worker.member_id))]
         return [Answer(session, CheckServer(server)) for session in sessions[:_ASKED_AT_A_TIME]]
 
     def _witnesses(self, server: Replica, worker_id: str, now: float) -> list[str]:
@@ -194,9 +195,6 @@ class UnreachableServers:
         """Return the parameter sets that the server is a primary of."""
         entries = [p.entry for p in self._registry.all if p.record is not None]
         return [entry for entry in entries if any(shard.primary == server for shard in entry.shards)]
-
-    def _is_needed(self, server: Replica) -> bool:
-        return bool(self._entries_of(server))
 
     def _is_waited_for(self, worker: Identity, server: Replica) -> bool:
         """Return True if others wait for the pushes of this worker to this server."""

@@ -60,22 +60,22 @@ class WaitingCalls:
         """Add a waiting call of this member; empty for a caller that is no member."""
         self._owners[call] = member_id
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         self._owners.pop(call, None)
         self._told.pop(call, None)
 
-    def of(self, members: Collection[str]) -> list[tuple[int, str]]:
+    def of_members(self, members: Collection[str]) -> list[tuple[int, str]]:
         """Return the waiting calls of these members, with the member of each."""
         return [(call, member_id) for call, member_id in self._owners.items() if member_id in members]
 
-    def settle(self, effects: Iterable[ev.Effect]) -> None:
+    def drop_answered(self, effects: Iterable[ev.Effect]) -> None:
         """Remove the calls that these effects answer for good."""
         for effect in effects:
             match effect:
                 case ev.Answer(_, ev.Upload() | ev.Draining() | ev.ScaleNews() | Saving()):
                     pass
                 case ev.Answer(call) | ev.Refuse(call):
-                    self.end(call)
+                    self.end_call(call)
 
     def report(self, waits: Iterable[ev.Wait], now: float) -> list[ev.Effect]:
         """Send waiting calls their reasons, and log long waits."""

@@ -107,7 +107,7 @@ class Marked:
 
 
 @dataclass(frozen=True, slots=True)
-class Keeps:
+class StatesAnnounced:
     """A worker's announcement, on its session ``call``, that it saves state for these parameter sets."""
 
     call: int
@@ -115,7 +115,7 @@ class Keeps:
 
 
 @dataclass(frozen=True, slots=True)
-class HandIn:
+class StateOffered:
     """A worker's request to hand in its state of a parameter set before push ``next``, as a file of ``length``
     bytes."""
 
@@ -130,7 +130,7 @@ class HandIn:
 
 
 @dataclass(frozen=True, slots=True)
-class HandedIn:
+class StateWritten:
     """The file of a worker's state is durable."""
 
     attempt: int
@@ -198,7 +198,7 @@ class LoadFailed:
 
 
 #: Reports of members on their sessions.
-SnapshotReport = Prepared | Marked | Keeps | Written | PartFailed | Loaded | LoadFailed
+SnapshotReport = Prepared | Marked | StatesAnnounced | Written | PartFailed | Loaded | LoadFailed
 
 # --- events: what became of work on the storage -----------------------------------------------------------------------
 
@@ -243,7 +243,7 @@ class HistoryRead:
 
 
 StorageEvent = Committed | CommitFailed | Pruned | HistoryRead
-SnapshotEvent = Save | HandIn | HandedIn | GetState | SnapshotReport | StorageEvent
+SnapshotEvent = Save | StateOffered | StateWritten | GetState | SnapshotReport | StorageEvent
 
 # --- answers, commands and news ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from psdist.errors import (
 )
 from psdist.types import check_name
 from psdist.wire.limits import KNOWN_IDS_MAX, MEMBERS_MAX, PROTOCOL_VERSION, WORLD_MAX
-from psdist_scheduler.events.cluster_events import Register
+from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent, Register, Registered
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member
 from psdist_scheduler.members.membership import Membership
 
@@ -36,6 +36,22 @@ class MemberAdmission:
 
     _settings: ClusterSettings
     _members: Membership
+
+    def register(self, event: Register, reserved: frozenset[str], now: float) -> tuple[Member, list[Effect]]:
+        """Register a server or a worker. Raises the errors of ``accept``.
+
+        reserved: ids of servers that are named as owners of lost shards.
+        """
+        member = self.accept(event, reserved)
+        self._members.add(member, now)
+        workers_min = self._members.demand.workers_min
+        world_size = max(workers_min, member.rank + 1) if member.role == "worker" else 0
+        incarnation = f", incarnation {member.incarnation}" if member.incarnation > 1 else ""
+        where = f" at {member.address}" if member.address else f" on {member.host or 'an unknown host'}"
+        workers = max(workers_min, len(self._members.workers))
+        lease, heartbeat = self._settings.lease_of(member.role), self._settings.heartbeat_of(member.role, workers)
+        answer = Answer(event.call, Registered(member, world_size, lease, heartbeat))
+        return member, [LogEvent(f"{member} registered{where}{incarnation}"), answer]
 
     def accept(self, event: Register, reserved: frozenset[str]) -> Member:
         """Return the new incarnation of a member. Raises ProtocolMismatchError, WrongRunError, InvalidArgumentError,

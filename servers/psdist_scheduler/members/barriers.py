@@ -24,7 +24,7 @@ from psdist.types import check_name
 from psdist.wire.limits import BARRIER_NAMES_MAX, BARRIERS_PASSED_MAX
 from psdist_scheduler.events.cluster_events import Answer, Done, Effect, EnterBarrier, Wait, Withdrawn, refuse_older
 from psdist_scheduler.events.cluster_state import BarrierRecord, Member, name_some
-from psdist_scheduler.members.membership import Demand, Membership
+from psdist_scheduler.members.membership import Membership
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,8 @@ class Arrival:
 class Barriers:
     """All barriers of the run that somebody waits at, and the rounds that workers have passed."""
 
-    def __init__(self, members: Membership, demand: Demand, records: Iterable[BarrierRecord]) -> None:
+    def __init__(self, members: Membership, records: Iterable[BarrierRecord]) -> None:
         self._members = members
-        self._demand = demand
         self._rounds: dict[str, dict[str, Arrival]] = {}
         self._passed: dict[str, dict[str, BarrierRecord]] = {}
         for record in records:
@@ -94,7 +93,7 @@ class Barriers:
         known = self._passed.get(worker.member_id, {}).get(event.name)
         return known is not None and known.origin == event.origin and known.passed > event.passed
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         for waiting in self._rounds.values():
             for worker_id in [worker_id for worker_id, arrival in waiting.items() if arrival.call == call]:
                 del waiting[worker_id]
@@ -143,7 +142,7 @@ class Barriers:
         """Return the missing workers as text that begins with "for"; empty if all have come."""
         if absent := self.absent(name):
             return f"for {name_some(absent)}"
-        needed = self._demand.workers_min
+        needed = self._members.demand.workers_min
         lacking = needed - len(self._members.ranks)
         return f"for {lacking} of {needed} workers" if lacking > 0 else ""
 

@@ -5,8 +5,7 @@ A member is live from its registration until it leaves or is lost. Then another 
 Invariants: There is at most one live member per id, and one live worker per rank. An incarnation is given once. Exactly
 the live members have a ``Liveness``.
 
-``sessions`` handles leases and sessions, ``admission`` registrations, ``membership_changes`` the consequences of
-losses.
+``sessions`` handles leases and sessions, ``admission`` registrations. ``member_losses`` decides which members are lost.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from psdist.errors import FencedError, InvalidArgumentError, WrongRunError
 from psdist.types import Replica
+from psdist_scheduler.events.cluster_events import Attach, Broadcast, Close, Effect, LogEvent, MemberLost, SessionOpened
 from psdist_scheduler.events.cluster_state import ClusterSettings, Identity, Member, Role
 from psdist_scheduler.events.worker_events import Caller
 from psdist_scheduler.members.sessions import Sessions
@@ -31,10 +31,16 @@ class Membership:
     """The members of one run.
 
     incarnations_given: highest incarnation given by an earlier scheduler of this run. New ids start above it.
+    servers_wanted: wanted number of servers; 0 if none was set.
     """
 
     def __init__(
-        self, settings: ClusterSettings, members: tuple[Member, ...], now: float, incarnations_given: int = 0
+        self,
+        settings: ClusterSettings,
+        members: tuple[Member, ...],
+        now: float,
+        incarnations_given: int = 0,
+        servers_wanted: int = 0,
     ) -> None:
         self._settings = settings
         self.incarnations_given = incarnations_given
@@ -50,6 +56,7 @@ class Membership:
         self.last_joined = now
         #: Time at which the last worker left whose work was done.
         self.last_done = now
+        self.demand = Demand(settings, self, servers_wanted)
 
     @property
     def all(self) -> tuple[Member, ...]:
@@ -76,7 +83,7 @@ class Membership:
         return self._members.get(member_id)
 
     def by_session(self, call: int) -> Member | None:
-        return self._members.get(self.sessions.get(call, ""))
+        return self._members.get(self.sessions.member_of(call))
 
     def is_live(self, member_id: str, incarnation: int) -> bool:
         member = self._members.get(member_id)
@@ -135,7 +142,7 @@ class Membership:
     def add(self, member: Member, now: float) -> None:
         """Add a member that has registered, under a new incarnation."""
         self._put(member)
-        self.sessions.begin(member, now)
+        self.sessions.add(member, now)
         if member.role == "worker":
             self.last_joined = now
 
@@ -155,6 +162,24 @@ class Membership:
         if gone.role == "worker" and gone.state == "left" and gone.reason in _DONE:
             self.last_done = now
         return gone, self.sessions.end(member_id)
+
+    def lose(self, member_id: str, reason: str, now: float) -> list[Effect]:
+        """End a live member that is lost, and notify everyone."""
+        member, session = self.end(member_id, "lost", reason, now)
+        log = LogEvent(f"{member} is lost: {reason}", "warning")
+        news = Broadcast(MemberLost(member_id, member.role, reason))
+        return [log, news, *([Close(session)] if session else [])]
+
+    def leave(self, member_id: str, reason: str, now: float) -> list[Effect]:
+        """End a live member that leaves in an orderly way."""
+        member, session = self.end(member_id, "left", reason, now)
+        return [LogEvent(f"{member} left: {member.reason}"), *([Close(session)] if session else [])]
+
+    def open_session(self, event: SessionOpened, now: float) -> tuple[Member, list[Effect]]:
+        """Open a member's session after its hello. Raises FencedError."""
+        member = self.check_caller(Caller("", event.member_id, event.incarnation), role=None)
+        replaced = self.sessions.open(event.call, member.member_id, now)
+        return member, [*([Close(replaced)] if replaced else []), Attach(event.call)]
 
     def leave_late(self, caller: Caller, reason: str) -> bool:
         """Record the departure of a member whose incarnation ended when the run rolled back. Returns False for any

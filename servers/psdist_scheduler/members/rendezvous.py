@@ -63,7 +63,7 @@ class Rendezvous:
         self._empty_since = {agent: self._empty_since.get(agent, now) for agent in empty if agent is not None}
         self._starting &= self._empty_since.keys()
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         for agent_id in [agent_id for agent_id, event in self._waiting.items() if event.call == call]:
             del self._waiting[agent_id]
 

@@ -62,12 +62,13 @@ class Liveness:
         return f"silent for {now - self.seen:.1f} s, and {option} is {self.lease:g} s"
 
 
-class Sessions(dict[int, str]):
-    """Ids of members by their open session, and the liveness of all live members."""
+class Sessions:
+    """Open sessions, and the liveness of all live members."""
 
     def __init__(self, settings: ClusterSettings, restored: Iterable[Member], now: float) -> None:
-        super().__init__()
         self._settings = settings
+        #: Ids of members by the call that is their open session.
+        self.by_call: dict[int, str] = {}
         self.liveness: dict[str, Liveness] = {}
         for member in restored:
             lease = settings.lease_of(member.role)
@@ -76,7 +77,11 @@ class Sessions(dict[int, str]):
         #: Time at which anybody last reached this process.
         self.reached = now
 
-    def of(self, member_id: str) -> int:
+    def member_of(self, call: int) -> str:
+        """Return the id of the session's member; empty if it is no open session."""
+        return self.by_call.get(call, "")
+
+    def call_of(self, member_id: str) -> int:
         """Return the call that is the member's session; 0 if it has none."""
         liveness = self.liveness.get(member_id)
         return liveness.session if liveness else 0
@@ -86,13 +91,13 @@ class Sessions(dict[int, str]):
         liveness = self.liveness[member_id]
         return bool(liveness.session) or liveness.ended is not None
 
-    def begin(self, member: Member, now: float) -> None:
+    def add(self, member: Member, now: float) -> None:
         """Add a member that has registered.
 
         Until it has a session it takes part in nothing, so the shorter lease is harmless. If many members have none
         yet, as at the start of a large run, they get more time.
         """
-        others = len(self.liveness) - len(self)
+        others = len(self.liveness) - len(self.by_call)
         deadline = now + self._settings.lease_seconds + others * SESSION_SECONDS
         lease = self._settings.lease_of(member.role)
         self._somebody_came(now)
@@ -104,9 +109,9 @@ class Sessions(dict[int, str]):
         """Make ``call`` the member's session. Returns the session that it replaces; 0 for none."""
         liveness = self.liveness[member_id]
         replaced = liveness.session
-        self.pop(replaced, None)
+        self.by_call.pop(replaced, None)
         liveness.session = call
-        self[call] = member_id
+        self.by_call[call] = member_id
         self._came(liveness, now)
         liveness.ended, liveness.ended_by_member = None, False
         return replaced
@@ -163,14 +168,14 @@ class Sessions(dict[int, str]):
 
     def detach(self, call: int, now: float, *, by_member: bool = False) -> None:
         """End a session, whose member may open another. by_member: True if its own side ended it."""
-        liveness = self.liveness[self.pop(call)]
+        liveness = self.liveness[self.by_call.pop(call)]
         liveness.session, liveness.ended, liveness.ended_by_member = 0, now, by_member
         liveness.deadline = now + (1 if by_member else RETURN_LEASES) * self._settings.lease_seconds
 
     def end(self, member_id: str) -> int:
         """Remove a member that is no longer live. Returns the session that it had; 0 for none."""
         session = self.liveness.pop(member_id).session
-        self.pop(session, None)
+        self.by_call.pop(session, None)
         return session
 
     def expired(self, now: float) -> list[str]:
@@ -205,4 +210,4 @@ class Sessions(dict[int, str]):
 
     def validate(self) -> None:
         held = {liveness.session: id_ for id_, liveness in self.liveness.items() if liveness.session}
-        assert held == self, "sessions and members disagree"
+        assert held == self.by_call, "sessions and members disagree"

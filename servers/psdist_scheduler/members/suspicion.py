@@ -13,7 +13,7 @@ scheduler itself may be cut off. So the rule asks three questions before it expe
 A process that is gone needs no patience: its kernel ends its session, and refuses connections to its port. Nor does a
 member whose id is requested by another process: whoever starts members has replaced it.
 
-``sessions`` knows who is silent; ``membership_changes`` collects the evidence.
+``sessions`` knows who is silent; ``member_losses`` collects the evidence.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Alignment:
 
     def on_session(self, member: Member) -> None:
         """Forget what was sent on the worker's previous session; it may have been lost."""
-        live = {self.members.sessions.of(worker.member_id) for worker in self.members.workers}
+        live = {self.members.sessions.call_of(worker.member_id) for worker in self.members.workers}
         self._sent = {session: sent for session, sent in self._sent.items() if session in live}
         self._reports.pop(member.identity, None)
 
@@ -209,7 +209,7 @@ class Alignment:
     def _command_all(self) -> list[Effect]:
         effects: list[Effect] = []
         for worker in self._workers():
-            session, command = self.members.sessions.of(worker.member_id), AlignCommand(self.number, self._until)
+            session, command = self.members.sessions.call_of(worker.member_id), AlignCommand(self.number, self._until)
             if session and self._sent.get(session) != command:
                 self._sent[session] = command
                 effects.append(Answer(session, command))
@@ -219,7 +219,7 @@ class Alignment:
         sent, self._sent = self._sent, {}
         self._participants, self._until = {}, None
         self._reports.clear()
-        live = {self.members.sessions.of(worker.member_id) for worker in self.members.workers}
+        live = {self.members.sessions.call_of(worker.member_id) for worker in self.members.workers}
         return [Answer(session, AlignCommand(self.number, release=True)) for session in sent if session in live]
 
 

@@ -55,7 +55,7 @@ class Commits:
     _number: int = 0
     _by_name: dict[str, Commit] = field(default_factory=dict)
 
-    def begin(self, p: ParameterSet, event: CommitParameters, worker: Member) -> list[Effect]:
+    def start(self, p: ParameterSet, event: CommitParameters, worker: Member) -> list[Effect]:
         """Ask the primaries of a parameter set whose values are not committed. An earlier call for the same set is
         refused."""
         older = self._by_name.pop(p.name, None)
@@ -69,7 +69,7 @@ class Commits:
     def on_answer(self, event: ValuesAnswered) -> list[Effect]:
         """Process a server's count of initialized slices. Commits the parameter set once every server has all of its
         slices."""
-        server = self._members.sessions.get(event.call, "")
+        server = self._members.sessions.member_of(event.call)
         commit = next((commit for commit in self._by_name.values() if commit.number == event.number), None)
         if commit is None or server not in commit.asked:
             return []
@@ -96,7 +96,7 @@ class Commits:
             del self._by_name[commit.event.parameters]
         return [effect for commit in self._by_name.values() for effect in self._ask(commit)], changed
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         """Remove the call, which is over."""
         self._by_name = {name: commit for name, commit in self._by_name.items() if commit.event.call != call}
 
@@ -113,7 +113,7 @@ class Commits:
     def _ask(self, commit: Commit) -> list[Effect]:
         effects: list[Effect] = []
         for server, before in commit.asked.items():
-            session = self._members.sessions.of(server)
+            session = self._members.sessions.call_of(server)
             if session not in (0, before):
                 commit.asked[server] = session
                 effects.append(Answer(session, CheckValues(commit.number, commit.event.parameters)))

@@ -37,7 +37,7 @@ from psdist.types import ParametersEntry, ParametersMember, Replica, Shard, chec
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member, ParametersRecord, name_some
 from psdist_scheduler.events.snapshot_events import Loaded
-from psdist_scheduler.members.membership import Demand, Membership
+from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement import placement
 from psdist_scheduler.placement.commits import Commits
 from psdist_scheduler.placement.join_proposals import Joins
@@ -56,7 +56,6 @@ class Creation:
     _registry: Registry
     _resume: Resume
     _members: Membership
-    _demand: Demand
     joins: Joins
     commits: Commits
 
@@ -98,7 +97,7 @@ class Creation:
             p.upload_call = 0
             text = f"a server is gone that had values of {name!r} since epoch {event.epoch}: upload them again"
             return [ev.Refuse(event.call, StaleEpochError(text, epoch=p.placed_epoch))]
-        return self.commits.begin(p, event, worker)
+        return self.commits.start(p, event, worker)
 
     def _check_commits(self) -> list[ev.Effect]:
         """Continue the commits in progress, and restart those whose parameter set has changed."""
@@ -111,7 +110,7 @@ class Creation:
         return effects
 
     def on_loaded(self, event: Loaded) -> list[ev.Effect]:
-        p, server = self._registry.get(event.parameters), self._members.sessions.get(event.call, "")
+        p, server = self._registry.get(event.parameters), self._members.sessions.member_of(event.call)
         if p is None or p.record is None:
             return []
         # Servers report once per session, so count this even if it is needed only after another server is lost.
@@ -164,12 +163,13 @@ class Creation:
                     f"for {server or 'another server'} to hold a copy of {name_shards(numbers)} of {p.name!r}",
                 )
             elif not p.has_place(self._members):
-                yield key, calls, self._demand.shortage() or f"for a server to register that can hold {p.name!r}"
+                shortage = self._members.demand.shortage()
+                yield key, calls, shortage or f"for a server to register that can hold {p.name!r}"
             elif p.entry.restore is not None:
                 server, numbers = next(iter(self._resume.missing(p.entry).items()), ("", []))
                 yield key, others, f"for {server} to load {name_shards(numbers)} of {p.name!r} from the snapshot"
             elif others and (server := self.commits.waiting_for(p.name)):
-                yield key, others, f"for {server} to say that it has the initial values of {p.name!r}"
+                yield key, others, f"for {server} to confirm the initial values of {p.name!r}"
             elif others:
                 who = p.record.uploader or "a worker"
                 yield key, others, f"for {who} to upload the initial values of {p.name!r}"
@@ -199,10 +199,10 @@ class Creation:
         """
         since = self._resume.since
         if since is None:
-            return self._demand.shortage()
+            return self._members.demand.shortage()
         servers = None if now - since < SERVERS_GRACE_SECONDS else self._settings.replicas
         workers = None if now - since < WORKERS_GRACE_SECONDS else 1
-        return self._demand.shortage(begun=True, servers=servers, workers=workers)
+        return self._members.demand.shortage(begun=True, servers=servers, workers=workers)
 
     def _worker_left(self, p: ParameterSet, now: float) -> WorkerLeftError | None:
         """Return an error if enough workers will never ask for a parameter set.
@@ -215,7 +215,8 @@ class Creation:
         ended = self._members.last_done
         if ended < self._members.last_joined or now - ended < RETURN_GRACE_SECONDS:
             return None
-        live, done, wanted = len(self._members.workers), self._demand.workers_done, self._demand.workers_min
+        demand = self._members.demand
+        live, done, wanted = len(self._members.workers), demand.workers_done, demand.workers_min
         if not live < wanted <= live + len(done):
             return None
         names = name_some(done)
@@ -317,7 +318,7 @@ class Creation:
         """Answer the callers of a ready parameter set, or let them join it."""
         described = ev.Described(p.entry.spec, p.placed.layout)
         effects: list[ev.Effect] = [ev.Answer(call, described) for call in p.describers]
-        effects += [effect for call, worker in p.creators.items() for effect in self.joins.begin(p, call, worker)]
+        effects += [effect for call, worker in p.creators.items() for effect in self.joins.join(p, call, worker)]
         answered = list(p.describers)
         for call, worker in p.creators.items():
             if member := p.member(worker):
@@ -335,7 +336,7 @@ class Creation:
         live = self._members.is_live
         for call, worker in (*p.creators.items(), *p.describers.items()):
             if not live(*worker.identity):
-                self._registry.end(call)
+                self._registry.end_call(call)
         if p.record is None:
             return
         left = tuple(m for m in p.entry.members if live(m.worker_id, m.incarnation))
@@ -348,7 +349,7 @@ class Creation:
         """Refuse these calls with ``error``."""
         refused = list(calls)
         for call in refused:
-            self._registry.end(call)
+            self._registry.end_call(call)
         return [ev.Refuse(call, error) for call in refused]
 
     def _check_lost(self, p: ParameterSet) -> None:

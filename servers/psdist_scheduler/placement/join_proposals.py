@@ -98,7 +98,7 @@ class Join:
 
     def ask(self, server: str, members: Membership) -> list[Effect]:
         """Ask one server, unless it has accepted or has no session."""
-        session = members.sessions.of(server)
+        session = members.sessions.call_of(server)
         if not session or server in self.accepted:
             return []
         return [Answer(session, JoinProposal(self.proposal_id, self.parameters, self.member))]
@@ -106,7 +106,7 @@ class Join:
     def withdraw(self, members: Membership) -> list[Effect]:
         """Withdraw the proposal from every server, whether or not it was asked."""
         news = WithdrawJoin(self.proposal_id, self.parameters, self.worker.member_id)
-        sessions = [members.sessions.of(server) for server in self.servers]
+        sessions = [members.sessions.call_of(server) for server in self.servers]
         return [Answer(session, news) for session in sessions if session]
 
 
@@ -140,7 +140,7 @@ class Joins:
         self._by_worker.clear()
         self._admitted.clear()
 
-    def begin(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
+    def join(self, p: ParameterSet, call: int, worker: Member) -> list[Effect]:
         """Start a join for the worker of ``call``, unless it is a member or is joining already."""
         if p.member(worker) is not None or (p.name, worker.member_id) in self._by_worker:
             return []
@@ -172,7 +172,7 @@ class Joins:
 
     def on_answer(self, event: JoinAnswered) -> list[Effect]:
         """Process a server's answer. Once all servers have accepted, the worker is a member."""
-        server = self._members.sessions.get(event.call, "")
+        server = self._members.sessions.member_of(event.call)
         join = next((join for join in self._by_worker.values() if join.proposal_id == event.proposal_id), None)
         if join is None or server not in join.servers:
             return []

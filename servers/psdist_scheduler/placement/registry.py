@@ -33,9 +33,7 @@ def _remedy(settings: ClusterSettings) -> str:
         other = (
             f" under another --run-id, or without {settings.store}, which records the loss" if settings.store else ""
         )
-        return (
-            f"restart the run{other}; {copies}, and with --storage-path a run goes back to its last snapshot by itself"
-        )
+        return f"restart the run{other}; {copies}, and with --storage-path a run rolls back to its last snapshot"
     return (
         f"no snapshot has all parameter sets yet: snapshots are taken {settings.policy.when}. Restart the run; a "
         f"shorter --save-interval takes the first one sooner, and {copies}"
@@ -325,7 +323,7 @@ class Registry:
             raise LimitExceededError(f"{PARAMETERS_MAX} parameters exist, which is the limit: put tensors together")
         return self._all.setdefault(name, ParameterSet(name))
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         for p in list(self._all.values()):
             p.drop_call(call)
             if p.is_unused:

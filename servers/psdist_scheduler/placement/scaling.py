@@ -16,7 +16,7 @@ from psdist.types import Replica, Shard
 from psdist.wire.limits import MEMBERS_MAX
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events.cluster_state import ClusterSettings, Member, name_some
-from psdist_scheduler.members.membership import Demand, Membership
+from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.members.rendezvous import Rendezvous
 from psdist_scheduler.placement.registry import Registry
 
@@ -41,7 +41,6 @@ class Scaling:
     _settings: ClusterSettings
     _registry: Registry
     _members: Membership
-    _demand: Demand
     _rendezvous: Rendezvous
     _drains: dict[int, _Drain] = field(default_factory=dict)
     #: News last sent to each watching call.
@@ -84,7 +83,7 @@ class Scaling:
             raise LimitExceededError(f"{event.servers} servers are more than the limit of {MEMBERS_MAX}")
         there = sorted(self._members.staying, key=_by_number)
         surplus = there[event.servers :]
-        self._demand.want_servers(event.servers)
+        self._members.demand.want_servers(event.servers)
         missing = max(0, event.servers - len(there))
         drained = tuple(server.member_id for server in surplus)
         answer = ev.Answer(event.call, ev.Scaled(len(there), drained, missing, len(self._watchers)))
@@ -108,17 +107,17 @@ class Scaling:
 
     def _want_workers(self, workers: int) -> None:
         """Reserve ranks: the scheduler learns of a rank that a launcher gave away only when its worker registers."""
-        self._demand.want_workers(workers, max(self._members.next_rank, self._rendezvous.world_size))
+        self._members.demand.want_workers(workers, max(self._members.next_rank, self._rendezvous.world_size))
 
     def watch(self, event: ev.WatchScale) -> list[ev.Effect]:
         """Add a launcher that watches the wanted numbers. Raises WrongRunError."""
         self._members.check_run(event.run_id)
-        if not self._demand.workers_wanted:
+        if not self._members.demand.workers_wanted:
             self._want_workers(min(event.workers_wanted, MEMBERS_MAX))
         self._watchers[event.call] = None
         return []
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         self._drains.pop(call, None)
         self._watchers.pop(call, None)
 
@@ -126,10 +125,10 @@ class Scaling:
         """Return news for the calls that drain and watch."""
         effects: list[ev.Effect] = []
         for call, drain in list(self._drains.items()):
-            effects += self._go_on(call, drain, now)
+            effects += self._advance_drain(call, drain, now)
         draining = {server.member_id: self._held(server) for server in self._members.servers if server.draining}
         stop = tuple(server for server, held in draining.items() if not held)
-        wanted, lost = self._demand, self._registry.lost_text
+        wanted, lost = self._members.demand, self._registry.lost_text
         news = ev.ScaleNews(
             wanted.servers_wanted, tuple(draining), stop, lost, wanted.workers_wanted, wanted.first_rank
         )
@@ -151,7 +150,7 @@ class Scaling:
             self._members.drain(server.member_id)
         return [ev.LogEvent(f"draining {server}: {len(self._held(server))} shards to move") for server in fresh]
 
-    def _go_on(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
+    def _advance_drain(self, call: int, drain: _Drain, now: float) -> list[ev.Effect]:
         server = self._members.get(drain.server.server_id)
         if server is None or not self._members.has(drain.server):
             del self._drains[call]

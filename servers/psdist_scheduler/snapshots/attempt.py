@@ -25,7 +25,7 @@ from psdist_scheduler.events.cluster_events import Answer, Effect
 from psdist_scheduler.events.cluster_state import Identity, name_some
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import ParameterSet
-from psdist_scheduler.snapshots.state_uploads import StateUploads
+from psdist_scheduler.snapshots.state_uploads import WorkerStateUploads
 
 #: Up to this number of steps it is not clear whether parameter sets are trained in step.
 _UNEVEN_STEPS: Final = 2
@@ -68,7 +68,7 @@ class Attempt:
     directory: str
     due: DueSnapshot
     parameters: dict[str, ParameterSet]
-    uploads: StateUploads
+    uploads: WorkerStateUploads
     began: float
     moved: float = field(init=False)
     phase: AttemptPhase = AttemptPhase.PREPARING
@@ -195,7 +195,7 @@ class Attempt:
             return f"for {name_some(list(dict.fromkeys(late)))} to write"
         if self.uploads.missing:
             return self.uploads.waiting_for
-        return f"for {name_some(self.undecided)} to say what data it has used"
+        return f"for {name_some(self.undecided)} to report the data it has used"
 
     def validate(self) -> None:
         assert self.phase is AttemptPhase.COMMITTING or not self.changed
@@ -295,5 +295,5 @@ def _route(p: ParameterSet) -> tuple[object, ...]:
 
 
 def _send(to: Iterable[str], command: sn.SnapshotCommand, members: Membership) -> list[Effect]:
-    sessions = [members.sessions.of(member) for member in dict.fromkeys(to)]
+    sessions = [members.sessions.call_of(member) for member in dict.fromkeys(to)]
     return [Answer(session, command) for session in sessions if session]

@@ -87,7 +87,7 @@ class Catalog:
             "without it starts it from scratch. Have a worker create it, even if it is no longer trained"
         )
 
-    def begin(self, directory: str) -> None:
+    def begin_commit(self, directory: str) -> None:
         """Note that a commit is sent to the storage."""
         assert not self.committing, "two commits at a time would have one number"
         self.committing = directory

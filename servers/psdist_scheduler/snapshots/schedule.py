@@ -39,7 +39,7 @@ _DISTANCE_MAX: Final = 1024
 
 
 @dataclass(slots=True)
-class Tries:
+class CutSearch:
     """Knowledge gained from the attempts at one snapshot until one is committed or fails, and their limits.
 
     A cut that is too early is refused, because slices have passed it. One that is too late makes everybody wait. So the
@@ -83,19 +83,19 @@ class Tries:
         for name, step in steps:
             self.known[name] = max(self.known.get(name, 0), step)
 
-    def refuse(self) -> bool:
+    def count_refusal(self) -> bool:
         """Count a refused cut. Returns True if another one may be tried."""
         self.refused += 1
         if self.refused > _EXACT_TRIES:
             self.exact.clear()  # They are not idle.
         return self.refused <= REFUSALS_MAX
 
-    def retry(self) -> bool:
+    def count_retry(self) -> bool:
         """Count an attempt that was given up because the cluster changed. Returns True if another one may be tried."""
         self.retries += 1
         return self.retries <= RETRIES_MAX
 
-    def hold(self) -> bool:
+    def count_held(self) -> bool:
         """Count an attempt for which pushes waited in vain. Returns True if another one may be tried."""
         self.held += 1
         return self.held < HELD_MAX
@@ -183,7 +183,7 @@ class SnapshotSchedule:
 
     def __init__(self, policy: SavePolicy, now: float) -> None:
         self._policy = policy
-        self.tries = Tries()
+        self.search = CutSearch()
         #: Time at which the last attempt ended, and the highest version then. Multiples of the interval up to it are
         #: over.
         self._ended_at = now
@@ -204,9 +204,9 @@ class SnapshotSchedule:
         saved: steps of the newest snapshot, by parameter set; empty if there is none.
         is_even: False if an iteration of the script makes more steps of one set than of another.
         """
-        soonest = self.tries.soonest(ready, [waiter.next for waiter in waiters.workers])
+        soonest = self.search.soonest(ready, [waiter.next for waiter in waiters.workers])
         if end.state is EndState.WANTED:
-            steps = {name: max(step, self.tries.known.get(name, 0)) for name, step in end.steps.items()}
+            steps = {name: max(step, self.search.known.get(name, 0)) for name, step in end.steps.items()}
             return DueSnapshot(soonest | steps, AT_THE_END)
         if waiters:
             return DueSnapshot(soonest, next(iter(waiters)).reason)
@@ -227,7 +227,7 @@ class SnapshotSchedule:
         alignment.want(HOLDER)
         if (vector := alignment.vector) is None or (due.ahead and alignment.is_even is not False):
             return None
-        if any(self.tries.known.get(name, 0) > step for name, step in vector.items()):
+        if any(self.search.known.get(name, 0) > step for name, step in vector.items()):
             alignment.restart()  # A server has passed the position.
             return None
         return None if due.ahead else DueSnapshot(due.steps | vector, due.reason)
@@ -239,22 +239,22 @@ class SnapshotSchedule:
 
         least: steps that are known to be reached, even if servers have not reported them.
         """
-        return any(max(self.tries.version(p), (least or {}).get(p.name, 0)) > saved.get(p.name, 0) for p in ready)
+        return any(max(self.search.version(p), (least or {}).get(p.name, 0)) > saved.get(p.name, 0) for p in ready)
 
     def attempt_ended(self, attempt: Attempt, now: float) -> None:
         """Note that an attempt ended for good, successfully or not."""
-        versions = [self.tries.version(p) for p in attempt.parameters.values() if p.record]
+        versions = [self.search.version(p) for p in attempt.parameters.values() if p.record]
         self._ended_at, self._ended_version = now, max(self._ended_version, attempt.step, *versions)
-        self.tries = Tries(known=self.tries.known)
+        self.search = CutSearch(known=self.search.known)
 
     def rolled_back(self) -> None:
         """Forget the known steps, which a rollback has undone."""
-        self.tries, self._ended_version = Tries(), 0
+        self.search, self._ended_version = CutSearch(), 0
 
     def _due_by_steps(
         self, ready: Sequence[ParameterSet], soonest: dict[str, int], *, is_even: bool
     ) -> DueSnapshot | None:
-        versions = {p.name: self.tries.version(p) for p in ready if p.entry.spec.is_trained}
+        versions = {p.name: self.search.version(p) for p in ready if p.entry.spec.is_trained}
         if not versions:
             return None
         high, interval = max(versions.values()), self._policy.steps

@@ -39,7 +39,7 @@ from psdist_scheduler.snapshots.catalog import Catalog
 from psdist_scheduler.snapshots.manifest import make_manifest
 from psdist_scheduler.snapshots.readiness import SnapshotReadiness
 from psdist_scheduler.snapshots.schedule import HOLDER, REFUSALS_MAX, EndSnapshot, EndState, SnapshotSchedule
-from psdist_scheduler.snapshots.state_uploads import StateUploads
+from psdist_scheduler.snapshots.state_uploads import WorkerStateUploads
 from psdist_scheduler.snapshots.waiters import SnapshotWaiter, SnapshotWaiters
 from psdist_scheduler.snapshots.worker_states import WorkerStateRegistry
 
@@ -168,14 +168,14 @@ class Snapshots:
         self.waiters.add(waiter, attempt.number if place == "joins" else 0)
         if place != "supersedes":
             return []
-        self.schedule.tries.aim_near()
+        self.schedule.search.aim_near()
         return self._give_up(attempt, "another is wanted now", now)
 
     # --- reports ------------------------------------------------------------------------------------------------------
 
     def on_report(self, event: sn.Prepared | sn.Marked | sn.Written | sn.PartFailed, now: float) -> list[Effect]:
         """Process a member's report about the attempt."""
-        attempt, tries = self.attempt, self.schedule.tries
+        attempt, search = self.attempt, self.schedule.search
         sender = self._members.by_session(event.call)
         if attempt is None or attempt.phase is AttemptPhase.COMMITTING:
             return []
@@ -185,14 +185,14 @@ class Snapshots:
         match event:
             case sn.Prepared() if attempt.awaits(sender.member_id):
                 attempt.servers[sender.member_id] = event.accepted
-                tries.learn((name, s) for name, s in event.steps_next if name in attempt.steps)
+                search.learn((name, s) for name, s in event.steps_next if name in attempt.steps)
                 return [] if None in attempt.servers.values() else self._on_all_prepared(attempt, now)
             case sn.Marked() if attempt.phase is AttemptPhase.MARKING:
                 if later := attempt.on_marked(event, sender.identity):
-                    tries.learn(later.items())
-                    tries.refuse()
+                    search.learn(later.items())
+                    search.count_refusal()
                     return self._give_up(attempt, f"{sender.member_id} has passed the cut", now)
-                return [] if attempt.unanswered else attempt.take_cut(self._members, tries.known)
+                return [] if attempt.unanswered else attempt.take_cut(self._members, search.known)
             case sn.Written():
                 attempt.on_written(event, sender.member_id)
             case sn.PartFailed() if sender.member_id in attempt.servers or sender.member_id in attempt.uploads.workers:
@@ -209,7 +209,7 @@ class Snapshots:
             # Attempts of an earlier scheduler are over.
             self._number = max(self._number, epoch * _ATTEMPTS_PER_EPOCH)
             over = sn.End(self._number, False, "no snapshot is under way")
-            return [Answer(self._members.sessions.of(member.member_id), over)]
+            return [Answer(self._members.sessions.call_of(member.member_id), over)]
         if attempt.awaits(member.member_id):
             return attempt.prepare([member.member_id], self._members)
         if attempt.phase is AttemptPhase.MARKING and member.identity in attempt.unanswered:
@@ -243,7 +243,7 @@ class Snapshots:
     def roll_back(self, now: float) -> list[Effect]:
         """Give up the attempt in progress, which a rollback has made meaningless."""
         attempt = self.attempt
-        effects = self._give_up(attempt, "the run goes back to a snapshot", now) if attempt else []
+        effects = self._give_up(attempt, "the run rolls back to a snapshot", now) if attempt else []
         self.schedule.rolled_back()
         self.end_snapshot.forget()
         return effects
@@ -299,7 +299,7 @@ class Snapshots:
         elif end.state is not EndState.WANTED:
             due = self.schedule.align(due, self.waiters, alignment)
         if due is not None:
-            effects += self._begin(due, ready, epoch, now)
+            effects += self._start_attempt(due, ready, epoch, now)
         if end.state is EndState.WANTED and self.attempt is not None:
             end.assign(self.attempt.number)
         return effects
@@ -317,14 +317,14 @@ class Snapshots:
                 effects += self.waiters.refuse(waiter, hopeless)
         return effects
 
-    def _begin(self, due: DueSnapshot, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
+    def _start_attempt(self, due: DueSnapshot, ready: list[ParameterSet], epoch: int, now: float) -> list[Effect]:
         """Start an attempt at the due snapshot, unless it would come after the run's last snapshot."""
         if text := self.end_snapshot.check(due.steps):
             return self.waiters.refuse_all(SnapshotFailedError(text))
         self._number = max(self._number + 1, epoch * _ATTEMPTS_PER_EPOCH)
-        step = max((due.steps.get(p.name, self.schedule.tries.version(p)) for p in ready), default=0)
+        step = max((due.steps.get(p.name, self.schedule.search.version(p)) for p in ready), default=0)
         directory = directory_name(step, epoch, self._number % _ATTEMPTS_PER_EPOCH, self._settings.salt)
-        uploads = StateUploads(
+        uploads = WorkerStateUploads(
             dict.fromkeys(self.states.live_owners(ready), False), {p.name: number for number, p in enumerate(ready)}
         )
         self.attempt = Attempt(self._number, directory, due, {p.name: p for p in ready}, uploads, now)
@@ -334,7 +334,7 @@ class Snapshots:
     def _on_all_prepared(self, attempt: Attempt, now: float) -> list[Effect]:
         """Continue after the last server's answer about the cut."""
         if not all(attempt.servers.values()):
-            if not self.schedule.tries.refuse():
+            if not self.schedule.search.count_refusal():
                 return self._fail(attempt, f"servers refused {REFUSALS_MAX} cuts", now)
             return self._abandon(attempt, "a slice has passed the cut")
         newest = self.catalog.newest
@@ -349,7 +349,7 @@ class Snapshots:
             return self._fail(attempt, loss, now)
         if attempt.unanswered:
             return attempt.mark(attempt.workers, self._members)
-        return attempt.take_cut(self._members, self.schedule.tries.known)
+        return attempt.take_cut(self._members, self.schedule.search.known)
 
     def _check(self, attempt: Attempt, ready: list[ParameterSet], now: float) -> list[Effect]:
         """Give up an attempt that has become impossible."""
@@ -359,7 +359,7 @@ class Snapshots:
             return self._give_up(attempt, text, now)
         attempt.uploads.forget(self._members.is_live)
         if attempt.phase is AttemptPhase.MARKING and not attempt.unanswered:
-            return attempt.take_cut(self._members, self.schedule.tries.known)
+            return attempt.take_cut(self._members, self.schedule.search.known)
         if attempt.due.ahead and not attempt.reached:
             if {p.name for p in ready} != attempt.parameters.keys():
                 return self._abandon(attempt, "parameters were created since")
@@ -373,17 +373,17 @@ class Snapshots:
 
     def _check_silence(self, attempt: Attempt, seconds: float, now: float) -> list[Effect]:
         """Give up an attempt that made no progress for ``seconds``."""
-        tries = self.schedule.tries
+        search = self.schedule.search
         if seconds > _SILENCE_SECONDS:
             return self._fail(attempt, f"nothing was heard for {seconds:.0f} s, waiting {attempt.waiting_for}", now)
         if seconds <= self._settings.lease_seconds or attempt.phase is AttemptPhase.PREPARING:
             return []
         pushes_wait = bool(attempt.marks) and (not attempt.reached or attempt.is_held)
         if attempt.phase is AttemptPhase.MARKING or pushes_wait:
-            end = self._give_up if tries.hold() else self._fail
+            end = self._give_up if search.count_held() else self._fail
             return end(attempt, f"waited too long {attempt.waiting_for}", now)
-        if not attempt.reached and not tries.exact:
-            tries.aim_exactly(attempt.unseen or attempt.parameters)
+        if not attempt.reached and not search.exact:
+            search.aim_exactly(attempt.unseen or attempt.parameters)
             return self._give_up(attempt, f"training is stalled, waiting {attempt.waiting_for}", now)
         return []
 
@@ -402,12 +402,13 @@ class Snapshots:
         except PsdistError as error:
             return self._fail(attempt, str(error), now)
         attempt.enter(AttemptPhase.COMMITTING)
-        self.catalog.begin(attempt.directory)
+        self.catalog.begin_commit(attempt.directory)
         return [sn.WriteCommit(attempt.number, self.catalog.highest + 1, manifest, now - attempt.began)]
 
     def _give_up(self, attempt: Attempt, reason: str, now: float) -> list[Effect]:
         """Give up the attempt. Another one follows immediately if it is wanted, unless there were too many."""
-        return self._abandon(attempt, reason) if self.schedule.tries.retry() else self._fail(attempt, reason, now)
+        may_retry = self.schedule.search.count_retry()
+        return self._abandon(attempt, reason) if may_retry else self._fail(attempt, reason, now)
 
     def _fail(self, attempt: Attempt, text: str, now: float) -> list[Effect]:
         """Fail the attempt: refuse the callers that wait for it. Training, if any, continues."""

@@ -23,7 +23,7 @@ from psdist_scheduler.events.cluster_state import Identity, Member, name_some
 
 
 @dataclass(slots=True)
-class StateUploads:
+class WorkerStateUploads:
     """Worker states that one attempt requests, and those that arrived.
 
     answers: True by worker once it has answered.
@@ -85,7 +85,7 @@ class StateUploads:
             for key in [key for key in self._taken if key[0] == worker and key not in self._wanted]:
                 del self._taken[key]
 
-    def place(self, worker: Member, event: sn.HandIn, directory: str) -> sn.StatePlace:
+    def place(self, worker: Member, event: sn.StateOffered, directory: str) -> sn.StatePlace:
         """Return where to write a file; nowhere if it exists already. Raises LimitExceededError, and
         SnapshotFailedError if it is not wanted."""
         if event.length > limits.STATE_BYTES_MAX:
@@ -100,7 +100,7 @@ class StateUploads:
         file = state_file_name(self.numbers[event.parameters], worker.rank)
         return sn.StatePlace(directory, "" if key in self._taken else file, worker.rank)
 
-    def on_handed_in(self, event: sn.HandedIn) -> None:
+    def on_written(self, event: sn.StateWritten) -> None:
         key = event.worker, event.state.parameters
         if self._takes(key, event.state.next):
             self._taken.setdefault(key, event.state)

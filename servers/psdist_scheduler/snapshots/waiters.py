@@ -73,7 +73,7 @@ class SnapshotWaiters:
         waiter.attempt = attempt
         self._all[waiter.call] = waiter
 
-    def end(self, call: int) -> None:
+    def end_call(self, call: int) -> None:
         self._all.pop(call, None)
 
     def assign(self, attempt: int) -> None:
@@ -83,12 +83,12 @@ class SnapshotWaiters:
 
     def answer(self, waiter: SnapshotWaiter, value: Saved) -> list[Effect]:
         """Answer a caller whose snapshot exists."""
-        self.end(waiter.call)
+        self.end_call(waiter.call)
         return [] if waiter.drains else [Answer(waiter.call, value)]
 
     def refuse(self, waiter: SnapshotWaiter, error: PsdistError) -> list[Effect]:
         """Refuse a caller that no snapshot will serve."""
-        self.end(waiter.call)
+        self.end_call(waiter.call)
         return [] if waiter.drains else [Refuse(waiter.call, error)]
 
     def answer_all(self, attempt: int, value: Saved) -> list[Effect]:

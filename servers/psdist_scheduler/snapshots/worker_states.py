@@ -36,22 +36,23 @@ class WorkerStateRegistry:
         owners = self.live_owners(attempt.parameters.values()) if self._names else ()
         return any(worker not in attempt.uploads.answers for worker in owners)
 
-    def on(self, event: sn.Keeps | sn.HandIn | sn.HandedIn, attempt: Attempt | None, now: float) -> list[Effect]:
-        """Process a worker's announcement, its request to hand in a file, or a file that was handed in. Raises
-        FencedError, SnapshotFailedError and LimitExceededError."""
-        if isinstance(event, sn.Keeps):
-            member = self._members.by_session(event.call)
-            if member is not None:
-                self._names[member.identity] = event.parameters
-            return []
+    def on_announced(self, event: sn.StatesAnnounced) -> list[Effect]:
+        """Record the parameter sets for which a worker saves state."""
+        if (member := self._members.by_session(event.call)) is not None:
+            self._names[member.identity] = event.parameters
+        return []
+
+    def on_upload(self, event: sn.StateOffered | sn.StateWritten, attempt: Attempt | None, now: float) -> list[Effect]:
+        """Process a worker's request to hand in a file, or a durable file. Raises FencedError, SnapshotFailedError and
+        LimitExceededError."""
         if attempt is not None:
             takes_states = attempt.phase in (AttemptPhase.MARKING, AttemptPhase.CUTTING)
             attempt = attempt if takes_states and event.attempt == attempt.number else None
         if attempt is not None:
             attempt.moved = now
-        if isinstance(event, sn.HandedIn):
+        if isinstance(event, sn.StateWritten):
             if attempt is not None:
-                attempt.uploads.on_handed_in(event)
+                attempt.uploads.on_written(event)
             return []
         worker = self._members.check_caller(Caller(event.run_id, event.worker_id, event.incarnation))
         if attempt is None:

@@ -17,7 +17,7 @@ from psdist_scheduler.open_calls import OpenCalls
 
 
 async def test_the_end_of_a_run_is_tried_again_where_it_was_refused() -> None:
-    """Then the run goes on until it is over once more."""
+    """The run then continues until it is over once more."""
     asked: list[ev.Stop] = []
     refused = asyncio.Event()
 

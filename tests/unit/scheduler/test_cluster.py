@@ -127,7 +127,7 @@ def test_a_worker_that_sends_to_servers_is_alive() -> None:
     lives = tuple((worker.member_id, worker.incarnation) for worker in workers)
     for _ in range(80):
         d.on(ev.Heartbeat(server_sessions[0], d.map.epoch, heard=((*lives[0], 0.4),)))
-        d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Nobody who is there.
+        d.on(we.Heard((("worker-1", 7), ("worker-9", 1))))  # Neither is a live incarnation.
         d.beat(server_sessions[1])
         d.tick(0.5)
     assert [news.member_id for news in d.lost] == ["worker-1"]
@@ -584,9 +584,9 @@ def test_a_scheduler_that_stood_still_waits_for_the_members_that_hung_up() -> No
         d.beat(session)
     assert [server.server_id for server in d.map.servers] == [back.member_id]
     assert {news.member_id for news in d.lost} == {"server-1"}
-    for _ in range(140):  # the workers' lease, and what this process stood still
+    for _ in range(140):  # The workers' lease, and the time of the suspension.
         d.tick()
         d.beat(session)
     assert {news.member_id for news in d.lost} == {"server-1", "worker-0", "worker-1"}
     d.on(ev.SessionClosed(session, "killed"))
-    assert not d.map.servers, "a session that ends while the scheduler runs is a loss at once"
+    assert not d.map.servers, "a session that ends while the scheduler runs is an immediate loss"

@@ -1,4 +1,4 @@
-"""What drives the machine: registrations that come together, and what is told of them when."""
+"""The driver of the machine: registrations that arrive together, and the order of answers and durable writes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psdist_scheduler.sqlite_store import Store
 
 
 class HeldStore(Store):
-    """A disk that is slow on purpose: a write waits until it is let go on."""
+    """A disk that is slow on purpose: a write waits until it is released."""
 
     def __init__(self) -> None:
         self.written: list[ev.Persist] = []

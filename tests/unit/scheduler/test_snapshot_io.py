@@ -75,7 +75,7 @@ class Memory:
 
 
 def manifest(directory: str, run_id: str = "run", step: int = 5) -> Manifest:
-    """Of one slice."""
+    """Return the manifest of a snapshot with one slice."""
     layout = Layout((TensorSpec("w", (4,)),))
     spec = ParametersSpec("mlp", SGD(lr=0.1), BSP(), slice_elements=4)
     file = ShardFile("shard.safetensors", len(FILE), digest_of(FILE), (step,), (digest_of(FILE),))
@@ -89,7 +89,7 @@ def write(number: int, sequence: int = 1) -> sn.WriteCommit:
 
 
 def carry_out(storage: Memory, *effects: sn.StorageEffect) -> list[Any]:
-    """What becomes of them. The shards of what is committed are there."""
+    """Carry effects out and return the posted events. The shard files of every commit exist."""
     events: list[Any] = []
 
     async def run() -> None:
@@ -107,7 +107,7 @@ def carry_out(storage: Memory, *effects: sn.StorageEffect) -> list[Any]:
 
 
 def history(storage: Memory, **settings: Any) -> sn.History:
-    """What the storage holds."""
+    """Return the content of the storage."""
     return asyncio.run(read_history(storage, **settings))
 
 
@@ -150,7 +150,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing() -> None:
 
 
 def test_a_record_of_which_nobody_knows_keeps_its_files() -> None:
-    """It may yet appear; what it names must be there then."""
+    """It may yet appear; the files that it names must then exist."""
     storage = Memory()
     storage.faults = {f"create {commit_path(1)}": "before", "read": "before"}
     (event,) = carry_out(storage, write(1))
@@ -188,7 +188,7 @@ def test_another_schedulers_record_ends_it() -> None:
     (event,) = carry_out(storage, write(1))
     assert isinstance(event, sn.CommitFailed) and event.replaced and "has taken over" in event.text
     assert not event.unsure
-    assert storage.files == before, "what the other one has is untouched, what this one wrote is gone"
+    assert storage.files == before, "the other one's files are untouched, and this one's are gone"
 
 
 def test_two_schedulers_on_one_storage_commit_one_snapshot_of_a_number() -> None:

@@ -1,4 +1,4 @@
-"""The store: what was written is there after a restart, one scheduler at a time, and nothing is guessed."""
+"""The store: written state is back after a restart, one scheduler at a time, and nothing is guessed."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_base_of_the_run_is_kept(tmp_path: Path) -> None:
 
 
 def test_what_workers_have_passed_is_loaded(tmp_path: Path) -> None:
-    """Of each worker and name the last; nothing else is changed by it, nor changes it."""
+    """The last record of each worker and name is kept; nothing else is changed by it, nor changes it."""
     first = BarrierRecord("worker-0", "begin", 1, 1)
     other = BarrierRecord("worker-1", "begin", 3, 1)
     last = BarrierRecord("worker-0", "begin", 1, 2)

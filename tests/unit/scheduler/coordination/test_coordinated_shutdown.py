@@ -27,7 +27,7 @@ class Run(SnapshotDriver):
         self.go_on()
 
     def session(self, worker: Member) -> int:
-        return self.cluster.members.sessions.of(worker.member_id)
+        return self.cluster.members.sessions.call_of(worker.member_id)
 
     def asked(self, *workers: Member) -> None:
         """These were asked to end, and say so."""
@@ -80,7 +80,7 @@ def test_the_cut_is_where_the_least_far_worker_stands() -> None:
     run.writing = False
     run.go_on()
     assert run.last(zero) == StopCommand(run.last(one).number, "leave", (("mlp", 7),))
-    # Servers keep what the snapshot needs: nobody waits until it is written.
+    # Servers keep the data that the snapshot needs: nobody waits until it is written.
     run.leaves(zero)
     run.train(8)  # What is left of step 7 is applied as one leaves after the other.
     run.leaves(one)
@@ -196,7 +196,7 @@ def test_a_step_of_some_is_not_saved_where_the_last_snapshot_fails(trains: bool)
     run.holds(run.workers[1], mlp=7)
     attempt = run.cluster.snapshots.attempt
     run.go_on()
-    server = run.cluster.members.sessions.of("server-0")
+    server = run.cluster.members.sessions.call_of("server-0")
     run.on(sn.PartFailed(server, attempt.number, "the disk is full"))
     run.writing = True
     for worker in run.workers:

@@ -89,7 +89,7 @@ def test_only_those_in_the_circle_are_ended() -> None:
     run.barrier(1, run.report("call", mlp=4))
     call = run.number()
     run.on(ev.Create(call, caller(run.workers[0]), spec("new"), LAYOUT, activity=run.report("call", mlp=3)))
-    assert run.ended() == {}, "worker-2 may go on, as worker-0 does"
+    assert run.ended() == {}, "worker-2 may continue, as worker-0 does"
     assert "to create 'new'" in run.errors[call].message
 
 

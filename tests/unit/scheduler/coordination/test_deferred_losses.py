@@ -17,7 +17,7 @@ from tests.unit.scheduler.placement.test_restore_point import DATA, lease, lose,
 
 
 def committing(step: int = 9, **settings: Any) -> SnapshotDriver:
-    """A run with a snapshot at step 7, of which another is being committed."""
+    """A run with a snapshot at step 7 that is committing another one."""
     d = saved_run(7, **settings)
     begin_commit(d, step)
     return d
@@ -35,7 +35,7 @@ def begin_commit(d: SnapshotDriver, step: int) -> int:
 def beat(d: Driver, seconds: float) -> None:
     """Time passes, and all who have a session are heard."""
     for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
 
 
@@ -45,7 +45,7 @@ def in_hand(d: SnapshotDriver) -> sn.WriteCommit:
 
 
 def answer(d: SnapshotDriver, **failure: Any) -> sn.WriteCommit:
-    """The storage answers what it has in hand: the snapshot is committed, or not."""
+    """Answer for the storage: the pending snapshot is committed, or not."""
     work = in_hand(d)
     d.works.remove(work)
     if failure:
@@ -56,13 +56,13 @@ def answer(d: SnapshotDriver, **failure: Any) -> sn.WriteCommit:
 
 
 def with_newer(d: SnapshotDriver, work: sn.WriteCommit) -> sn.History:
-    """The storage when it has committed what it had in hand."""
+    """Return the content of the storage after it has committed the pending snapshot."""
     commit = commit_of(work.manifest, work.sequence)
     return sn.History((commit, *history_of(d).commits), commit.sequence, sn.CommitFound(commit, work.manifest))
 
 
 def goes_on(d: SnapshotDriver, step: int, server: str = "server-1") -> None:
-    """With a new life of the server and of the worker the run goes on from that step."""
+    """With a new life of the server and of the worker the run continues from that step."""
     d.storing = True
     d.join("server", member_id=server)
     rejoin(d)
@@ -173,8 +173,8 @@ def test_a_server_that_comes_back_meanwhile_is_not_lost() -> None:
 
 def test_a_session_that_is_silent_ends_so_that_its_server_opens_another() -> None:
     d = committing()
-    session = d.cluster.members.sessions.of("server-1")
-    others = set(d.cluster.members.sessions) - {session}
+    session = d.cluster.members.sessions.call_of("server-1")
+    others = set(d.cluster.members.sessions.by_call) - {session}
     for _ in range(12):
         d.beat(*others)
         d.tick()
@@ -246,7 +246,7 @@ def test_a_run_that_goes_back_twice_goes_back_to_the_newest_each_time() -> None:
     goes_on(d, 11, "server-0")
 
 
-# --- a storage that stands still --------------------------------------------------------------------------------------
+# --- a storage that does not answer -----------------------------------------------------------------------------------
 
 
 def hung(**settings: Any) -> SnapshotDriver:
@@ -310,7 +310,7 @@ def test_what_is_committed_before_the_run_has_gone_on_is_gone_back_to_after_all(
     assert lease(d, worker, 7).range == 0
     work = answer(d)
     assert len(d.rolled_back) == 2 and d.rolled_back[1].directory == work.manifest.directory
-    assert not d.cluster.members.workers, "what it knows of leases is not so any more"
+    assert not d.cluster.members.workers, "its knowledge of leases is no longer true"
     goes_on(d, 9)
     assert d.steps == [{"mlp": 7}, {"mlp": 9}]
 
@@ -370,5 +370,5 @@ def test_without_a_storage_nothing_waits() -> None:
     worker, _ = d.join()
     d.create(worker)
     d.ask(ev.CommitParameters, worker)
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of(servers[1].member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(servers[1].member_id), "its session broke"))
     assert [loss.member_id for loss in d.lost] == ["server-1"] and d.shards_lost

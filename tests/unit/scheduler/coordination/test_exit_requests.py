@@ -22,7 +22,7 @@ def know(d: Ready) -> None:
 
 
 def test_the_scheduler_ends_when_all_is_saved() -> None:
-    """What was trained last is not in any heartbeat yet."""
+    """The last training steps are not in any heartbeat yet."""
     d = ready()
     d.versions["mlp"] = 5
     d.on(ev.Stop(call := d.number()))
@@ -61,7 +61,7 @@ def test_servers_that_end_do_not_wait_for_a_snapshot_that_fails() -> None:
         calls.append(d.number())
         d.on(ev.Drain(calls[-1], "", server))
     know(d)
-    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), d.attempt.number, "no space"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), d.attempt.number, "no space"))
     assert all(isinstance(d.state(call), ev.Drained) for call in calls)
 
 
@@ -81,7 +81,7 @@ def test_servers_end_at_once_where_there_is_nothing_to_save(policy: SavePolicy) 
 
 
 def test_a_run_is_over_when_no_worker_has_been_there_for_the_idle_timeout() -> None:
-    """Not before the first worker came, and not while another is there, or is back within that time."""
+    """Not before the first worker came, and not while another one is present, or returns within that time."""
     d = Ready(idle_timeout_seconds=5.0)
     shutdown = d.cluster.machines.exit_requests
     d.now += 60.0
@@ -139,7 +139,7 @@ def test_a_run_whose_last_snapshot_fails_goes_on_and_ends_with_the_next() -> Non
     d = ready(idle_timeout_seconds=5.0)
     shutdown = d.cluster.machines.exit_requests
     call = begin_the_end(d)
-    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), d.attempt.number, "no space"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), d.attempt.number, "no space"))
     assert isinstance(d.errors[call], SnapshotFailedError) and d.run_ended == 0
     assert not shutdown.is_over(d.now + 4.9) and shutdown.is_over(d.now + 5.0)
     d.writing = True
@@ -163,14 +163,14 @@ def test_a_worker_that_was_lost_has_the_time_of_its_lease_to_come_back() -> None
     d = ready(workers=2, idle_timeout_seconds=5.0, worker_lease_seconds=30.0)
     shutdown = d.cluster.machines.exit_requests
     lost, last = d.members
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of(lost.member_id), "its process was killed"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(lost.member_id), "its process was killed"))
     d.on(ev.Leave(d.number(), caller(last), "done"))
     assert not shutdown.is_over(d.now + 29.9) and shutdown.is_over(d.now + 30.0)
 
 
 def test_a_longer_idle_timeout_counts_for_lost_workers_too() -> None:
     d = ready(idle_timeout_seconds=60.0, worker_lease_seconds=30.0)
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of(d.members[0].member_id), "its process was killed"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(d.members[0].member_id), "its process was killed"))
     shutdown = d.cluster.machines.exit_requests
     assert not shutdown.is_over(d.now + 59.9) and shutdown.is_over(d.now + 60.0)
 

@@ -47,7 +47,7 @@ def test_an_empty_store_ends_the_run_of_members_that_it_does_not_know() -> None:
     known, _ = d.join("server")
     error = d.errors[greet(d, "old", 12)]
     assert isinstance(error, RunLostError) and "map 12" in error.message
-    assert isinstance(d.errors[d.cluster.members.sessions.of(known.member_id)], RunLostError)
+    assert isinstance(d.errors[d.cluster.members.sessions.call_of(known.member_id)], RunLostError)
     assert d.stored.run_lost == d.cluster.phase == error.message
     again = Driver(d.stored, salt="newer")
     assert isinstance(again.cluster.failed, RunLostError), "the store remembers that the run is lost"

@@ -44,7 +44,7 @@ def test_a_worker_that_was_done_when_the_run_went_back_is_not_waited_for() -> No
 
 
 def test_a_worker_that_does_not_come_back_is_not_waited_for_for_ever() -> None:
-    """It may have done its work while the scheduler was away. Those that are there would have gone on without it."""
+    """It may have finished its work while the scheduler was away. The others would have continued without it."""
     d = saved_run(7, workers=2)
     lose(d, "server-1")
     d.join("server", member_id="server-1")
@@ -73,7 +73,7 @@ def test_a_scheduler_that_is_started_again_after_the_run_went_back_does_not_miss
 
 def _wait(d: SnapshotDriver, seconds: float) -> None:
     for _ in range(round(seconds / d.cluster.settings.tick_seconds)):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
 
 

@@ -55,7 +55,7 @@ def test_a_scheduler_that_nobody_reaches_expels_nobody(seconds: float, probed: P
     run.beats.append(run.d.open(run.workers[1]))
     come_back(run, *ALL)
     pass_time(run, 30.0)
-    assert not run.d.lost and run.d.map.epoch == epoch, "everybody is there as before"
+    assert not run.d.lost and run.d.map.epoch == epoch, "nobody was expelled"
 
 
 def test_who_does_not_come_back_to_a_scheduler_that_was_cut_off_is_lost() -> None:

@@ -1,4 +1,4 @@
-"""Servers that a worker cannot reach: who is asked, who is told, and who is expelled by the declared rule."""
+"""Servers that a worker cannot reach: whom the scheduler asks, and whom it expels by the declared rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REASON = "no route"
 
 
 class Run:
-    """Workers and servers that train one parameter set. ``cut`` and ``heal`` say what a worker can reach."""
+    """Workers and servers that train one parameter set. ``cut`` and ``heal`` change the paths of a worker."""
 
     def __init__(self, workers: int = 3, servers: int = 2, consistency: Consistency | None = None, **settings: Any):
         self.driver = Driver(workers_min=workers, servers_min=servers, worker_lease_seconds=LEASE, **settings)
@@ -94,7 +94,7 @@ def test_a_worker_without_a_path_is_named_soon_and_expelled_after_its_lease(cons
     run.pass_time(5.0)
     status = run.driver.cluster
     assert any("for worker-1 to reach server-0, which it cannot; worker-0" in wait for wait in status.waits)
-    (sentence,) = status.machines.changes.unreachable.sentences("worker-1", run.driver.now)
+    (sentence,) = status.machines.losses.unreachable.sentences("worker-1", run.driver.now)
     assert sentence.startswith("for server-0 to be reachable from here (5 s)") and REASON in sentence
     assert run.driver.notes.count(f"worker-1 cannot reach server-0: {REASON}") == 1
     run.pass_time(LEASE - 5.5)
@@ -212,7 +212,7 @@ def test_the_scheduler_keeps_nothing_of_members_that_are_gone() -> None:
     run = Run()
     run.cut(1, 0)
     run.pass_time(4.0)
-    unreachable = run.driver.cluster.machines.changes.unreachable
+    unreachable = run.driver.cluster.machines.losses.unreachable
     assert unreachable._doubts and unreachable._reached
     run.driver.on(ev.SessionClosed(run.workers[1][1], "gone"))
     run.driver.tick(0.25)
@@ -230,11 +230,11 @@ def test_questions_go_to_a_few_workers_and_not_to_those_that_doubt() -> None:
 
 
 def test_one_bad_path_of_many_workers_is_found_in_a_restarted_scheduler_too() -> None:
-    """What workers report says since when, so nothing has to be remembered."""
+    """Workers report the time since which they cannot reach a server, so nothing has to be remembered."""
     run = Run()
     run.cut(1, 0)
     run.pass_time(LEASE - 2.0)
-    run.driver.cluster.machines.changes.unreachable._doubts.clear()
-    run.driver.cluster.machines.changes.unreachable._reached.clear()
+    run.driver.cluster.machines.losses.unreachable._doubts.clear()
+    run.driver.cluster.machines.losses.unreachable._reached.clear()
     run.pass_time(3.0)
     assert run.gone == ["worker-1"]

@@ -1,4 +1,4 @@
-"""Calls that wait: when each is told why, and when it is over."""
+"""Calls that wait: when each gets its reason, and when it is over."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def test_an_answer_for_good_ends_the_wait_and_upload_does_not() -> None:
     calls = WaitingCalls()
     for call in (1, 2, 3):
         calls.add(call, "worker-0")
-    calls.settle([ev.Answer(1, ev.Upload()), ev.Answer(2, ev.Done()), ev.Refuse(3, ClosedError("over"))])
-    assert calls.of({"worker-0"}) == [(1, "worker-0")]
+    calls.drop_answered([ev.Answer(1, ev.Upload()), ev.Answer(2, ev.Done()), ev.Refuse(3, ClosedError("over"))])
+    assert calls.of_members({"worker-0"}) == [(1, "worker-0")]
     calls.validate()
 
 

@@ -40,7 +40,7 @@ class Desk:
 
     @property
     def standing(self) -> we.DatasetStanding:
-        """Where the data set stands."""
+        """Return the position of the data set."""
         (standing,) = self.driver.cluster.datasets.standings
         return standing
 

@@ -1,4 +1,4 @@
-"""Barriers: numbered arrivals, of which none is lost and none counts twice."""
+"""Barriers: numbered arrivals. None is lost and none counts twice."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def test_an_expelled_worker_counts_on_and_a_new_process_from_nothing() -> None:
     d.on(ev.SessionClosed(session, "its session broke"))
     again, _ = d.join(member_id="worker-0")
     d.join()
-    assert d.state(arrive(d, again, 0)) == ev.Done(), "the arrival of its first incarnation, of which it does not know"
+    assert d.state(arrive(d, again, 0)) == ev.Done(), "the arrival of its first incarnation, unknown to it"
     call = d.number()
     d.on(ev.EnterBarrier(call, caller(again), "b", 2, 0))
-    assert isinstance(d.state(call), ev.Waiting), "another process begins to count anew"
+    assert isinstance(d.state(call), ev.Waiting), "another process restarts its count"
 
 
 def test_what_is_kept_of_a_worker_is_bounded() -> None:

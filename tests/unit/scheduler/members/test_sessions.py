@@ -15,7 +15,7 @@ def sessions(*members: Member) -> Sessions:
     """Members that registered at 100 s."""
     made = Sessions(SETTINGS, (), 100.0)
     for member in members:
-        made.begin(member, 100.0)
+        made.add(member, 100.0)
     return made
 
 
@@ -38,9 +38,9 @@ def test_many_that_register_at_a_time_have_longer_to_open_their_sessions() -> No
 def test_a_session_replaces_the_one_before() -> None:
     made = sessions(SERVER)
     assert made.open(7, "server-0", 100.0) == 0 and made.open(8, "server-0", 100.0) == 7
-    assert dict(made) == {8: "server-0"} and made.of("server-0") == 8
+    assert made.by_call == {8: "server-0"} and made.call_of("server-0") == 8
     made.validate()
-    assert made.end("server-0") == 8 and not made and not made.liveness
+    assert made.end("server-0") == 8 and not made.by_call and not made.liveness
 
 
 def test_a_member_whose_session_ended_has_a_lease_to_come_back_and_three_after_a_silence() -> None:
@@ -49,7 +49,7 @@ def test_a_member_whose_session_ended_has_a_lease_to_come_back_and_three_after_a
     made.open(8, "worker-0", 100.0)
     made.detach(7, 101.5, by_member=True)
     made.detach(8, 101.5)
-    assert not made.expired(103.5) and made.expired(103.6) == ["server-0"] and made.of("server-0") == 0
+    assert not made.expired(103.5) and made.expired(103.6) == ["server-0"] and made.call_of("server-0") == 0
     assert made.expired(101.6 + 2.0 * RETURN_LEASES) == ["server-0", "worker-0"]
     assert made.suspects(101.6) == ["server-0", "worker-0"]
 

@@ -43,7 +43,7 @@ class Run(Driver):
             self.ask(ev.CommitParameters, self.workers[0], name)
 
     def session(self, worker: Member) -> int:
-        return self.cluster.members.sessions.of(worker.member_id)
+        return self.cluster.members.sessions.call_of(worker.member_id)
 
     def commands(self, worker: Member) -> list[AlignCommand]:
         return [value for value in self.told[self.session(worker)] if isinstance(value, AlignCommand)]

@@ -1,4 +1,5 @@
-"""Commits of uploaded values: servers are asked, and again; what is missing is named; what changed begins anew."""
+"""Commits of uploaded values: servers are asked again on a new session, missing slices are named, changed sets
+restart."""
 
 from __future__ import annotations
 
@@ -113,7 +114,7 @@ def test_others_learn_who_is_asked() -> None:
     d, worker, _, _ = uploading()
     other = d.create(d.join()[0])
     d.ask(ev.CommitParameters, worker)
-    assert d.state(other) == ev.Waiting("for server-0 to say that it has the initial values of 'mlp'")
+    assert d.state(other) == ev.Waiting("for server-0 to confirm the initial values of 'mlp'")
 
 
 def test_nobody_is_asked_about_an_empty_vector() -> None:

@@ -30,7 +30,7 @@ def test_the_wait_for_a_worker_ends_where_its_script_has_ended(reason: str, is_o
     call = d.create(workers[0])
     assert d.state(call) == ev.Waiting("for worker-1 (rank 1) to create 'mlp'")
     d.on(ev.Leave(d.number(), caller(workers[1]), reason))
-    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")  # It may come again at once.
+    assert d.state(call) == ev.Waiting("for 1 of 2 workers to register")  # It may return immediately.
     d.now += RETURN_GRACE_SECONDS
     d.beat(*sessions)
     d.tick()

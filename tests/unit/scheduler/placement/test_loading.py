@@ -29,7 +29,7 @@ def test_a_server_lost_while_it_loads_is_replaced() -> None:
     entry = d.entry()
     victim = entry.primaries[0]
     for number, shard in enumerate(entry.shards):
-        session = d.cluster.members.sessions.of(shard.primary.server_id)
+        session = d.cluster.members.sessions.call_of(shard.primary.server_id)
         d.on(sn.Loaded(session, "mlp", 0, (number,), (shard.term,)))
         if shard.primary.server_id == victim:
             lose(d, victim)
@@ -46,7 +46,7 @@ def test_what_others_say_of_loading_does_not_count() -> None:
     d.loading = False
     d.begin()
     entry = d.entry()
-    owner, other = (d.cluster.members.sessions.of(s) for s in (entry.primaries[0], entry.primaries[1]))
+    owner, other = (d.cluster.members.sessions.call_of(s) for s in (entry.primaries[0], entry.primaries[1]))
     all_shards, terms = (0, 1, 2), tuple(shard.term for shard in entry.shards)
     for event in (
         sn.Loaded(other, "mlp", 0, (0,), terms[:1]),
@@ -75,7 +75,8 @@ def test_a_scheduler_that_is_started_again_while_values_are_loaded_goes_on() -> 
 
 
 def test_what_servers_load_counts_after_a_restart_and_the_loss_of_another() -> None:
-    """Servers say once in a session what they have loaded; the scheduler may have stored already that all is loaded."""
+    """Servers report their loaded shards once per session; the scheduler may already have stored that all are
+    loaded."""
     before = saved_run(7)
     d = resumed(before, servers_min=2, replicas=2)
     d.begin()
@@ -88,7 +89,7 @@ def test_what_servers_load_counts_after_a_restart_and_the_loss_of_another() -> N
         again.open(member)
     again.go_on()
     for number, shard in enumerate(entry.shards):
-        session = again.cluster.members.sessions.of(shard.primary.server_id)
+        session = again.cluster.members.sessions.call_of(shard.primary.server_id)
         again.on(sn.Loaded(session, "mlp", entry.generation, (number,), (shard.term,)))
     victim, loaded = entry.primaries[0], entry.primaries[1]
     lose(again, victim)

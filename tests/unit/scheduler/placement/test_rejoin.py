@@ -1,4 +1,4 @@
-"""Workers that were expelled while they lived, and want to go on with the push that they were making."""
+"""Workers that were expelled while alive, and want to continue the push that they were making."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_bsp_goes_on_at_the_same_step_where_all_servers_accept() -> None:
 
 @pytest.mark.parametrize("consistency", [BSP(), SSP(2)])
 def test_servers_are_told_where_one_that_joined_ends(consistency: Consistency) -> None:
-    """Of several maps servers follow the newest, in which it may be no member any more: their proposal would stay."""
+    """Servers follow the newest of several maps, in which it may no longer be a member: their proposal would stay."""
     d, workers, sessions, servers = started(consistency)
     again = expel(d, workers[1], sessions[1])
     d.create(again, consistency=consistency, resume=we.ResumePush(1, 7))
@@ -155,8 +155,8 @@ def test_a_process_that_was_started_again_begins_anew() -> None:
     again = expel(d, workers[1], sessions[1])
     assert d.state(d.create(again, consistency=ASP())) == ev.ParametersReady(0)
     entry = d.map.parameters[0]
-    assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can go on with what it pushed"
-    late = expel(d, again, d.cluster.members.sessions.of("worker-1"))
+    assert entry.members[1].producer == ("worker-1", 2) and not entry.departed, "nobody can continue its pushes"
+    late = expel(d, again, d.cluster.members.sessions.call_of("worker-1"))
     assert d.state(d.create(late, consistency=ASP(), resume=we.ResumePush(1, 3))) == ev.ParametersReady(0)
 
 
@@ -223,11 +223,11 @@ def test_a_worker_begins_with_members_that_have_not_begun() -> None:
     answer(d, servers, True, True)
     assert d.state(call) == ev.ParametersReady(10)
     d.create(d.join()[0])
-    assert proposed(d, servers[0]).first_step == 10  # One who is there has not begun.
+    assert proposed(d, servers[0]).first_step == 10  # A present member has not begun.
 
 
 def test_in_ssp_a_joiner_does_not_begin_with_others() -> None:
-    """Servers hold nothing: those who are there would go on meanwhile, and read without its pushes."""
+    """Servers hold nothing: the present members would continue meanwhile, and read without its pushes."""
     d, _, _, servers = started(SSP(0))
     d.create(d.join()[0], consistency=SSP(0))
     answer(d, servers[:1], False, version_max=1)

@@ -78,7 +78,7 @@ class Run:
 
 
 def whole(shards: tuple[Shard, ...], copies: int = 2) -> bool:
-    """Whether each shard has so many copies on so many servers, and nothing is under way."""
+    """Return True if each shard has this many copies on as many servers, and no change is in progress."""
     return all(len({r.server_id for r in (s.primary, *s.backups)}) == copies and not s.filling for s in shards)
 
 
@@ -350,7 +350,7 @@ def steps(run: Run) -> None:
     while any(shard.filling for shard in run.shards):
         for number, shard in enumerate(run.shards):
             for replica in shard.filling[:1]:
-                session = run.d.cluster.members.sessions.of(shard.primary.server_id)
+                session = run.d.cluster.members.sessions.call_of(shard.primary.server_id)
                 run.d.on(ev.ReplicaFilled(session, "mlp", number, shard.term, replica, shard.fill_of(replica)))
                 assert all(len(s.backups) >= copies - 1 for s in run.shards)
                 run.d.hear()

@@ -40,7 +40,7 @@ def resumed(d: SnapshotDriver, **settings: Any) -> SnapshotDriver:
 
 def lose(d: SnapshotDriver, member_id: str) -> None:
     """A member's process dies."""
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of(member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(member_id), "its session broke"))
 
 
 def rejoin(d: SnapshotDriver, count: int = 1, **settings: Any) -> list[Member]:
@@ -162,7 +162,7 @@ def test_a_lost_shard_takes_the_run_back() -> None:
     d = saved_run(7, workers=2, servers_min=2)
     d.train(9)
     terms = {shard.term for shard in d.entry().shards}
-    epoch, workers = d.cluster.epoch, {d.cluster.members.sessions.of(f"worker-{rank}") for rank in range(2)}
+    epoch, workers = d.cluster.epoch, {d.cluster.members.sessions.call_of(f"worker-{rank}") for rank in range(2)}
     lose(d, "server-1")
     assert d.cluster.epoch == epoch + 1 and not d.shards_lost and d.map.parameters == () and d.map.workers == ()
     (news,) = d.rolled_back
@@ -186,7 +186,7 @@ def test_without_its_servers_a_run_that_went_back_goes_on_after_a_while() -> Non
     rejoin(d)
     assert d.map.parameters == ()
     for _ in range(45):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
         d.go_on()
     assert d.entry().ready and set(d.entry().primaries) == {"server-0"}
@@ -197,7 +197,7 @@ def test_the_last_server_is_waited_for() -> None:
     lose(d, "server-0")
     rejoin(d)
     for _ in range(60):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
     assert d.map.parameters == ()
     d.join("server")
@@ -233,7 +233,7 @@ def test_nobody_goes_back_where_no_worker_misses_anything() -> None:
     d.create(worker)
     d.tick(0.25)
     for _ in range(45):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
         d.go_on()
     assert d.entry().ready
@@ -255,7 +255,7 @@ def test_what_servers_say_of_the_life_before_does_not_count() -> None:
     d.train(500)
     lose(d, "server-1")
     rejoin(d)
-    session = d.cluster.members.sessions.of("server-0")
+    session = d.cluster.members.sessions.call_of("server-0")
     d.on(ev.Heartbeat(session, old, (("mlp", 500),)))
     assert d.cluster.registry.get("mlp").version == 7
 
@@ -292,7 +292,7 @@ def test_going_back_is_durable() -> None:
 def failed(d: SnapshotDriver, *, unreachable: bool = False) -> None:
     """A server says that it cannot load."""
     entry = d.entry()
-    session = d.cluster.members.sessions.of(entry.primaries[0])
+    session = d.cluster.members.sessions.call_of(entry.primaries[0])
     assert entry.restore is not None
     d.on(sn.LoadFailed(session, "mlp", entry.generation, entry.restore, "shard-0 is not what was written", unreachable))
 
@@ -342,7 +342,7 @@ def test_where_none_can_be_loaded_nothing_begins_anew() -> None:
     directory = history.commits[0].directory
     assert f"{directory} (server-0: shard-0 is not what was written)" in d.errors[call].message
     # Sessions of members end with it, so that nobody waits.
-    sessions = [*d.cluster.members.sessions]
+    sessions = [*d.cluster.members.sessions.by_call]
     assert sessions and all(isinstance(d.errors[s], errors.SnapshotCorruptError) for s in sessions)
 
 
@@ -386,7 +386,7 @@ def lease(d: SnapshotDriver, worker: Member, now: int, done: dict[int, int] | No
 
 
 def position(d: SnapshotDriver) -> DataPosition:
-    """Where the data set stands in the newest snapshot."""
+    """Return the position of the data set in the newest snapshot."""
     newest = d.cluster.snapshots.catalog.newest
     assert newest is not None
     (state,) = newest.manifest.datasets
@@ -418,7 +418,7 @@ def test_ranges_done_before_the_cut_are_done_in_the_snapshot() -> None:
 
 
 def test_what_was_done_after_the_cut_is_not_in_the_snapshot() -> None:
-    """Writing takes a while, and training goes on."""
+    """Writing takes a while, and training continues."""
     d, (worker,) = reading_run(policy=SavePolicy(steps=3))
     held = lease(d, worker, 0)
     d.writing = False
@@ -447,7 +447,7 @@ def test_a_worker_that_may_have_used_a_range_is_waited_for() -> None:
     d.train(3)
     assert d.steps == []
     status = d.cluster.snapshots.attempt
-    assert status is not None and status.waiting_for == "for worker-0 to say what data it has used"
+    assert status is not None and status.waiting_for == "for worker-0 to report the data it has used"
     assert held.lease is not None
     lease(d, worker, 3, {held.lease.lease_id: 3})
     d.go_on()
@@ -459,7 +459,7 @@ def test_it_is_not_waited_for_longer_than_a_lease() -> None:
     lease(d, worker, 2)
     d.train(3)
     for _ in range(10):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
         d.go_on()
     assert d.steps == [{"mlp": 3}] and position(d).done == ()

@@ -1,4 +1,4 @@
-"""The scheduler's machine and a run that goes on from a snapshot with other settings, or with the optimizer reset."""
+"""The scheduler's machine and a run that resumes from a snapshot with other settings, or with the optimizer reset."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ def first_snapshot(d: SnapshotDriver) -> str:
 
 
 def noted(d: SnapshotDriver) -> list[str]:
-    """What the log says about settings."""
+    """Return the log's texts about settings."""
     return [text for text in d.notes if "resumes from snapshot" in text]
 
 
 def told(d: SnapshotDriver) -> list[str]:
-    """What workers were told when their parameters were ready."""
+    """Return the notices that workers got when their parameters were ready."""
     return [d.state(call).notice for call in list(d.told) if isinstance(d.state(call), ev.ParametersReady)]
 
 
 def refused(d: SnapshotDriver, **settings: Any) -> PsdistError:
-    """How a worker is refused that creates the parameters with these settings."""
+    """Return the refusal of a worker that creates the parameters with these settings."""
     worker, _ = d.join()
     return d.errors[d.create(worker, **settings)]
 
@@ -260,7 +260,7 @@ def test_asynchronous_slices_count_from_the_lowest_version() -> None:
 )
 @pytest.mark.parametrize("waits", [False, True])
 def test_what_went_on_otherwise_is_saved_though_nothing_was_trained(settings: dict[str, Any], waits: bool) -> None:
-    """Who goes on from there must find what was in force, and the state as it was."""
+    """A run that resumes from there must find the settings that were in force, and the state as it was."""
     d = resumed(saved_run(7, optimizer=ADAM))
     (worker,) = d.begin(**settings)
     d.go_on()
@@ -286,7 +286,7 @@ def test_steps_of_one_mode_are_not_taken_for_pushes_of_the_other(after: Any) -> 
 
 
 def reset_run() -> SnapshotDriver:
-    """SGD was trained to step 7; Adam goes on from there, to step 9."""
+    """SGD was trained to step 7; Adam continues from there, to step 9."""
     d = resumed(saved_run(7), workers_min=1)
     d.begin(optimizer=ADAM, reset_optimizer=True)
     d.go_on()
@@ -344,7 +344,7 @@ def test_what_began_without_a_snapshot_is_not_reset_when_the_run_goes_back() -> 
 
 
 def test_a_run_that_goes_back_beyond_its_beginning_resets_there() -> None:
-    """What it began from cannot be loaded, and the one before was taken by a run that was to reset, too."""
+    """Its base cannot be loaded, and the one before was taken by a run that was also to reset."""
     before = resumed(saved_run(3, optimizer=ADAM))
     before.begin(optimizer=ADAM, reset_optimizer=True)
     before.go_on()
@@ -357,7 +357,7 @@ def test_a_run_that_goes_back_beyond_its_beginning_resets_there() -> None:
     d.loading = False
     d.begin(optimizer=ADAM, reset_optimizer=True)
     assert d.entry().state_since == 9
-    entry, session = d.entry(), d.cluster.members.sessions.of(d.entry().primaries[0])
+    entry, session = d.entry(), d.cluster.members.sessions.call_of(d.entry().primaries[0])
     assert entry.restore is not None
     d.history = replace(history_of(before), newest=older.newest)
     d.on(sn.LoadFailed(session, "mlp", 0, entry.restore, "it is not what was written"))
@@ -449,7 +449,7 @@ def test_what_cannot_be_loaded_refuses_whoever_asks() -> None:
     d = resumed(saved_run(7))
     d.loading = False
     d.begin()
-    entry, session = d.entry(), d.cluster.members.sessions.of(d.entry().primaries[0])
+    entry, session = d.entry(), d.cluster.members.sessions.call_of(d.entry().primaries[0])
     assert entry.restore is not None
     d.history = replace(history_of(d), newest=None)
     d.on(sn.LoadFailed(session, "mlp", 0, entry.restore, "it is not what was written"))

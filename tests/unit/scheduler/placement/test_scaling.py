@@ -1,4 +1,4 @@
-"""How many workers are wanted: what launchers are told, and who is waited for."""
+"""Wanted numbers of workers: the news for launchers, and the workers that are awaited."""
 
 from __future__ import annotations
 

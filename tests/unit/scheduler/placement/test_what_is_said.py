@@ -1,4 +1,4 @@
-"""What the log and the status say of parameter sets: nothing that reads like a fault where there is none."""
+"""Texts of the log and the status about parameter sets: nothing reads like a fault if there is none."""
 
 from __future__ import annotations
 

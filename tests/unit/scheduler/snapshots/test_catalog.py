@@ -27,7 +27,7 @@ def test_a_storage_that_cannot_be_read_is_read_again() -> None:
     assert again.state(call).text == "for the storage to be read"
     again.history = sn.History(highest=3)
     again.now += 6
-    again.beat(*again.cluster.members.sessions)
+    again.beat(*again.cluster.members.sessions.by_call)
     again.on(ev.Tick())
     again.go_on()
     assert again.saved(call).sequence == 4
@@ -96,7 +96,7 @@ def test_what_could_not_be_deleted_is_tried_again() -> None:
 
 
 def run_of_two() -> tuple[SnapshotDriver, Member]:
-    """A run that went on from a snapshot of "mlp" and "b" at step 5, and in which "b" was not created."""
+    """A run that resumed from a snapshot of "mlp" and "b" at step 5, and in which "b" was not created."""
     before = SnapshotDriver()
     (worker,) = before.begin()
     before.create(worker, name="b")
@@ -121,7 +121,7 @@ def test_what_the_snapshot_before_has_is_not_lost_by_the_next() -> None:
     error = d.state(at_the_end)
     assert isinstance(error, errors.SnapshotFailedError) and "'b', which the snapshot before has" in str(error)
     assert str(error).endswith("; training continues")
-    # While the run goes on it may be created yet: what the snapshot before has of it is kept.
+    # While the run continues it may yet be created: its state in the previous snapshot is kept.
     assert d.saved(d.save()).steps == {"mlp": 6}
     assert any("'b', which the snapshot before has" in note for note in d.notes)
     d.create(worker, name="b")

@@ -135,7 +135,7 @@ def test_a_worker_that_dies_is_not_answered() -> None:
     one, _ = d.members
     d.answering = False
     call = d.save(one, mlp=3)
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of(one.member_id), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of(one.member_id), "its session broke"))
     assert isinstance(d.errors[call], errors.FencedError)
 
 
@@ -183,7 +183,7 @@ def test_others_are_cut_where_they_are() -> None:
 
 
 def test_who_waits_does_not_stop_what_others_train() -> None:
-    """What the waiting worker takes no part in trains on, past every cut that is where it was."""
+    """A set in which the waiting worker takes no part trains on, past every cut at its current step."""
     d = ready(workers=2)
     one, two = d.members
     d.create(two, layout=OTHER, name="other")
@@ -210,7 +210,8 @@ def test_an_iteration_that_is_not_finished_is_saved_when_its_worker_has_left() -
     d.beat_versions()
     call = d.save()
     sessions = [
-        d.cluster.members.sessions.of(m.member_id) for m in (*d.cluster.members.servers, *d.cluster.members.workers)
+        d.cluster.members.sessions.call_of(m.member_id)
+        for m in (*d.cluster.members.servers, *d.cluster.members.workers)
     ]
     for _ in range(60):
         d.beat(*sessions)
@@ -336,7 +337,7 @@ def test_every_so_many_seconds_if_something_was_trained() -> None:
         for _ in range(round(seconds)):
             d.now += 1.0
             d.beat_versions()
-            d.beat(d.cluster.members.sessions.of("worker-0"))
+            d.beat(d.cluster.members.sessions.call_of("worker-0"))
             d.on(ev.Tick())
             d.go_on()
 
@@ -393,14 +394,14 @@ def test_marked_attempts_are_given_up_when_pushes_could_wait_for_ever(change: st
     d.writing = False
     call = d.save()
     number = d.attempt.number
-    session = d.cluster.members.sessions.of("worker-1")
+    session = d.cluster.members.sessions.call_of("worker-1")
     if change == "lost":
         d.on(ev.SessionClosed(session, "its session broke"))
     elif change == "joins":
         worker, _ = d.join()
         d.create(worker, consistency=ASP())
     else:
-        sessions = [d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
+        sessions = [d.cluster.members.sessions.call_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")]
         held = sn.AttemptProgress(number, 0, 100, 0, "for slice 0 to reach the cut")
         for _ in range(12):
             d.beat(*sessions)
@@ -421,9 +422,9 @@ def test_a_client_that_never_answers_costs_the_others_no_more_than_some_leases()
     attempts = set()
     for _ in range(80):
         attempts.add(d.cluster.snapshots.attempt and d.cluster.snapshots.attempt.number)
-        d.beat(*(d.cluster.members.sessions.of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
+        d.beat(*(d.cluster.members.sessions.call_of(m) for m in ("worker-0", "worker-1", "server-0", "server-1")))
         for session, command in d.take_commands():
-            if not isinstance(command, sn.Mark) or d.cluster.members.sessions[session] == "worker-0":
+            if not isinstance(command, sn.Mark) or d.cluster.members.sessions.by_call[session] == "worker-0":
                 d.obey(session, command)
         d.tick()
     assert len(attempts) <= 4 and "waited too long for worker-1 to mark its pushes" in str(d.errors[call])
@@ -440,7 +441,7 @@ def test_another_primary_begins_it_anew() -> None:
     d.writing = False
     call = d.save()
     before = d.attempt.directory
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of("server-0"), "its session broke"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of("server-0"), "its session broke"))
     d.writing = True
     d.go_on()
     assert d.saved(call).directory != before and d.saved(call).steps == {"mlp": 5}
@@ -453,8 +454,8 @@ def test_what_a_primary_of_an_earlier_term_has_written_does_not_count() -> None:
     d.save()
     number = d.attempt.number
     entry = d.entry()
-    owner = d.cluster.members.sessions.of(entry.primaries[0])
-    other = next(d.cluster.members.sessions.of(s) for s in entry.primaries if s != entry.primaries[0])
+    owner = d.cluster.members.sessions.call_of(entry.primaries[0])
+    other = next(d.cluster.members.sessions.call_of(s) for s in entry.primaries if s != entry.primaries[0])
     good = written(owner, number, entry, 0, 5)
     for bad in (
         written(other, number, entry, 0, 5),
@@ -470,14 +471,14 @@ def test_what_a_primary_of_an_earlier_term_has_written_does_not_count() -> None:
 
 
 def test_slices_that_are_not_at_the_cut_fail_it() -> None:
-    """A safeguard: whatever a server says, nothing is committed whose slices are of different steps."""
+    """A safeguard: nothing is committed whose slices have different steps, no matter what servers report."""
     d = ready()
     d.train(5)
     d.writing = False
     call = d.save()
     number, entry = d.attempt.number, d.entry()
     for shard, primary in enumerate(entry.primaries):
-        d.on(written(d.cluster.members.sessions.of(primary), number, entry, shard, 5 + (shard == 1)))
+        d.on(written(d.cluster.members.sessions.call_of(primary), number, entry, shard, 5 + (shard == 1)))
     assert "versions 5 to 6" in str(d.errors[call]) and d.steps == []
 
 
@@ -518,7 +519,7 @@ def test_a_failure_is_told_and_the_next_one_works() -> None:
     d.writing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), number, "no space is left"))
     assert isinstance(d.errors[call], errors.SnapshotFailedError) and "server-0: no space is left" in str(
         d.errors[call]
     )
@@ -534,7 +535,7 @@ def test_an_interval_goes_on_after_a_failure_at_the_next_step() -> None:
     d.writing = False
     d.train(10)
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space is left"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), number, "no space is left"))
     d.writing = True
     d.go_on()
     d.train(20)
@@ -555,7 +556,7 @@ def test_a_commit_that_fails_is_told() -> None:
 
 
 def test_nothing_stops_what_is_being_committed() -> None:
-    """All its files are durable, and the record may be there already: neither a server's loss nor its word matters."""
+    """All its files are durable, and the record may exist already: neither a server's loss nor its word matters."""
     d = ready(servers=3, replicas=2, servers_min=3)
     d.fill()
     d.go_on()
@@ -563,8 +564,8 @@ def test_nothing_stops_what_is_being_committed() -> None:
     d.storing = False
     call = d.save()
     number = d.attempt.number
-    d.on(sn.PartFailed(d.cluster.members.sessions.of("server-0"), number, "no space"))
-    d.on(ev.SessionClosed(d.cluster.members.sessions.of("server-0"), "its session broke"))
+    d.on(sn.PartFailed(d.cluster.members.sessions.call_of("server-0"), number, "no space"))
+    d.on(ev.SessionClosed(d.cluster.members.sessions.call_of("server-0"), "its session broke"))
     d.save()
     assert d.attempt.number == number and [type(work) for work in d.works] == [sn.WriteCommit]
     d.storing = True

@@ -19,14 +19,14 @@ def test_a_range_that_was_reported_too_late_for_a_snapshot_is_in_the_next_at_its
     assert held.lease is not None
     d.train(3)
     for _ in range(10):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
         d.go_on()
     assert d.steps == [{"mlp": 3}] and position(d).done == ()
     lease(d, worker, 3, {held.lease.lease_id: 3})
     call = d.save(worker, mlp=3) if waits else d.save()
     for _ in range(10):
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.tick()
         d.go_on()
     assert d.saved(call).steps == {"mlp": 3} and position(d).done == ((0, 1),)

@@ -18,7 +18,7 @@ from tests.support.snapshot_driver import DIGEST, SnapshotDriver, history_of
 
 
 class KeeperDriver(SnapshotDriver):
-    """Workers keep a state of "mlp", which can be had before the push ``lowest``, and hand it in while ``handing``."""
+    """Workers that save a state of "mlp", available before push ``lowest``, and hand it in while ``handing``."""
 
     def __init__(self, workers: int = 1, consistency: Consistency | None = None, **settings: Any) -> None:
         self.lowest, self.handing = 0, True
@@ -30,7 +30,7 @@ class KeeperDriver(SnapshotDriver):
         super().__init__(**settings)
         self.workers = self.begin(workers=workers, consistency=consistency)
         for worker in self.workers:
-            self.on(sn.Keeps(self.cluster.members.sessions.of(worker.member_id), ("mlp", "another")))
+            self.on(sn.StatesAnnounced(self.cluster.members.sessions.call_of(worker.member_id), ("mlp", "another")))
 
     def obey(self, session: int, command: Any) -> bool:
         if not isinstance(command, sn.Mark):
@@ -38,7 +38,7 @@ class KeeperDriver(SnapshotDriver):
         pushes = (("mlp", self.versions.get("mlp", 0)),)
         keeps = (("mlp", self.lowest),) if command.steps else pushes
         before = dict(command.steps or pushes)["mlp"]
-        worker = self.cluster.members.get(self.cluster.members.sessions[session])
+        worker = self.cluster.members.get(self.cluster.members.sessions.by_call[session])
         assert worker is not None
         if self.early is not None:
             self.hand_in(worker, command.attempt, before + self.early)
@@ -53,17 +53,17 @@ class KeeperDriver(SnapshotDriver):
     def hand_in(self, worker: Member, attempt: int, before: int, name: str = "mlp") -> None:
         """Asks where a file goes, and writes it. Raises how that was refused."""
         call = self.number()
-        self.on(sn.HandIn(call, "", worker.member_id, worker.incarnation, attempt, name, before, 100))
+        self.on(sn.StateOffered(call, "", worker.member_id, worker.incarnation, attempt, name, before, 100))
         if call in self.errors:
             raise self.errors[call]
         place = self.told[call][-1]
         self.places.append(place)
         state = WorkerState(name, place.rank, before, place.file or "again", 100, DIGEST)
-        self.on(sn.HandedIn(attempt, (worker.member_id, worker.incarnation), state))
+        self.on(sn.StateWritten(attempt, (worker.member_id, worker.incarnation), state))
 
     @property
     def states(self) -> tuple[WorkerState, ...]:
-        """What the newest snapshot has of workers."""
+        """Return the worker states of the newest snapshot."""
         newest = self.cluster.snapshots.catalog.newest
         assert newest is not None
         return newest.manifest.states
@@ -163,7 +163,7 @@ def test_a_worker_that_is_lost_is_not_waited_for(answering: bool) -> None:
     driver.answering = answering
     call = driver.save()
     driver.answering = True
-    driver.on(ev.SessionClosed(driver.cluster.members.sessions.of("worker-1"), "its session broke"))
+    driver.on(ev.SessionClosed(driver.cluster.members.sessions.call_of("worker-1"), "its session broke"))
     driver.go_on()
     driver.hand_in(driver.workers[0], driver.attempt, 5)
     driver.tick()
@@ -177,7 +177,7 @@ def test_a_file_that_no_answer_named_is_not_in_the_snapshot_where_its_worker_is_
     driver.unheard = "worker-1"
     call = driver.save()
     assert [place.rank for place in driver.places] == [0, 1] and not driver.steps
-    driver.on(ev.SessionClosed(driver.cluster.members.sessions.of("worker-1"), "its session broke"))
+    driver.on(ev.SessionClosed(driver.cluster.members.sessions.call_of("worker-1"), "its session broke"))
     driver.go_on()
     driver.tick()
     driver.go_on()
@@ -189,7 +189,7 @@ def test_a_state_that_cannot_be_had_fails_the_snapshot() -> None:
     driver.handing = False
     driver.train(5)
     call = driver.save()
-    session = driver.cluster.members.sessions.of("worker-0")
+    session = driver.cluster.members.sessions.call_of("worker-0")
     driver.on(sn.PartFailed(session, driver.attempt, "the state of 'mlp' cannot be had"))
     assert isinstance(driver.errors[call], SnapshotFailedError) and "cannot be had" in driver.errors[call].message
     assert not driver.steps

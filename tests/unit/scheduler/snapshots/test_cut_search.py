@@ -12,7 +12,7 @@ def test_silence_of_the_storage_ends_an_attempt() -> None:
     d.train(5)
     d.writing = False
     call = d.save()
-    sessions = [d.cluster.members.sessions.of(m) for m in ("worker-0", "server-0", "server-1")]
+    sessions = [d.cluster.members.sessions.call_of(m) for m in ("worker-0", "server-0", "server-1")]
     for _ in range(300):
         d.now += 0.5
         d.beat(*sessions)
@@ -26,15 +26,16 @@ def test_silence_of_servers_ends_an_attempt_that_nobody_waits_for_too() -> None:
     d.train(10)
     for _ in range(300):
         d.now += 0.5
-        d.beat(*d.cluster.members.sessions)
+        d.beat(*d.cluster.members.sessions.by_call)
         d.on(ev.Tick())
     failures = d.cluster.snapshots.failures
     assert failures.count == 1 and "to agree on a cut" in failures.text
 
 
 def test_attempts_of_a_scheduler_that_is_started_again_have_higher_numbers_than_those_before() -> None:
-    """Servers take no notice of a number that is not above all that they heard: the attempt would never be agreed on.
-    The first is begun before anybody is there to be asked."""
+    """Servers ignore a number that is not above all that they heard: the attempt would never be agreed on.
+
+    The first one starts before any member can be asked."""
     d = ready(policy=SavePolicy(steps=10))
     for _ in range(3):
         d.save()

@@ -1,4 +1,4 @@
-"""Members whose sessions end: which are lost at once, and which may be back."""
+"""Members whose sessions end: which are lost immediately, and which may return."""
 
 from __future__ import annotations
 
