@@ -214,10 +214,12 @@ SOURCES: Final = {
 #: Wording of the asyncio API's docstrings, and of the synchronous API's.
 _WORDS: Final = (
     (re.compile(rf"\bAsync({'|'.join(SOURCES)})\b"), r"\1"),
-    (re.compile(r"\s*\(``Client`` alone\)"), ""),
+    (re.compile(r"\s*\((?:only with ``Client``|``Client`` alone)\)"), ""),
     (re.compile(r"``async (for|with)``"), r"``\1``"),
-    (re.compile(r"``await``\s+(what\s+it\s+returns|it|the\s+result|the\s+bucket)"), r"call ``wait()`` of \1"),
-    (re.compile(r"\b[Aa]waiting\s+it\b"), r"``wait()``"),
+    (re.compile(r"(?<=\.)(\s+)``await``\s+"), r"\1Call ``wait()`` of "),
+    (re.compile(r"``await``\s+"), "call ``wait()`` of "),
+    (re.compile(r"\b[Aa]waiting\s+it\b"), "``wait()``"),
+    (re.compile(r"\bawait\s+it\b"), "call ``wait()``"),
     (re.compile(r"on psdist's loop\b"), "on psdist's thread"),
 )
 

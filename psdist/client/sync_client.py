@@ -376,46 +376,43 @@ class Parameters(Blocking[AsyncParameters]):
     def pull(
         self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True, device: str | None = None
     ) -> Arrays:
-        """Return the weights by name, in their declared dtypes and shapes.
+        """The weights by name, in their declared dtypes and shapes.
 
-        out: arrays to write into. None: the returned arrays belong to the caller. After an error their content is
-            undefined.
-        copy: False returns read-only arrays, which are valid until the next call on this parameter set (in a step in
-            buckets, until their tensor is given). They are the servers' own memory if it is shared and does not change
-            between steps (BSP without backup workers), else memory that each such call reuses. Nothing is allocated
-            either way.
-        device: "cuda" or "cuda:N" returns CuPy's arrays in the memory of that device; with ``copy=False`` in memory
-            that each such call reuses. torch takes them without a copy (``torch.from_dlpack``).
+        out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
+        copy: False gives read-only arrays instead, which are valid until the next call on these parameters (in a step
+            in buckets, until their tensor is given). They are the servers' own memory where that is shared and stands
+            still between steps (BSP without backup workers), else memory that each such call uses again; either way
+            none is allocated.
+        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, also by ``copy=False``, which uses
+            the same memory each time.
+        BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
+        bound.
 
-        BSP: waits until this worker's step is complete. SSP: waits until no worker is further behind than the bound.
-
-        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError; SharingUnavailableError (transport "shm")
-        and TcpUnavailableError (transport "tcp"); MutualWaitError if the others wait for this worker
-        elsewhere; InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
-        before and during a step in buckets; UnknownTensorError, MissingTensorError, ShapeMismatchError and
-        DTypeMismatchError for ``out``; DeviceUnavailableError and DeviceLostError.
+        Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
+        TcpUnavailableError (transport "tcp"), MutualWaitError where the others wait for this worker
+        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
+        before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
+        ``partition.check_out`` for ``out``.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.pull(out, copy, device), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
-        """Send the gradient of the next step. Returns when it is applied or dropped (``statistics().dropped``).
+        """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
+        because this worker had been expelled and the others had gone on without it.
 
-        A push is dropped if this worker had been expelled and the others made the step without it.
-
-        gradients: an array for each tensor, by name, in its shape. The arrays of ``gradient_buffers`` are sent without
-            a copy. Arrays on a CUDA device (CuPy's, torch's, and others by ``__cuda_array_interface__`` or DLPack) are
-            encoded there if the codec has kernels for it, so that only payloads are copied to the host; else they are
-            copied.
-        weight: weight of the gradient in the mean of its step (BSP), such as the number of samples or tokens that it is
-            the mean of: 1e-18 to 1e18. The servers apply sum(weight * gradient) / sum(weight): float32 products, added
-            to zeros in rank order, over the sum of the weights. 0 contributes nothing.
+        gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
+            ``__cuda_array_interface__`` or DLPack) are encoded there where the codec has kernels for it, so that only
+            payloads are copied to the host; else they are copied.
+        weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
+            the mean of: 1e-18 to 1e18. The gradient that is applied is sum(weight * gradient) / sum(weight): float32
+            products, added to zeros in rank order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
-        before anything is sent; NotMemberError for a parameter set that was opened for reading; ServerLostError,
-        FencedError, ClosedError, WaitTimeoutError; MutualWaitError as in ``pull``; PushDroppedError as ``on_drop``
-        says: the worker takes part again; DeviceUnavailableError and DeviceLostError for arrays of a device. Calling it
-        again with the same gradients retries the same step.
+        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
+        MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
+        worker takes part again, and the next call goes on. DeviceUnavailableError and DeviceLostError for arrays of a
+        device.
         """
         with self._phases.call(Phase.PUSH):
             loop.shared().call(self._async.push(gradients, weight))

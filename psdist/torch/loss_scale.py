@@ -1,7 +1,7 @@
 """Gradients of a scaled loss: the work that torch's GradScaler leaves to an optimizer that supports it.
 
 float16 gradients overflow now and then. The scaler then makes its optimizer skip the step and lowers the scale. In BSP
-all workers must skip a step together, because one would otherwise push what the others do not.
+all workers must skip a step together, because one would otherwise push alone.
 
 Invariant: No gradient is pushed before all workers have reported finite gradients.
 """

@@ -159,9 +159,9 @@ def test_it_reads_ahead_without_reporting(client: psdist.Client) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"shuffle": True}, r"shuffle= is not for a LeasedDataLoader"),
-        ({"sampler": [1, 2]}, "sampler= is not for"),
-        ({"drop_last": True}, "drop_last= is not for"),
+        ({"shuffle": True}, r"shuffle= does not apply to a LeasedDataLoader"),
+        ({"sampler": [1, 2]}, "sampler= does not apply"),
+        ({"drop_last": True}, "drop_last= does not apply"),
         ({"in_order": False}, "in_order=False is not supported"),
         ({"batch_size": 0}, "batch_size=0 is out of range"),
         ({"num_workers": 40, "prefetch_factor": 4}, "read 160 batches ahead, which are 82 ranges of 8 samples"),

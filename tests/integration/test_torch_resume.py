@@ -160,7 +160,9 @@ def test_running_statistics_resume_with_the_weights(
     assert caplog.text.count("start with their initial values") == 1
 
 
-def test_a_worker_that_joins_later_is_told_that_it_has_no_running_statistics(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_that_joins_later_is_warned_that_it_has_no_running_statistics(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     cluster = EmbeddedCluster(servers=1)
 
     def wrapped(client: psdist.Client, model: nn.Module) -> DistributedOptimizer:
@@ -178,7 +180,7 @@ def test_a_worker_that_joins_later_is_told_that_it_has_no_running_statistics(cap
                 wrapped(second, statistics_and_weights())
     finally:
         cluster.close()
-    assert "buffers of 'model' (1.running_mean, 1.running_var, 1.num_batches_tracked) begin with" in caplog.text
+    assert "buffers of 'model' (1.running_mean, 1.running_var, 1.num_batches_tracked) start with" in caplog.text
 
 
 #: Ends without closing its client.

@@ -94,7 +94,7 @@ def test_a_host_without_any_network_has_loopback(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_kernel_is_asked() -> None:
-    """Whatever this machine has: its own address is no wildcard, and can be bound."""
+    """On any machine, its own address is no wildcard, and can be bound."""
     own = addresses.own_address()
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -47,7 +47,7 @@ OVERFLOW: Final[dict[str, float]] = {
     "float16": 65520.0,
     "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
 }
-#: A sum of squares below this excludes elements of that magnitude, whatever the rounding. For larger elements the sum
+#: A sum of squares below this excludes elements of that magnitude, for any rounding. For larger elements the sum
 #: overflows long before.
 _SQUARES: Final[dict[str, float]] = {"float16": 0.99 * 65520.0**2, "bfloat16": float("inf")}
 _REMEDY: Final = "use float32 (or float64, float16, bfloat16), for example array.astype('float32')"

@@ -172,10 +172,6 @@ class ProgramOrder:
             self.lost_course.clear()
         self.is_skipping = self.is_shared and self._may_be_inside
 
-    def skip_push(self, name: str) -> None:
-        """Record that a push of ``name`` was skipped, because one before it in the same iteration was dropped."""
-        self.drop_push(name, has_begun=False)
-
     def mark_boundary(self) -> None:
         """Record that the script declares the start or end of an iteration."""
         self._boundary, self.is_skipping = self._made, False

@@ -1,4 +1,4 @@
-"""What an editor and a type checker know of the synchronous API: its own documentation, and named arguments."""
+"""The synchronous API for editors and type checkers: its own documentation, and named arguments."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def test_a_worker_that_rejoins_within_an_iteration_skips_its_rest() -> None:
     script.push("DGDGD")
     script.order.lose_place()
     assert script.order.drops_next("D") and script.order.is_at_start
-    script.order.skip_push("G")
+    script.order.drop_push("G", has_begun=False)
     assert not script.order.drops_next("D") and script.order.is_at_start
 
 
@@ -130,9 +130,9 @@ def test_a_worker_that_rejoins_between_iterations_skips_the_next_one_whole() -> 
     script.order.lose_place()
     script.order.outdated.add("G")
     assert script.order.drops_next("D"), "D would count in an iteration in which G does not"
-    script.order.skip_push("D")
+    script.order.drop_push("D", has_begun=False)
     assert script.order.drops_next("D") and not script.order.outdated
-    script.order.skip_push("G")
+    script.order.drop_push("G", has_begun=False)
     assert not script.order.drops_next("D")
 
 
@@ -148,7 +148,7 @@ def test_a_worker_that_rejoins_with_unknown_iterations_skips_until_they_are_know
     script.push("DGD")
     script.order.lose_place()
     assert script.order.drops_next("D")
-    script.order.skip_push("G")
+    script.order.drop_push("G", has_begun=False)
     assert not script.order.drops_next("D") and script.order.is_at_start
 
 
@@ -174,11 +174,11 @@ def test_after_a_rollback_iterations_are_dropped_until_all_weights_are_new() -> 
     script = Script()
     script.push("DGDGD")
     lose_course(script, "")
-    script.order.skip_push("G")  # Its answer has the new weights of G.
+    script.order.drop_push("G", has_begun=False)  # Its answer has the new weights of G.
     assert script.order.drops_next("D"), "its gradient is of weights of D from before"
-    script.order.skip_push("D")
+    script.order.drop_push("D", has_begun=False)
     assert script.order.drops_next("G"), "an iteration counts as a whole or not at all"
-    script.order.skip_push("G")
+    script.order.drop_push("G", has_begun=False)
     assert not script.order.drops_next("D") and script.order.is_at_start
 
 
@@ -188,16 +188,16 @@ def test_after_a_rollback_a_declared_iteration_without_a_set_does_not_make_it_ne
     lose_course(script, "")
     for _ in range(PATIENCE // 2 - 1):
         assert script.order.drops_next("D")
-        script.order.skip_push("D")
-        script.order.skip_push("D")
+        script.order.drop_push("D", has_begun=False)
+        script.order.drop_push("D", has_begun=False)
         script.order.mark_boundary()
     assert script.order.drops_next("D"), "the script has weights of G from before"
     script.order.lost_course.discard("G")  # It pulls them.
     assert not script.order.drops_next("D")
     lose_course(script, "D")
     for _ in range(PATIENCE // 2):
-        script.order.skip_push("D")
-        script.order.skip_push("D")
+        script.order.drop_push("D", has_begun=False)
+        script.order.drop_push("D", has_begun=False)
         script.order.mark_boundary()
     assert not script.order.drops_next("D"), "a set that is never trained again costs no more than this"
 
@@ -215,7 +215,7 @@ def test_after_a_rollback_pushes_without_iterations_are_judged_one_by_one(names:
     script.push("D" * (PATIENCE - 1) + "".join(sorted(names, reverse=True)) * 2 + "D")
     lose_course(script, "")
     assert script.order.drops_next("D")
-    script.order.skip_push("D")
+    script.order.drop_push("D", has_begun=False)
     assert not script.order.drops_next("D")
 
 
