@@ -1,10 +1,9 @@
 """``AsyncClient``: one worker's membership in a run, and access to its parameter sets.
 
-Without arguments the client connects by the environment that the launcher left. Everything runs on the event loop in
-which it was connected, heartbeats included. A script that computes on that loop for longer than its lease
-(``--worker-timeout``) is expelled. So long computations belong in a thread (``asyncio.to_thread``), or use ``Client``,
-whose loop has a thread of its own. All clients of a process must share one loop, because grpc.aio polls for only one
-(grpc issue 42357).
+Without arguments the client connects by the launcher's environment. Everything runs on the event loop on which it was
+connected, heartbeats included. A script that computes on that loop for longer than its lease (``--worker-timeout``) is
+expelled. Run long computations in a thread (``asyncio.to_thread``), or use ``Client``, whose loop has a thread of its
+own. All clients of a process must share one loop, because grpc.aio polls for only one (grpc issue 42357).
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from numpy.typing import ArrayLike
 from psdist import default_log
 from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
-from psdist.client.exchange import Options
 from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
 from psdist.client.process import loop
 from psdist.client.process.process_bound import ProcessBound
+from psdist.client.server_access import Options
 from psdist.client.session.barriers import Barrier
 from psdist.client.session.drops import OnDrop, check_on_drop
 from psdist.client.session.registration import Registration
@@ -54,18 +53,18 @@ class AsyncClient(ProcessBound):
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
-    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
         set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
-        gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
-        be shared, "tcp" raises TcpUnavailableError where there can be no direct connection. None reads
-        ``PSDIST_TRANSPORT``, else is "auto".
-    rejoin: a client that was taken for dead, because it was frozen or cut off for longer than its lease, joins the run
-        again by itself, and so do its parameters (see ``AsyncParameters``). False: everything raises FencedError then.
+        gRPC if those are impossible. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError if memory cannot be
+        shared, "tcp" raises TcpUnavailableError if there can be no direct connection. None reads ``PSDIST_TRANSPORT``,
+        else is "auto".
+    rejoin: True lets a client that was taken for dead, because it was frozen or cut off for longer than its lease,
+        rejoin automatically, with its parameters (see ``AsyncParameters``). False: every call raises FencedError then.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class AsyncClient(ProcessBound):
         rejoin: bool = True,
     ) -> None:
         default_log.install()
-        malloc_options.keep_buffers()  # Before gRPC has threads, of which each would have a heap.
+        malloc_options.keep_buffers()  # Before gRPC starts threads, each with a heap of its own.
         self._arguments = (scheduler, token, run_id, worker_id, rank)
         self._transport = transport
         self._rejoin = rejoin
@@ -105,7 +104,7 @@ class AsyncClient(ProcessBound):
     # --- joining and leaving ---
 
     async def connect(self) -> Self:
-        """Joins the run. Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with."""
+        """Join the run. Raises ConfigurationError, SchedulerUnreachableError, and the scheduler's refusal."""
         if self.is_closed:
             raise ClosedError("the client is closed: make a new one")
         if self.session is not None:
@@ -126,14 +125,14 @@ class AsyncClient(ProcessBound):
         return self
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves the run. Closing again does nothing.
+        """Leave the run. Closing again does nothing.
 
-        reason: what others read about it. "stopped" and "failed" say that the work was not done: a run with a least
-            number of workers waits for another.
+        reason: shown to others. "stopped" and "failed" mean that the work was not done: a run with a minimum number of
+            workers waits for another.
         """
         if self.is_closed:
             return
-        if self.snapshots is not None:  # Also of a script that failed: the run goes on from there when it is mended.
+        if self.snapshots is not None:  # Also if the script failed: the run can resume there.
             await self.snapshots.take_last(has_failed=reason == "failed")
         self.is_closed = True
         try:
@@ -146,7 +145,7 @@ class AsyncClient(ProcessBound):
             if self.session is not None:
                 await self.session.close(reason)
         finally:
-            # What they hold is as large as the model, and should end with the last reference to the client.
+            # Their memory is as large as the model, and should end with the last reference to the client.
             self.handles = self.snapshots = None
             loop.release(self)
 
@@ -171,7 +170,7 @@ class AsyncClient(ProcessBound):
 
     @property
     def world_size(self) -> int:
-        """Workers of the run, as its launcher said."""
+        """Workers of the run, as its launcher set it."""
         return max(1, self._registration.world_size)
 
     @property
@@ -181,12 +180,12 @@ class AsyncClient(ProcessBound):
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         return self._registration.run_id
 
     @property
     def incarnation(self) -> int:
-        """The number of registrations under this worker id, this one included."""
+        """Number of registrations under this worker id, including this one."""
         return self._registration.incarnation
 
     def __repr__(self) -> str:
@@ -210,40 +209,44 @@ class AsyncClient(ProcessBound):
         reset_optimizer: bool = False,
         pull_compression: Codec | str | None = None,
     ) -> AsyncParameters:
-        """Creates parameters, or attaches to them after checking that layout and settings agree.
+        """Create parameters, or attach to them after checking that layout and settings agree.
 
-        init: initial values by tensor name; their order, shapes and dtypes are the layout. Where several workers
-            create at once, the lowest rank's values count. None attaches for reading only, once they exist.
+        init: initial values by tensor name; their order, shapes and dtypes are the layout. If several workers create
+            concurrently, the lowest rank's values count. None attaches for reading only, once they exist.
         optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
-            settings that all workers must agree on. In a run that goes on from a snapshot they may be others than
-            before, and a warning says which are. A setting that makes the saved optimizer state meaningless needs
-            ``reset_optimizer``: another kind of optimizer, SGD's or RMSprop's momentum where there was none or none
-            where there was, RMSprop's centered, Adagrad's initial_accumulator_value.
-        reset_optimizer: a run that goes on from a snapshot takes weights, versions, steps and the data's position from
-            there, but the optimizer begins as a new one of torch does: with its first state, and counting its own
-            updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first gradient). Schedules go
-            on with the step. All workers must agree on it. Once in a run: where that goes back to a snapshot, the
-            state begins anew only if it had not yet when the snapshot was taken. Without a snapshot it does nothing.
+        settings that all workers must agree on. In a run that resumes from a snapshot they may differ from those
+        before, and a warning lists the differences. A setting that invalidates the saved optimizer state needs
+        ``reset_optimizer``: another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's
+        centered, Adagrad's initial_accumulator_value.
+        reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
+            the data's position are restored, but the optimizer starts as a new one of torch does: with its first state,
+            and counting its own updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first
+            gradient). Schedules continue with the step. All workers must agree on it. It happens once in a run: after a
+            rollback, the state is reset only if it had not been when the snapshot was taken. Without a snapshot it does
+            nothing.
         compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
             defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
-            links. Workers may use different ones. Codecs that leave something out of a gradient add it to the next one.
-            That is in snapshots and in ``statistics()``, and takes three times the memory of the gradients. Where a
-            push is dropped, what was added to it is lost, too; the warning says so.
-        pull_dtype: how it gets weights ("float32", "bfloat16", "float16").
-        pull_compression: a codec, or its name, by which all workers get what the weights have over those that they
-            hold: Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. What it leaves out is in the next difference.
-            So workers compute on approximate weights, which are the same for all of them; a snapshot has both. Servers
-            and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is "float32".
-        on_drop: what happens where a push of this worker is dropped, because it had been expelled and the others have
-            gone on without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise"
-            raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
-            is dropped because the run went back to a snapshot is logged as a warning, whatever this says.
+            links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
+            next one. The residual is in snapshots and in ``statistics()``, and takes three times the memory of the
+            gradients. If a push is dropped, the residual that was added to it is lost, too, and the warning mentions
+            it.
+        pull_dtype: dtype of pulled weights on the wire ("float32", "bfloat16", "float16").
+        pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
+            Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
+            difference. So workers compute on approximate weights, which are the same for all of them; a snapshot has
+            both. Servers and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is
+            "float32".
+        on_drop: reaction if a push of this worker is dropped, because it had been expelled and the others continued
+            without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for
+            the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
+            rollback is always logged as a warning.
 
-        Called again for the same name it returns the same handle: compression, pull_dtype and on_drop may be left out
-        then, and others raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+        Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
+        out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+
         Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
-        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
-        rejoin; MutualWaitError (``Client`` alone) where the others wait for it elsewhere.
+        InvalidArgumentError, ServerLostError, ClosedError; FencedError if this worker was expelled and does not rejoin;
+        MutualWaitError (only with ``Client``) if the others wait for it elsewhere.
         """
         handles = self._opened_handles()
         choice = OwnChoice(self._options(compression, pull_dtype), on_drop, compression is not None)
@@ -291,11 +294,11 @@ class AsyncClient(ProcessBound):
         data_epochs: int = 1,
         retries_max: int = 3,
     ) -> AsyncDataset:
-        """A data set of ``size`` samples whose ranges are handed out to all workers that iterate over it.
+        """Return a data set of ``size`` samples whose ranges are leased to all workers that iterate over it.
 
         range_size: samples of one range, as an array of indices; each step may use a range, or a part of it.
-        shuffle, seed: whether the samples come in another order in each data epoch, which depends on ``seed``.
-        data_epochs: how often all samples are used; 0 goes on for ever.
+        shuffle, seed: True orders the samples differently in each data epoch, depending on ``seed``.
+        data_epochs: how often all samples are used; 0 repeats forever.
         retries_max: how often a range whose worker was lost is given to another before it is left out.
 
         All workers must agree on these. Called again for the same name it returns the same handle. Raises
@@ -313,24 +316,26 @@ class AsyncClient(ProcessBound):
     # --- snapshots ---
 
     async def snapshot(self, timeout: float | None = None) -> SnapshotInfo:
-        """Takes a snapshot of the run: all parameters with their optimizers' state, and where data sets stand.
+        """Take a snapshot of the run: all parameters with their optimizers' state, and the positions of data sets.
 
-        Returns when it is committed. It holds every push that this worker has made. Other calls on this client's
-        parameters wait until then; other workers may go on. Ranks that call it at the same step share one.
+        Returns when it is committed. It contains every push that this worker has made. Other calls on this client's
+        parameters wait until then; other workers may continue. Ranks that call it at the same step share one.
 
-        timeout: seconds; the snapshot may be committed later all the same.
-        Raises NoStorageError where the run has no storage, SnapshotFailedError and StorageError where the snapshot was
-        given up, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
-        waited, or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in
-        buckets, and after a push that failed, which has to be made first.
+        timeout: seconds; the snapshot may still be committed later.
+
+        Raises NoStorageError if the run has no storage, SnapshotFailedError and StorageError if the snapshot was
+        abandoned, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
+        waited, or the run rolled back: then call it again. InvalidArgumentError while a step is given in buckets, and
+        after a failed push, which has to be made first.
         """
         return await self._snapshots_opened().take(timeout)
 
     async def request_snapshot(self, timeout: float | None = None) -> None:
-        """Asks for a snapshot of the run, and returns once the scheduler knows of it. Training goes on meanwhile, and
-        the log tells how it ended.
+        """Request a snapshot of the run, and return once the scheduler has accepted. Training continues meanwhile, and
+        the result is logged.
 
-        timeout: seconds to wait for the scheduler's word.
+        timeout: seconds to wait for the scheduler's answer.
+
         Raises NoStorageError, WaitTimeoutError, SnapshotFailedError, StorageError.
         """
         await self._snapshots_opened().begin(timeout)
@@ -349,7 +354,7 @@ class AsyncClient(ProcessBound):
         return self.snapshots
 
     def _quiesce(self) -> Iterator[AbstractAsyncContextManager[None]]:
-        """What holds this worker's pushes while a snapshot is taken."""
+        """Yield context managers that hold this worker's pushes while a snapshot is taken."""
         for handle in self._opened_handles().members():
             yield handle.quiesce()
         yield _report_done(self._datasets.values())
@@ -357,46 +362,46 @@ class AsyncClient(ProcessBound):
     # --- the rest ---
 
     async def barrier(self, name: str = "default", timeout: float | None = None) -> None:
-        """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
+        """Return when all live workers, and no fewer than the run's minimum, have called it with this name.
 
-        Raises WaitTimeoutError after ``timeout`` seconds (None: never): then nobody passes by this call. The message
-        says who was missing; or, where the scheduler does not confirm that within 5 s more, that it is not known
-        whether the others have passed: the next call of this barrier finds out. MutualWaitError (``Client`` alone)
-        where the others wait for this worker. InvalidNameError, ClosedError, and FencedError where this worker was
-        expelled and does not rejoin.
+        Raises WaitTimeoutError after ``timeout`` seconds (None: never): then no worker passes by this call. The message
+        names the missing workers. If the scheduler does not confirm within 5 s more, it is unknown if the others have
+        passed, and the next call of this barrier finds out. MutualWaitError (only with ``Client``) if the others wait
+        for this worker. InvalidNameError, ClosedError, and FencedError if this worker was expelled and does not rejoin.
         """
         session = self._opened()
         await self._barriers.setdefault(check_name(name, "barrier name"), Barrier(session, name)).reach(timeout)
 
     async def request_stop(self) -> None:
-        """This worker is to end: agrees on that with the others, and returns when it may leave.
+        """End this worker in agreement with the others. Returns when it may leave.
 
-        Where all workers of the run are to end, the last snapshot is cut at a step that all have made. From then on no
-        push is begun: cancel what is under way, and close the client. ``psdist.init()`` does all of it on SIGTERM. A
-        scheduler that is not heard for 5 s is not waited for; nor is, for longer than 10 s, a push that was under way.
-        Raises nothing; returns at once where the client is not connected.
+        If all workers of the run are asked to end, the last snapshot is cut at a step that all have made. After this
+        call no push may begin: cancel the calls under way, and close the client. ``psdist.init()`` does all of it on
+        SIGTERM. A scheduler that is not heard for 5 s is not waited for; nor is a push under way, for longer than 10 s.
+        Raises nothing. Returns immediately if the client is not connected.
         """
         if self.session is not None and not self.is_closed and self.session.is_connected:
             self.session.stopping.request()
             await self.session.stopping.until_leaving()
 
     def watch_signals(self, is_asked: Callable[[], bool]) -> None:
-        """Has ``is_asked`` called before the scheduler is told whether this worker was asked to end."""
+        """Call ``is_asked`` before the scheduler is answered if this worker was asked to end."""
         if self.session is not None:
             self.session.stopping.is_asked = is_asked
 
     def report_waits(self, is_alone: Callable[[], bool]) -> None:
-        """Lets the scheduler find out that workers wait for each other. is_alone: whether one thread alone makes calls,
-        which nobody else can end."""
+        """Report waits, so that the scheduler can detect workers that wait for each other.
+
+        is_alone: returns True if a single thread makes calls, so that nothing else can end its waits.
+        """
         self._is_alone = is_alone
         if self.session is not None:
             self.session.activities.is_alone = is_alone
 
     async def status(self) -> GetStatusResponse:
-        """The run as the scheduler sees it: members, parameters, waits and events.
+        """Return the run as the scheduler sees it: members, parameters, waits and events.
 
-        A protobuf message; ``proto/psdist/v1/scheduler.proto`` says what its fields are. Raises
-        SchedulerUnreachableError.
+        A protobuf message; ``proto/psdist/v1/scheduler.proto`` documents its fields. Raises SchedulerUnreachableError.
         """
         calls = self._opened().calls
         response: GetStatusResponse = await calls.call(calls.stub.GetStatus, scheduler_pb2.GetStatusRequest())

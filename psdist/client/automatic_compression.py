@@ -1,7 +1,7 @@
-"""Measures what ``compression="auto"`` chooses by: the links to the servers, and encoding.
+"""Measurements for ``compression="auto"``: the links to the servers, and encoding.
 
-The speed of the links is that at which the servers of other hosts send this worker some slices, all at once, while the
-other workers mostly do the same.
+The speed of the links is the rate at which the servers of other hosts send this worker some slices, all at the same
+time, while the other workers mostly do the same.
 
 Not here: the choice (``psdist.compression.automatic``).
 """
@@ -14,8 +14,8 @@ from typing import Final
 
 import numpy as np
 
-from psdist.client.exchange import Exchange
 from psdist.client.process import codec_kernels
+from psdist.client.server_access import ServerAccess
 from psdist.client.session.membership import drop_when_fenced, run_in_incarnation
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.compression import Codec, Float32
@@ -26,35 +26,35 @@ from psdist.types import Layout
 
 logger = logging.getLogger("psdist")
 
-#: From each server, at most: on a slow link this takes a while.
+#: Limit of one server. On a slow link this takes a while.
 _PROBE_ELEMENTS: Final = 1 << 20
-#: A link that is faster than this for the first slices is looked at again: connections are slow at first.
+#: A link that delivers the first slices faster is measured again: connections are slow at first.
 _QUICK_SECONDS: Final = 0.05
-#: Measurements, of which the fastest counts.
+#: Measurements; the fastest counts.
 _PROBES: Final = 3
 _ENCODED_ELEMENTS: Final = 1 << 18
 
 
-async def choose_codec(exchange: Exchange, layout: Layout) -> Choice:
-    """Chooses for one handle, and logs why. Raises as ``Exchange.open``."""
+async def choose_codec(servers: ServerAccess, layout: Layout) -> Choice:
+    """Choose a codec for one handle, and log why. Raises as ``ServerAccess.open``."""
     # The worker rejoins later, and the others do not wait for another measurement.
-    choice = await run_in_incarnation(lambda: _measure_and_choose(exchange, layout), drop_when_fenced)
+    choice = await run_in_incarnation(lambda: _measure_and_choose(servers, layout), drop_when_fenced)
     if choice is None:
         choice = Choice(Float32(), "none: this worker was expelled while it measured the links")
-    logger.info("compression of %r: %s", exchange.participation.name, choice.reason)
+    logger.info("compression of %r: %s", servers.participation.name, choice.reason)
     return choice
 
 
-async def _measure_and_choose(exchange: Exchange, layout: Layout) -> Choice:
-    remote, link = await _measure_links(exchange)
+async def _measure_and_choose(servers: ServerAccess, layout: Layout) -> Choice:
+    remote, link = await _measure_links(servers)
     speeds = await _measure_encoding(layout.total) if remote else {}
     return choose(layout, remote, link, speeds)
 
 
-async def _measure_links(exchange: Exchange) -> tuple[float, float]:
-    """The part of the elements that servers of other hosts have, and bytes per second from all of them."""
-    await exchange.open()
-    slicing, remote = exchange.slicing, exchange.remote_slices()
+async def _measure_links(servers: ServerAccess) -> tuple[float, float]:
+    """Return the fraction of elements on servers of other hosts, and bytes per second from all of them."""
+    await servers.open()
+    slicing, remote = servers.slicing, servers.remote_slices()
     elements = sum(slicing.size(index) for slices in remote for index in slices)
     if not elements:
         return 0.0, 1.0
@@ -64,13 +64,13 @@ async def _measure_links(exchange: Exchange) -> tuple[float, float]:
     seconds: list[float] = []
     while not seconds or (len(seconds) < _PROBES and seconds[-1] < _QUICK_SECONDS):
         begin = time.perf_counter()
-        await exchange.probe(probes, target)
+        await servers.probe(probes, target)
         seconds.append(time.perf_counter() - begin)
     return elements / slicing.total, 4 * sum(slicing.size(index) for index in probes) / min(seconds)
 
 
 async def _measure_encoding(elements: int) -> dict[Codec, float]:
-    """By codec, bytes of float32 that it encodes in a second. Empty while that is done by numpy, for a while only."""
+    """Return, by codec, the bytes of float32 encoded per second. Empty until the kernels are compiled."""
     await codec_kernels.prepare(elements).loaded()
     return await off_loop(LARGE_ELEMENTS, _encoding_speeds)
 

@@ -30,14 +30,16 @@ _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
 class _Cluster(Protocol):
     def close(self) -> None:
-        """Ends the cluster."""
+        """End the cluster."""
 
 
 @dataclass(frozen=True)
 class Context:
     """A script's place in its run.
 
-    rank: this worker's number, from 0; world_size: workers of the run; local_rank: number on this machine.
+    rank: this worker's number, from 0.
+    world_size: workers of the run.
+    local_rank: this worker's number on this machine.
     client: connected.
     """
 
@@ -61,21 +63,22 @@ class Context:
         step: int | None = None,
         **numbers: SupportsFloat,
     ) -> None:
-        """Reports what a step came to: call it once per step, or whenever there is something to say.
+        """Report the results of a step. Call it once per step, or less often.
 
         loss, accuracy, numbers: the script's values by name: numbers of Python or numpy, arrays or tensors of no
             dimension; NaN and infinities too. Names have 1 to 64 of ``A-Z a-z 0-9 _ . / -``, at most 24 in a script.
-        samples: what they were computed on. Means are weighted by it, and samples per second are counted by it.
-        step: None is that of the parameter set that was opened first: in BSP the steps that are made, in SSP and ASP
-            the updates that this worker has seen. Without one it is the number of reports.
+        samples: number of samples behind the values. It weights their means, and samples per second are counted by it.
+        step: None is that of the parameter set that was opened first: in BSP the completed steps, in SSP and ASP the
+            updates that this worker has seen. Without a parameter set it is the number of reports.
 
-        With them psdist reports how long the script computed, pushed, waited and pulled, bytes and staleness
-        (docs/metrics.md). Reports of about a second are added up; then they go to the trackers of ``add_tracker``, and
-        to the launcher, which shows and files those of all workers together. Neither is waited for. One thread of a
-        script may call it.
+        psdist adds how long the script computed, pushed, waited and pulled, bytes and staleness (docs/metrics.md).
+        Reports of about a second are summed up. Then they go to the trackers of ``add_tracker``, and to the launcher,
+        which shows and files those of all workers together. The call waits for neither. One thread of a script may call
+        it.
 
-        Raises InvalidArgumentError for what is no number, for ``samples`` below 0 or infinite, and for more names than
-        24; InvalidNameError for names that are not possible or are psdist's own; ClosedError. Nothing is reported then.
+        Raises InvalidArgumentError for values that are no numbers, for ``samples`` below 0 or infinite, and for more
+        than 24 names; InvalidNameError for names that are invalid or psdist's own; ClosedError. Nothing is reported
+        then.
         """
         self._reporter.report(loss, accuracy, samples, step, numbers)
 
@@ -91,14 +94,14 @@ class Context:
         return self.client.iteration()
 
     def add_tracker(self, tracker: Tracker) -> None:
-        """Hands what this worker reports from now on to ``tracker`` too, about once a second, and calls its ``start``.
+        """Also pass this worker's later reports to ``tracker``, about once a second, and call its ``start``.
 
-        An exception of its ``log`` is logged, and the tracker gets nothing more. Raises what ``start`` raises.
+        An exception of its ``log`` is logged, and the tracker gets nothing more. Raises the exception of ``start``.
         """
         self._reporter.add_tracker(tracker)
 
     def close(self) -> None:
-        """Leaves the run, and ends the cluster if ``init`` started it. Closing again does nothing."""
+        """Leave the run, and end the cluster if ``init`` started it. Closing again does nothing."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
@@ -138,29 +141,28 @@ def init(
     transport: TransportName | None = None,
     rejoin: bool = True,
 ) -> Context:
-    """Connects this script to its run and returns its ``Context``. Called again without arguments, it returns the same
-    one until that is closed.
+    """Connect this script to its run and return its ``Context``. Called again without arguments, return the same one
+    until it is closed.
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``. Without
         any of them a scheduler and a server are started for this script alone.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
-    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: this worker's name in the run; None lets the scheduler choose ``worker-<rank>``.
     rank: this worker's number; None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
         set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto", "shm", "tcp" or "grpc", as for ``Client``; None reads ``PSDIST_TRANSPORT``, else is "auto".
-    rejoin: whether a worker that was expelled, because it was silent for longer than its lease, joins again by itself.
+    rejoin: True if a worker that was expelled, because it was silent for longer than its lease, rejoins automatically.
 
-    Afterwards SIGTERM ends the script in order. The workers agree on a common end, so that the last snapshot is of a
-    step that all have made, and this worker leaves. Then the call under way, or the next one, raises SystemExit with
-    status 143 (see ``sigterm``). A handler that the script installed, before or after this call, is kept. In other
-    threads than the main one no handler is installed. A process that the script forks has the default handling of
-    signals.
+    After ``init``, SIGTERM ends the script in order. The workers agree on a common last step, so that the last snapshot
+    is of a step that all have made, and this worker leaves. Then the current or next call raises SystemExit with status
+    143 (see ``sigterm``). A handler that the script installed, before or after this call, is kept. In threads other
+    than the main one no handler is installed. A process that the script forks has the default handling of signals.
 
-    Raises ConfigurationError, also for arguments where the context of an earlier call is open;
-    SchedulerUnreachableError, and what the scheduler refuses with.
+    Raises ConfigurationError, also for arguments while the context of an earlier call is open;
+    SchedulerUnreachableError, and the scheduler's refusal.
     """
     global _current
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}

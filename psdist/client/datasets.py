@@ -4,19 +4,20 @@
     for indices in data:
         values = weights.push_pull(gradients(values, images[indices]))
 
-Asking for the next range reports that the samples of the one before are in the weights. If a push was dropped since
-that range was given, it is returned instead. The ranges of a worker that dies are given to others. ``repeated`` counts
-them: their samples may have been used twice. ``failed`` counts ranges that were given up because their workers died too
-often. No other sample is used twice or left out, as long as some worker still asks. A range whose worker dies after all
-others have ended their loops waits for a worker that joins later, such as the one that a launcher restarts. Until then
-the position shows it as not done.
+Asking for the next range reports that the samples of the previous one are in the weights. If a push was dropped since
+that range was leased, it is returned instead. The ranges of a worker that dies are given to others. ``repeated`` counts
+them: their samples may have been used twice. ``failed`` counts ranges that were abandoned because their workers died
+too often. No other sample is used twice or left out, as long as some worker still asks. A range whose worker dies after
+all others have ended their loops waits for a worker that joins later, such as the one that a launcher restarts. Until
+then the position lists it as not done.
 
-The loop ends when no range is left to give, even if other workers still hold some. It does not wait for them: in BSP
-they may be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so
-that the others' steps do not wait for it. For the same reason there is no pause between data epochs.
+The loop ends when no range is left, even if other workers still hold some. It does not wait for them: in BSP they may
+be waiting for this worker's gradient. A worker that has ended its loop in BSP or SSP must close its client, so that the
+others' steps do not wait for it. For the same reason there is no pause between data epochs.
 
 Leaving the loop early, by ``break`` or an error, returns the last range as unused, unless ``done()`` was called.
-Not here: which samples a range has (``psdist.data.RangeOrder``), who gets which range (the scheduler).
+
+Not here: the samples of a range (``psdist.data.RangeOrder``), the choice of a worker for a range (the scheduler).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from psdist.types import DataPosition, DatasetSpec
 from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert
 
-#: How long leaving a loop or closing waits for the scheduler to be informed.
+#: Longest wait for the scheduler when leaving a loop or closing.
 _LEAVE_SECONDS: Final = 1.0
-#: Larger data sets are shuffled in a thread, so that heartbeats go on.
+#: Larger data sets are shuffled in a thread, so that heartbeats continue.
 _SHUFFLE_HERE_MAX: Final = 1 << 16
 
 
@@ -59,9 +60,9 @@ class Range:
 class AsyncDataset(ProcessBound):
     """A data set that workers share. Made by ``AsyncClient.dataset``; iterate over it with ``async for``.
 
-    repeated, failed: ranges handed out again because their worker was gone, and ranges given up, by all workers, as
-        the scheduler said last.
-    data_epoch: of the range that was given last.
+    repeated, failed: ranges leased again because their worker was gone, and abandoned ranges, of all workers, by the
+        scheduler's last answer.
+    data_epoch: data epoch of the newest range.
     """
 
     def __init__(self, session: WorkerSession, spec: DatasetSpec) -> None:
@@ -72,32 +73,33 @@ class AsyncDataset(ProcessBound):
         self._calls = session.calls
         self._membership = session.membership
         self._waits = session.waits
-        #: The clock of the script's calls.
+        #: Clock of the script's calls.
         self.phases = session.waits.phases
-        self._marks = session.snapshots.marks
+        self._snapshots = session.snapshots
         self._order = RangeOrder(spec)
         self._asking = asyncio.Lock()
         #: The incarnation of this client that the leases belong to.
         self._incarnation = 0
-        #: With the number of pushes that were dropped before it was given.
+        #: Held leases, each with the number of pushes that were dropped before it.
         self._held: dict[int, int] = {}
-        #: Ended, and not known to be heard of by the scheduler; what is done, with this worker's next pushes then.
+        #: Ended leases that the scheduler may not know of: finished ones, with this worker's next pushes at that time,
+        #: and returned ones.
         self._done: dict[int, pb.NextPushes] = {}
         self._returned: dict[int, None] = {}
 
     @property
     def name(self) -> str:
-        """The data set's name."""
+        """Name of the data set."""
         return self.spec.name
 
     async def open(self) -> None:
-        """Creates the data set, or checks that all workers agree on it. Raises SettingsMismatchError,
+        """Create the data set, or check that all workers agree on it. Raises SettingsMismatchError,
         LimitExceededError."""
         async with self._asking:
             await self._membership.retry_across_incarnations(self._open)
 
     def check_same(self, spec: DatasetSpec) -> None:
-        """Raises SettingsMismatchError where ``spec`` differs."""
+        """Raise SettingsMismatchError if ``spec`` differs."""
         if difference := self.spec.difference(spec):
             raise SettingsMismatchError(f"this client has data set {self.name!r} with other settings: {difference}")
 
@@ -111,7 +113,7 @@ class AsyncDataset(ProcessBound):
                 await self.leave(held)
 
     async def next(self, before: Range | None = None) -> Range | None:
-        """Returns the next range, or None at the end of the data. ``before`` is reported as done. ``async for`` calls
+        """Return the next range, or None at the end of the data. ``before`` is reported as done. ``async for`` calls
         this in a loop."""
         async with self._asking:
             if before is not None:
@@ -120,33 +122,34 @@ class AsyncDataset(ProcessBound):
             return None if answer.finished else await self._given(answer)
 
     def done(self) -> None:
-        """Reports the samples of the last range as used, before another range is asked for."""
+        """Mark the samples of the last range as used, before another range is asked for."""
         if self._held:
             self.finish(next(reversed(self._held)))
 
     def finish(self, lease_id: int) -> None:
-        """The samples of a range that is held are used. The scheduler hears of it with the next call."""
+        """Mark the samples of a held range as used. The next call reports it to the scheduler."""
         if lease_id not in self._held:
             return
-        if self._held.pop(lease_id) < self._marks.dropped:
-            self._returned[lease_id] = None  # The push of its samples was dropped, perhaps: others get it.
+        if self._held.pop(lease_id) < self._snapshots.marks.dropped:
+            self._returned[lease_id] = None  # The push of its samples may have been dropped.
         else:
             self._done[lease_id] = self._now()
 
     async def leave(self, held: Range) -> None:
-        """Returns a range unused, unless it is done. A scheduler that is away learns of it later."""
+        """Return a range unused, unless it is done. A scheduler that is unreachable learns of it later."""
         if held.lease_id in self._held:
             del self._held[held.lease_id]
             self._returned[held.lease_id] = None
         await self._report_soon()
 
     async def report(self) -> None:
-        """Reports to the scheduler which ranges are done, and which were returned."""
+        """Report the finished and returned ranges to the scheduler."""
         async with self._asking:
             await self._membership.retry_across_incarnations(self._report)
 
     async def position(self) -> DataPosition:
-        """The position of the data set: what all workers have done. Ranges that they hold now are not in it."""
+        """Return the position of the data set: everything that all workers have done. Ranges that they hold now are not
+        in it."""
         await self.report()
         request = pb.GetDataPositionRequest(run_id=self._membership.registration.run_id, dataset=self.name)
         answer = await self._ask(self._calls.stub.GetDataPosition, request)
@@ -154,8 +157,8 @@ class AsyncDataset(ProcessBound):
         return convert.position_from_proto(answer.position)
 
     async def set_position(self, position: DataPosition) -> None:
-        """Continues from ``position``, for all workers of the run. Ranges that are held now become void and do not
-        count as done.
+        """Continue from ``position``, for all workers of the run. Ranges that are held now become void and do not count
+        as done.
 
         One worker sets it before the others begin, for example in front of a barrier. Raises InvalidArgumentError.
         """
@@ -164,7 +167,7 @@ class AsyncDataset(ProcessBound):
             await self._membership.retry_across_incarnations(lambda mine: self._set_position(mine, position))
 
     async def close(self) -> None:
-        """Returns the ranges that are held and not done."""
+        """Return the ranges that are held and not done."""
         self._returned |= dict.fromkeys(self._held)
         self._held.clear()
         await self._report_soon()
@@ -198,7 +201,7 @@ class AsyncDataset(ProcessBound):
         return answer
 
     async def _given(self, answer: Any) -> Range:
-        self._held[answer.lease_id] = self._marks.dropped
+        self._held[answer.lease_id] = self._snapshots.marks.dropped
         self.data_epoch, number = answer.data_epoch, answer.range
         if self._order.knows(self.data_epoch) or self.spec.size <= _SHUFFLE_HERE_MAX:
             indices = self._order.indices(self.data_epoch, number)
@@ -207,7 +210,7 @@ class AsyncDataset(ProcessBound):
         return Range(answer.lease_id, self.data_epoch, number, answer.attempt, indices)
 
     async def _report(self, mine: Registration) -> None:
-        """Reports the ranges that have ended."""
+        """Report the ranges that have ended."""
         self._start_incarnation(mine)
         done, returned = tuple(self._done), tuple(self._returned)
         if not done and not returned:
@@ -236,7 +239,7 @@ class AsyncDataset(ProcessBound):
         return await self._calls.call_until_answered(method, lambda: request, reason)
 
     def _start_incarnation(self, mine: Registration) -> None:
-        """Discards the leases of an earlier incarnation of this client: its ranges were given to others."""
+        """Discard the leases of an earlier incarnation of this client: its ranges were given to others."""
         if mine.incarnation != self._incarnation:
             self._incarnation = mine.incarnation
             self._discard_leases()
@@ -246,7 +249,7 @@ class AsyncDataset(ProcessBound):
             leases.clear()
 
     def _now(self) -> pb.NextPushes:
-        return pb.NextPushes(next=self._marks.next())
+        return pb.NextPushes(next=self._snapshots.marks.next())
 
     def _on_position(self, position: pb.DataPosition) -> None:
         self.repeated, self.failed = position.repeated_ranges, position.failed_ranges

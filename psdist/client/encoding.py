@@ -1,15 +1,14 @@
-"""The gradients of one handle that are compressed: when the encoder works, and in which thread.
+"""Compression of one handle's gradients: when the encoder works, and in which thread.
 
 A client must not miss heartbeats, so large gradients are encoded in threads. Slices of a large one are sent while later
-ones are encoded, unless the codec may refuse it. Where gradients are large, a thread loads the compiled kernels from
-the opening of the handle on, if they are in the cache, and the first push waits for it.
+ones are encoded, unless the codec may refuse it. For large gradients, a thread loads the compiled kernels from the
+cache as soon as the handle is opened, and the first push waits for it.
 
-Invariants: a slice is encoded before it is sent, and once: whatever is sent again is the same bytes. A push that was
-begun is encoded to its end, also where it fails for another reason than its encoding. Nothing reads a gradient after
-the call that gave it. The encoder's state follows the numbers of pushes, so that each is counted as sent or as not
-begun.
+Invariants: a slice is encoded once, before it is sent, so a repeated send has the same bytes. A push that began is
+encoded to its end, even if it fails for another reason. No gradient is read after the call that gave it. The encoder's
+state follows the numbers of pushes: each counts as sent or as never begun.
 
-Not here: what is encoded, and what is kept of it (``core.encoder``).
+Not here: payloads and residuals (``core.encoder``).
 """
 
 from __future__ import annotations
@@ -43,24 +42,25 @@ if TYPE_CHECKING:
     from psdist.compression.gpu.memory import DeviceVector
     from psdist.gpu.device import Device
 
-    #: Of gradients on the host, or on a device.
+    #: Encoder of gradients on the host, or on a device.
     AnyEncoder = GradientEncoder | DeviceGradientEncoder
 
 logger = logging.getLogger("psdist")
 
-#: Threads that encode one gradient, where there are as many processors.
+#: Threads that encode one gradient, if there are as many processors.
 _THREADS: Final = 4
-#: So many elements are encoded by these threads before the slices that hold them are sent.
+#: Elements that these threads encode before the slices that hold them are sent.
 _TOGETHER_ELEMENTS: Final = 1 << 23
 
 
 class EncodedPush:
     """The gradient of one push, as far as it is encoded.
 
-    flat: the gradient; None where the push abstains, or is encoded already. lock: of the encoder.
+    flat: the gradient; None if the push abstains, or is already encoded.
+    lock: lock of the encoder.
 
-    ``encode`` encodes slices and returns. ``start`` has that done while they are sent; then come ``encoded`` and
-    ``end``.
+    ``encode`` encodes slices and returns. ``start`` encodes them while they are sent; ``encoded`` and ``end`` follow
+    it.
     """
 
     #: Its payloads are segments.
@@ -74,23 +74,25 @@ class EncodedPush:
         self._slices = slices
         self._lock = lock
         self._encoding: asyncio.Task[None] | None = None
-        #: Set when slices are encoded, or cannot be; then it is another one.
+        #: Set, and replaced, when slices are encoded or encoding fails.
         self._advanced = asyncio.Event()
 
     def decide(self, ready: ReadySlices) -> ReadySlices:
-        """What is sent of ``ready`` slices: those that were decided on before are sent as they were then."""
+        """Return the slices to send among ``ready``. Slices from an earlier attempt are sent as they were then."""
         return self._slices.decide(ready)
 
     async def encode(self, slices: Sequence[int]) -> None:
-        """Encodes those of ``slices`` that are not yet. All tensors that touch them are whole in the gradient.
+        """Encode those of ``slices`` that are not encoded yet. All tensors that touch them are complete in the
+        gradient.
 
-        Raises FencedError where the push is over meanwhile, and NonFiniteGradientError for what its codec cannot hold.
+        Raises FencedError if the push ended meanwhile, and NonFiniteGradientError for values that its codec cannot
+        hold.
         """
         if self._flat is not None and slices:
             await self._encode(self._flat, [slices])
 
     async def _encode(self, flat: Flat | DeviceVector, groups: Sequence[Sequence[int]]) -> None:
-        """Encodes one group of slices after the other."""
+        """Encode one group of slices after the other."""
         elements = sum(self._encoder.slicing.size(index) for group in groups for index in group)
         run = map if elements < LARGE_ELEMENTS else _run_in_threads
         loop = asyncio.get_running_loop()
@@ -112,16 +114,18 @@ class EncodedPush:
             raise FencedError("the push was dropped while it was encoded")
         if self._encoder.totals.overflows > overflows == 0:
             logger.warning(
-                "the gradient and what compression had left out of earlier ones are too large for float32 together: "
-                "the latter is forgotten. Lower the learning rate, or scale the loss; it is not said again"
+                "gradient plus residual overflowed float32; residual reset. Lower the learning rate, or scale the loss "
+                "(logged once)"
             )
 
     # --- while it is sent ---------------------------------------------------------------------------------------------
 
     def start(self, slices: Sequence[int]) -> bool:
-        """Has ``slices`` encoded in their order from now on, of which each can be sent when it is ``ready``. Returns
-        False, with nothing done, where ``encode`` is to be awaited instead: for few elements, on a device, and where
-        the codec does not allow it."""
+        """Encode ``slices`` in their order in the background; each can be sent when it is ``ready``.
+
+        Returns False, with nothing done, if ``encode`` must be awaited instead: for few elements, on a device, and if
+        the codec does not allow it.
+        """
         flat, encoder = self._flat, self._encoder
         elements = sum(encoder.slicing.size(index) for index in slices)
         if not isinstance(flat, np.ndarray) or encoder.device is not None:
@@ -139,30 +143,30 @@ class EncodedPush:
         self._advanced = asyncio.Event()
 
     async def ready(self, index: int) -> None:
-        """Waits until a slice is encoded. Raises why it cannot be."""
+        """Wait until a slice is encoded. Raises why it cannot be."""
         while index not in self._slices.payloads:
             encoding = self._encoding
             if encoding is None or encoding.done():
                 if encoding is not None and not encoding.cancelled():
-                    encoding.result()  # It may say why.
+                    encoding.result()  # Raises its error, if it failed.
                 raise InternalError(f"slice {index} is sent, and nobody encodes it")
             await self._advanced.wait()
 
     @property
     def is_encoding(self) -> bool:
-        """Whether ``start`` was called, and ``end`` was not."""
+        """True between ``start`` and ``end``."""
         return self._encoding is not None
 
     async def encoded(self) -> None:
-        """Returns when nothing of the gradient is read any more: what ``start`` began is encoded, or failed."""
+        """Return when the gradient is no longer read: the work of ``start`` is done, or failed."""
         if self._encoding is not None:
             await until_done(self._encoding)
 
     def end(self) -> None:
-        """After ``encoded``, and after the last ``ready``, which has raised why anything failed."""
+        """End the work of ``start``, after ``encoded`` and the last ``ready``, which has raised any error."""
         if self._encoding is not None and not self._encoding.cancelled():
             self._encoding.exception()
-        self._encoding = None  # An error refers to this object.
+        self._encoding = None  # Its error refers to this object.
 
     @property
     def abstained(self) -> frozenset[int]:
@@ -170,32 +174,32 @@ class EncodedPush:
         return frozenset(self._slices.abstained)
 
     def abstain(self, slices: Sequence[int]) -> None:
-        """Has ``slices`` sent without values. They were not encoded."""
+        """Send ``slices`` without values. They were not encoded."""
         self._slices.abstain(slices)
 
     async def norm(self) -> float:
-        """The L2 norm of what the servers decode."""
+        """Return the L2 norm of the decoded gradient."""
         return await off_loop(self._encoder.slicing.total, self._slices.norm)
 
     def difference(self, slices: Sequence[int]) -> GradientDifference | None:
-        """What the payloads of ``slices`` are differences to; None where they are gradients."""
+        """Return the estimate that the payloads of ``slices`` are differences to; None if they are gradients."""
         return self._slices.difference(slices)
 
     def send_whole(self, slices: Sequence[int]) -> None:
-        """A server does not keep what ``slices`` are differences to: they become whole gradients."""
+        """Replace the differences of ``slices`` by whole gradients, because a server lost the estimate."""
         self._slices.send_whole(slices)
 
     def payload(self, index: int) -> memoryview:
-        """A slice as it is sent."""
+        """Return the bytes of a slice on the wire."""
         return self._slices.payload(index)
 
     def decode_into(self, index: int, out: Flat) -> None:
-        """Writes a slice as a server decodes it."""
+        """Write a slice as a server decodes it."""
         self._slices.decode_into(index, out)
 
 
 def check_codec(codec: Codec) -> Codec:
-    """Returns ``codec`` if workers can use it, else raises InvalidArgumentError."""
+    """Return ``codec`` if workers can use it, else raise InvalidArgumentError."""
     if isinstance(codec, PerTensor) and send_differences(codec.codecs.values()):
         for one in codec.codecs.values():
             if isinstance(one, Compressor) and one.feedback != "ef21":
@@ -208,19 +212,20 @@ def check_codec(codec: Codec) -> Codec:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Threads of the process that encode. The interpreter's lock is not held while they do."""
+    """Return the process's encoding threads. They do not hold the interpreter's lock while they encode."""
     return ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "psdist-encode")
 
 
 def _run_in_threads(work: Callable[[int], Any], items: Iterable[int]) -> list[Any]:
-    """``map`` in threads. None of them works on when it returns or raises: they write to what the next push uses."""
+    """Run ``map`` in threads. All of them have finished when it returns or raises, since they write to memory that the
+    next push uses."""
     futures = [_threads().submit(work, item) for item in items]
     wait(futures)
     return [future.result() for future in futures]
 
 
 class Encoding:
-    """What compresses the gradients of one handle by ``codec``. participation: whose pushes they are."""
+    """Compression of one handle's gradients by ``codec``. participation: numbers the pushes."""
 
     def __init__(self, codec: Codec, layout: Layout, participation: Participation) -> None:
         self._codec = codec
@@ -229,18 +234,18 @@ class Encoding:
         self._encoder: AnyEncoder | None = None
         #: Held while the encoder works, and while its push begins or ends.
         self._lock = Lock()
-        #: What was restored before the kernels were there.
+        #: State that was restored before the kernels were loaded.
         self._restored: State = {}
         self._is_kept = False
-        #: The push that the encoder is at: who numbered it, and its number.
+        #: The encoder's current push: the registration that numbered it, and its number.
         self._begun = (participation.current.origin, -1)
-        #: What the last push that was dropped took with it, until a message says so.
+        #: Loss that came with the last dropped push, until it is reported.
         self._lost = ""
         self._compiler = codec_kernels.prepare(sum(tensor.size for tensor in layout.tensors))
 
     @classmethod
     def of(cls, codec: Codec, layout: Layout, participation: Participation) -> Encoding | None:
-        """The encoding of a handle; None where its gradients are not compressed, or never pushed."""
+        """Return the encoding of a handle; None if its gradients are not compressed, or never pushed."""
         if isinstance(codec, Cast) or not participation.is_member:
             return None
         if isinstance(codec, PerTensor) and (unmatched := codec.unmatched(layout.tensors)):
@@ -258,18 +263,18 @@ class Encoding:
     # --- the state ----------------------------------------------------------------------------------------------------
 
     async def keep_state(self) -> None:
-        """Has the encoder's state in snapshots, and restores it where the run goes on from one."""
+        """Save the encoder's state in snapshots, and restore it if the run resumed from one."""
         if not self._is_kept:
             await self._participation.keep_state(self.save, self.restore, prefix=OWN)
             self._is_kept = True
 
     def save(self) -> SavedState:
-        """The state between the last push that is over and the next one."""
+        """Return the state between the last finished push and the next one."""
         self._end_if_over()
         return {**self._restored} if self._encoder is None else {**self._encoder.state()}
 
     def restore(self, state: State) -> None:
-        """Goes on from ``state``, or from the beginning if it is empty. A push under way is forgotten."""
+        """Continue from ``state``, or start over if it is empty. A push under way is forgotten."""
         if self._encoder is None:
             self._restored = state
             return
@@ -280,13 +285,13 @@ class Encoding:
 
     @cached_property
     def works_on_device(self) -> bool:
-        """Whether gradients that lie on a device can be encoded there."""
+        """True if gradients on a device can be encoded there."""
         from psdist.compression.gpu.encoder import can_encode
 
         return can_encode(regions(self._layout.tensors, self._codec))
 
     async def begin(self, flat: Flat | DeviceVector | None) -> EncodedPush:
-        """Before each push, or the first bucket of a step. Of a push that is made again, what was encoded stays."""
+        """Start a push, or the first bucket of a step. A repeated push keeps its encoded slices."""
         self._end_if_over()
         part = self._participation
         if self._encoder is None:
@@ -301,7 +306,7 @@ class Encoding:
             return EncodedPush(self._encoder, flat, self._encoder.begin_push(), self._lock)
 
     async def _load(self, flat: Flat | DeviceVector | None) -> AnyEncoder:
-        """The encoder of gradients that lie where ``flat`` does, with the state that was restored."""
+        """Return the encoder for the memory of ``flat``, with the restored state."""
         part = self._participation
         settings = self._codec, self._layout, part.entry.slicing, part.current.origin.rank
         if flat is not None and not isinstance(flat, np.ndarray):
@@ -328,26 +333,26 @@ class Encoding:
         return encoder
 
     async def _move(self, flat: Flat | DeviceVector) -> None:
-        """Goes on with the encoder of gradients that lie where ``flat`` does, if they lay elsewhere before."""
+        """Move the encoder's state to the memory of ``flat``, if gradients were elsewhere before."""
         old = self._encoder
         assert old is not None
         if old.device is (None if isinstance(flat, np.ndarray) else flat.device):
             return
         old.discard_push()
-        # Not in a thread: it is rare, and what is restored or saved meanwhile would be another state.
+        # Not in a thread: it is rare, and the state could be restored or saved meanwhile.
         self._restored = {name: array.copy() for name, array in old.state().items()}
-        self._encoder = None  # What is restored meanwhile is for the next one.
+        self._encoder = None  # A state restored meanwhile is for the next encoder.
         self._encoder = await self._load(flat)
         self._encoder.totals = old.totals
 
     async def encode_push(
         self, flat: Flat | DeviceVector | None, *, with_norm: bool
     ) -> tuple[EncodedPush | None, float]:
-        """Encodes a whole gradient, or begins to; None abstains. Returns what is sent, None to abstain, and its norm if
-        wanted. It ``is_encoding`` where it is to be sent meanwhile.
+        """Encode a whole gradient, or start to; None abstains. Returns the payloads to send, or None to abstain, and
+        the norm if wanted. The result ``is_encoding`` if it is sent while it is encoded.
 
-        A push that is made again is what it was. Raises NonFiniteGradientError for what the codec cannot hold, which
-        abstains where ``non_finite`` is "skip".
+        A repeated push has the same payloads. Raises NonFiniteGradientError for values that the codec cannot hold; they
+        abstain if ``non_finite`` is "skip".
         """
         push = await self.begin(flat)
         every = tuple(range(self._participation.entry.slicing.count))
@@ -365,51 +370,52 @@ class Encoding:
         return push, await push.norm() if with_norm else 0.0
 
     def end_push(self) -> bool:
-        """The push that was begun is over: what was encoded of it counts as sent. Returns whether anything was."""
+        """Retire the current push: its encoded part counts as sent. Returns True if there was any."""
         if self._encoder is None:
             return False
         with self._lock:
             return self._encoder.end_push()
 
     def drop_push(self) -> None:
-        """The push that was begun, if any was, does not go on. Servers may have any part of it, so it is not sent
-        again. ``take_lost`` says what is lost with it."""
+        """Retire the current push, if any, without sending it again: servers may have any part of it. ``take_lost``
+        tells what is lost with it."""
         if self.end_push() and self._encoder is not None and self._encoder.feeds_back:
             self._lost = "what compression had left out of earlier gradients was in it, and is lost, too; "
 
     def discard_unsent(self) -> None:
-        """A push in one call failed. If no server has anything of it, it is as if it had not been encoded."""
+        """Undo the encoding of a failed whole push, if no server has any part of it."""
         if self._encoder is not None and not self._participation.sequence.unfinished:
             with self._lock:
                 self._encoder.discard_push()
 
     def take_lost(self) -> str:
-        """What a dropped push took with it, for the message that tells of it; empty if nothing, or it was told."""
+        """Return the loss that came with a dropped push, for its message; empty if there is none, or it was
+        reported."""
         lost, self._lost = self._lost, ""
         return lost
 
     def warn_of_lost(self) -> None:
-        """Warns of what a dropped push took with it, unless that was told."""
+        """Warn of the loss that came with a dropped push, unless it was reported."""
         if lost := self.take_lost():
             name = self._participation.name
             logger.warning("a push of %r that had failed is dropped: %s", name, lost.removesuffix("; "))
 
     def _end_if_over(self) -> None:
-        """Ends a push that the others went on without."""
+        """Retire a push that the other workers continued without."""
         origin, number = self._begun
         if origin is not self._participation.current.origin:
             self.drop_push()
         elif number < self._participation.sequence.step:
             self.end_push()
 
-    # --- what there is to know ----------------------------------------------------------------------------------------
+    # --- properties ---------------------------------------------------------------------------------------------------
 
     @property
     def ratio(self) -> float:
-        """Bytes of all gradients that were encoded, by the bytes that they were encoded in; 1 before the first."""
+        """Bytes of all encoded gradients, divided by their payloads' bytes; 1 before the first."""
         return self._encoder.totals.ratio if self._encoder is not None else 1.0
 
     @property
     def residual_norm(self) -> float:
-        """The L2 norm of what was left out of the gradients so far."""
+        """L2 norm of the residual."""
         return self._encoder.residual_norm if self._encoder is not None else 0.0

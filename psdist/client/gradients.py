@@ -1,9 +1,9 @@
 """The gradient vector of one handle: gathers the user's arrays in it, and checks them before anything is sent.
 
-Arrays that lie on a CUDA device are gathered in a vector there, where the codec works on devices; else they are copied
-to the vector of the host. What the device needs is imported with the first such array.
+Arrays on a CUDA device are gathered in a vector there if the codec works on devices. Otherwise they are copied to the
+vector of the host. Modules for devices are imported with the first such array.
 
-Not here: what is sent of it, and when (``parameters``, ``step``).
+Not here: encoding and sending (``encoding``, ``step``).
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 class GradientVector:
-    """Where the gradients of ``layout`` are put together.
+    """Vector in which the gradients of ``layout`` are gathered.
 
-    dtype: in which they are sent. NaN and Inf are looked for in that dtype, and ``non_finite`` says what they are.
-    shared: the vector in memory that is shared with servers, if there is any when it is first needed.
+    dtype: dtype on the wire. NaN and Inf are looked for in it, and ``non_finite`` says how they are handled.
+    shared: returns the vector in memory shared with servers, or None. Called when the vector is first needed.
     stale: looks for buffers that nobody writes to.
-    encodes_on_device: whether gradients that lie on a device are encoded there. casts_on_device: whether those that are
-        given as a whole are cast there.
+    encodes_on_device: returns True if gradients on a device are encoded there.
+    casts_on_device: True if whole gradients are cast there.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class GradientVector:
         self._encodes_on_device = encodes_on_device
         self._casts_on_device = casts_on_device
         self._device: DeviceVectors | None = None
-        #: Whether names in a bucket mean the device's buffers.
+        #: True if names in a bucket mean the device's buffers.
         self._buffers_on_device = False
-        #: Where the step is gathered that is given in buckets.
+        #: Vector of the current step in buckets.
         self._step: Flat | DeviceVector | None = None
 
     @cached_property
@@ -70,40 +70,40 @@ class GradientVector:
         return np.zeros(self._layout.total, np.float32) if shared is None else shared
 
     def release_memory(self) -> None:
-        """Lets go of the vector. It is another one when it is next needed, unless it is shared."""
+        """Release the vector. The next one is newly allocated, unless it is shared."""
         if self._device is not None:
             self._device.release_memory()
         self._buffers, self._step, self._buffers_on_device = {}, None, False
         self.__dict__.pop("vector", None)
 
     def unregister(self) -> None:
-        """Before the pages of the vector are replaced, or nobody copies to it any more: devices forget where they
-        are."""
+        """Unregister the vector's pages with devices, before the pages are replaced or copying ends."""
         if self._device is not None:
             self._device.unregister()
 
     def buffers(self, *, is_checked: bool = True) -> dict[str, NDArray[np.float32]]:
-        """Views of the vector, by tensor name. is_checked: whether a push that finds nothing new in them counts."""
+        """Return views of the vector, by tensor name. is_checked: False ends the check for stale buffers."""
         if not is_checked:
             self._stale.stop()
         self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False
         return dict(self._buffers)
 
     def device_buffers(self, number: int) -> dict[str, Any]:
-        """Views of the vector of device ``number``. Raises DeviceUnavailableError, DeviceLostError."""
+        """Return views of the vector of device ``number``. Raises DeviceUnavailableError, DeviceLostError."""
         buffers = self.on_device(number).buffers()
         self._buffers_on_device = True
         return buffers
 
     async def on_named(self, device: str | None) -> DeviceVectors | None:
-        """The vectors on the device of this name; None for none. Raises as ``on_device``."""
+        """Return the vectors on the device of this name; None for None. Raises as ``on_device``."""
         if device is None:
             return None
         number = device_number(device)
         return await in_thread(lambda: self.on_device(number))
 
     def on_device(self, number: int) -> DeviceVectors:
-        """The vectors on a device. Raises InvalidArgumentError where this handle already has some on another one."""
+        """Return the vectors on a device. Raises InvalidArgumentError if this handle already has some on another
+        one."""
         from psdist.client.device.vectors import open_vectors
 
         if self._device is None:
@@ -116,7 +116,7 @@ class GradientVector:
         return self._device
 
     def _device_of(self, gradients: object) -> DeviceVectors | None:
-        """The vectors on the device that some of these arrays lie on; None where all are the host's."""
+        """Return the vectors on the device of some of these arrays; None if all are on the host."""
         if not isinstance(gradients, Mapping):
             return self._device if self._buffers_on_device else None
         if (there := _first_on_device(gradients)) is None:
@@ -127,17 +127,17 @@ class GradientVector:
 
     @property
     def has_device(self) -> bool:
-        """Whether there are vectors on a device."""
+        """True if there are vectors on a device."""
         return self._device is not None
 
     def waits_for_device(self, gradients: object) -> bool:
-        """Whether gathering these gradients, alone or in the step under way, waits for a device. Opens none."""
+        """Return True if gathering these gradients, alone or in the step under way, waits for a device. Opens none."""
         if self._step is not None and not isinstance(self._step, np.ndarray):
             return True
         return _first_on_device(gradients) is not None if isinstance(gradients, Mapping) else self._buffers_on_device
 
     def gather(self, gradients: Mapping[str, ArrayLike], number: int) -> Flat | DeviceVector | None:
-        """The vector with all of these gradients in it, or None to abstain. number: of the push.
+        """Return the vector with all of these gradients in it, or None to abstain. number: number of the push.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, NonFiniteGradientError;
         DeviceUnavailableError and DeviceLostError for arrays of a device.
@@ -162,7 +162,7 @@ class GradientVector:
     def _is_finite_there(
         self, device: DeviceVectors, vector: DeviceVector, numbers: tuple[int, ...] | None = None
     ) -> bool:
-        """Whether all is finite. False to abstain. Raises NonFiniteGradientError."""
+        """Return True if all is finite, False to abstain. Raises NonFiniteGradientError."""
         if device.is_finite(vector, self._dtype, numbers):
             return True
         if self._non_finite == "reject":
@@ -172,7 +172,7 @@ class GradientVector:
         return False
 
     def _are_buffers(self, gradients: Mapping[str, ArrayLike]) -> bool:
-        """Whether these are the very arrays of ``buffers``, about which nothing is to be checked."""
+        """Return True if these are exactly the arrays of ``buffers``, which need no check."""
         mine = self._buffers
         return (
             isinstance(gradients, Mapping)
@@ -181,28 +181,28 @@ class GradientVector:
         )
 
     def check_bucket(self, gradients: object) -> None:
-        """Raises InvalidArgumentError for what can be no bucket."""
+        """Raise InvalidArgumentError if ``gradients`` cannot be a bucket."""
         if isinstance(gradients, str) or not isinstance(gradients, Iterable):
             raise InvalidArgumentError(f"a bucket is a dict of arrays or a list of names, not {gradients!r:.80}")
         if not isinstance(gradients, Mapping) and not (self._buffers or self._buffers_on_device):
             raise InvalidArgumentError("a bucket of names means gradient_buffers(): call that first, and fill them")
 
     def begin_step(self, gradients: object) -> Flat | DeviceVector:
-        """The vector of a step that is given in buckets, of which these gradients are the first."""
+        """Return the vector of a step in buckets that begins with these gradients."""
         device = self._device_of(gradients)
         self._step = device.gradients if device is not None and self._encodes_on_device() else self.vector
         return self._step
 
     def cast(self, vector: DeviceVector, slicing: Slicing) -> CastGradient:
-        """A gradient on a device as it is sent, in 16 bits, on the host."""
+        """Cast a gradient on a device to 16 bits, and copy it to the host."""
         from psdist.client.device.cast_gradient import CastGradient
 
         assert self._device is not None
         return CastGradient(self._device.cast(vector, self._dtype), slicing)
 
     def gather_there(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
-        """Gathers the gradients of these tensors as far as that waits for a device; names mean that they are in the
-        vector. Returns False to abstain. ``gather_here`` comes after it.
+        """Gather the gradients of these tensors as far as that waits for a device. Names mean that they are in the
+        vector. Returns False to abstain. Call ``gather_here`` next.
 
         Raises as ``gather``.
         """
@@ -219,14 +219,14 @@ class GradientVector:
         return self._is_finite_there(self._device, step, numbers)
 
     def elements_gathered(self, numbers: tuple[int, ...]) -> int:
-        """Elements that ``gather_here`` reads if it may run in a thread; 0 if it may not."""
+        """Return the number of elements that ``gather_here`` reads if it may run in a thread; 0 if it may not."""
         if self.has_device:
             return 0
         return sum(self._layout.offsets[number + 1] - self._layout.offsets[number] for number in numbers)
 
     def gather_here(self, numbers: tuple[int, ...], gradients: Mapping[str, ArrayLike] | Iterable[str]) -> bool:
-        """Gathers them in the host's vector, where the step is gathered there. Not in a thread where a device is used:
-        if a bucket fails, its registration there ends on the loop. Returns and raises as ``gather_there``."""
+        """Gather them in the host's vector, if the step is gathered there. Must not run in a thread if a device is
+        used: if a bucket fails, its registration there ends on the loop. Returns and raises as ``gather_there``."""
         if self._step is not None and not isinstance(self._step, np.ndarray):
             return True
         if (device := self._device_of(gradients)) is not None:
@@ -242,13 +242,13 @@ class GradientVector:
         return True
 
     def on_last_bucket(self, gradients: object, number: int) -> None:
-        """The last bucket of step ``number`` is gathered: all of the step's gradients are in the vector."""
+        """Check the buffers once the last bucket of step ``number`` is gathered."""
         if not isinstance(gradients, Mapping) and not self._buffers_on_device:
             self._stale.on_push(number, self.vector)
 
 
 def _first_on_device(gradients: Mapping[str, Any]) -> Any:
-    """The first of these arrays that lies on a device; None where there is none."""
+    """Return the first of these arrays that is on a device; None if there is none."""
     if all(type(value) is np.ndarray for value in gradients.values()):
         return None
     from psdist.client.device.arrays import is_on_device

@@ -12,9 +12,9 @@ from numpy.typing import ArrayLike
 
 from psdist.client.automatic_compression import choose_codec
 from psdist.client.core import partition
-from psdist.client.exchange import Exchange, Options
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Participation
+from psdist.client.server_access import Options, ServerAccess
 from psdist.client.session.drops import OnDrop
 from psdist.client.session.registration import Registration
 from psdist.client.session.scheduler_session import WorkerSession
@@ -30,11 +30,11 @@ from psdist.types import DType, Layout, ParametersSpec
 from psdist.v1 import scheduler_pb2
 
 _REMEDY: Final = ". Another model, or other parameters, need a name of their own: give them another name="
-#: The defaults of ``AsyncClient.parameters``: a call that has them may not have named them.
+#: The defaults of ``AsyncClient.parameters``. A call with these values may not have named them.
 _PULL_DTYPE: Final[DType] = "float32"
 _ON_DROP: Final[OnDrop] = "warn"
 _OWN_REMEDY: Final = (
-    ". Leave it out to go on with the handle as it is. For another choice close this client and make a new one, or "
+    ". Leave it out to keep the handle as it is. For another choice close this client and make a new one, or "
     "give the parameters another name="
 )
 #: Longest wait for handles to rejoin before another set is created. Until psdist knows the script's iterations, a
@@ -44,9 +44,9 @@ _FOLLOW_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class OwnChoice:
-    """What one call of ``parameters`` chooses for this worker alone.
+    """Choices of one call of ``parameters`` for this worker alone.
 
-    names_codec: whether it names a codec. Of ``pull_dtype`` and ``on_drop`` the default counts as left out.
+    names_codec: True if it names a codec. The defaults of ``pull_dtype`` and ``on_drop`` count as left out.
     """
 
     options: Options
@@ -55,23 +55,23 @@ class OwnChoice:
 
 
 class Handles:
-    """The handles of one client, and the gRPC transport that they share."""
+    """Handles of one client, and the gRPC transport that they share."""
 
     def __init__(self, session: WorkerSession) -> None:
         self._session = session
         self._grpc = GrpcTransport(session.calls.metadata, lambda: session.calls.silence_seconds)
         session.activities.reachability.call = self._grpc.call_server
         self._by_name: dict[str, AsyncParameters] = {}
-        #: With what the handles of ``_by_name`` were opened.
+        #: Choices with which the handles of ``_by_name`` were opened.
         self._choices: dict[str, OwnChoice] = {}
-        #: All there ever were: one opened for reading may have been replaced.
+        #: All handles ever opened: one for reading may have been replaced.
         self._opened: list[AsyncParameters] = []
         self._opening: dict[str, asyncio.Lock] = {}
-        #: Rejoins of handles that were to be done before another set is created.
+        #: Rejoins of handles that must finish before another set is created.
         self._following: set[asyncio.Future[None]] = set()
 
     async def open_reader(self, name: str, choice: OwnChoice) -> AsyncParameters:
-        """A handle that only reads, once the parameter set exists; the one that there is. Raises
+        """Return a handle that only reads, once the parameter set exists, or the existing handle. Raises
         SettingsMismatchError."""
         options = choice.options
         async with self._opening.setdefault(name, asyncio.Lock()):
@@ -82,7 +82,7 @@ class Handles:
                     raise InvalidArgumentError(
                         f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
                     )
-                self._open(self._exchange(creator, described, options, is_member=False), described, choice)
+                self._open(self._access(creator, described, options, is_member=False), described, choice)
             existing = self._by_name[name]
             self._check_choice(existing, choice)
             return existing
@@ -90,7 +90,7 @@ class Handles:
     async def open_member(
         self, spec: ParametersSpec, init: Mapping[str, ArrayLike], choice: OwnChoice
     ) -> AsyncParameters:
-        """A handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
+        """Return a handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
         # In threads: all of this grows with the number of tensors, or copies the whole model.
         layout, options = await in_thread(partial(partition.layout_of, init)), choice.options
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
@@ -107,15 +107,15 @@ class Handles:
                 return await creator.create(spec, layout, values)
 
             created = await self._session.membership.retry_across_incarnations(create)
-            exchange = self._exchange(creator, created, options, is_member=True)
+            servers = self._access(creator, created, options, is_member=True)
             if isinstance(options.codec, Auto):
                 try:
-                    codec, reason = await choose_codec(exchange, layout)
+                    codec, reason = await choose_codec(servers, layout)
                 except BaseException:  # This includes cancellation.
-                    await exchange.close()
+                    await servers.close()
                     raise
-                exchange.options = replace(options, codec=codec, reason=reason)
-            handle = self._open(exchange, created, choice)
+                servers.options = replace(options, codec=codec, reason=reason)
+            handle = self._open(servers, created, choice)
             await handle.open()
             created.announce()
             return handle
@@ -123,7 +123,7 @@ class Handles:
     async def _follow_rejoin(self) -> None:
         """Wait for all handles to join the newest incarnation before another set is created. Otherwise this worker
         would be a member of the new set alone, and its peers would train the other sets without it."""
-        following = [asyncio.ensure_future(handle.exchange.follow_rejoin()) for handle in self.members()]
+        following = [asyncio.ensure_future(handle.servers.follow_rejoin()) for handle in self.members()]
         if not following:
             return
         # A slow rejoin continues in the background: to cancel it would leave it half done.
@@ -135,27 +135,27 @@ class Handles:
     def _on_followed(self, task: asyncio.Future[None]) -> None:
         self._following.discard(task)
         if not task.cancelled():
-            task.exception()  # The next call of the handle meets it again.
+            task.exception()  # The next call of the handle raises it again.
 
     def _creator(self) -> ParametersCreator:
         return ParametersCreator(self._session, Delivery(self._session, Transports(self._grpc)))
 
-    def _exchange(
+    def _access(
         self, creator: ParametersCreator, created: CreatedParameters, options: Options, *, is_member: bool
-    ) -> Exchange:
+    ) -> ServerAccess:
         participation = Participation(self._session, creator, created, is_member=is_member)
-        return Exchange(self._session, self._grpc, participation, options)
+        return ServerAccess(self._session, self._grpc, participation, options)
 
-    def _open(self, exchange: Exchange, created: CreatedParameters, choice: OwnChoice) -> AsyncParameters:
-        handle = AsyncParameters(exchange, created.layout, choice.on_drop)
-        exchange.siblings = lambda: [one.exchange for one in self.members()]
+    def _open(self, servers: ServerAccess, created: CreatedParameters, choice: OwnChoice) -> AsyncParameters:
+        handle = AsyncParameters(servers, created.layout, choice.on_drop)
+        servers.siblings = lambda: [one.servers for one in self.members()]
         self._by_name[handle.name], self._choices[handle.name] = handle, choice
         self._opened.append(handle)
         return handle
 
     def _check_choice(self, existing: AsyncParameters, asked: OwnChoice) -> None:
-        """Raises SettingsMismatchError where ``asked`` names what ``existing`` was opened without."""
-        first, used, found = self._choices[existing.name], existing.exchange.options, []
+        """Raise SettingsMismatchError if ``asked`` names a choice that ``existing`` was not opened with."""
+        first, used, found = self._choices[existing.name], existing.servers.options, []
         codec, opened = asked.options.codec, first.options.codec
         # A reader sends no gradients. The codec that "auto" chose may be named as well.
         if existing.is_member and asked.names_codec and codec not in (opened, used.codec):
@@ -170,11 +170,11 @@ class Handles:
             raise SettingsMismatchError(f"this client has {existing.name!r} open already: {text}{_OWN_REMEDY}")
 
     def members(self) -> list[AsyncParameters]:
-        """Those that take part in the training, by name."""
+        """Return the handles that take part in the training, sorted by name."""
         return [handle for _, handle in sorted(self._by_name.items()) if handle.is_member]
 
     def measure(self) -> Measurements:
-        """What all handles have counted. The step is that of the one that was opened first to take part."""
+        """Return the counters of all handles. The step is that of the first handle that takes part."""
         if len(self._opened) == 1 and self._opened[0].is_member:
             return self._opened[0].measure()
         each = [handle.measure() for handle in self._opened]
@@ -188,20 +188,20 @@ class Handles:
         )
 
     def connections(self) -> Iterator[scheduler_pb2.Connection]:
-        """How the handles reach servers, for heartbeats."""
+        """Return how the handles reach servers, for heartbeats."""
         for handle in self._opened:
-            for server_id, transport in handle.exchange.transports().items():
+            for server_id, transport in handle.servers.transports().items():
                 kind, _, reason = transport.partition(": ")
                 yield scheduler_pb2.Connection(
                     server_id=server_id,
                     parameters=handle.name,
                     transport=kind,
                     reason=reason,
-                    compression=handle.exchange.options.reason,
+                    compression=handle.servers.options.reason,
                 )
 
     async def close(self) -> None:
-        """Ends what is under way, and closes all connections to servers."""
+        """Cancel calls under way, and close all connections to servers."""
         for task in self._following:
             task.cancel()
         for handle in self._opened:

@@ -5,30 +5,30 @@ anything is sent. A call that fails or is cancelled does not advance the step. C
 number, and the servers take only the slices that they lack. So give the same gradient again: a different one would
 count only for those slices.
 
-A worker that was expelled while it lived (it was silent for longer than ``--worker-timeout``, or cut off) rejoins by
-itself. Its next incarnation resumes the push that it was making, or had computed, where that is still right: in SSP and
-ASP always, in BSP while no slice has closed the step without it. Otherwise the others have gone on, and the push
-belongs to no step: it is dropped, counted and reported, and the worker continues at a step that the others have not
-reached. When the run rolls back to a snapshot, every worker's push is dropped, and the next step is the one that
-follows the snapshot's cut, which is lower.
+A worker that was expelled while it lived (it was silent for longer than ``--worker-timeout``, or cut off) rejoins
+automatically. Its next incarnation resumes the push that it was making, or had computed, if it is still valid: in SSP
+and ASP always, in BSP while no slice has closed the step without it. Otherwise the other workers have moved past that
+step. The push is dropped, counted and reported, and the worker continues at a step that the others have not reached.
+When the run rolls back to a snapshot, every worker's push is dropped. The next step then follows the snapshot's cut,
+and its number is lower.
 
-Not here: how a call is carried out (``steps``), requests (``exchange``).
+Not here: how a call is carried out (``steps``), requests (``server_access``).
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.core.partition import Arrays
 from psdist.client.encoding import Encoding
-from psdist.client.exchange import Exchange
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.results import Wanted
+from psdist.client.server_access import ServerAccess
 from psdist.client.session.drops import DropCounter, OnDrop
 from psdist.client.session.worker_state import Restore, Save
 from psdist.client.step import AsyncBucket
@@ -41,94 +41,98 @@ from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 class AsyncParameters(ProcessBound):
     """Named tensors that live on the servers. Made by ``AsyncClient.parameters``."""
 
-    def __init__(self, exchange: Exchange, layout: Layout, on_drop: OnDrop = "warn") -> None:
-        self.spec: ParametersSpec = exchange.participation.entry.spec
+    def __init__(self, servers: ServerAccess, layout: Layout, on_drop: OnDrop = "warn") -> None:
+        self.spec: ParametersSpec = servers.participation.entry.spec
         #: Names, shapes and dtypes, in order.
         self.layout: Layout = layout
-        #: Whether this client takes part in the training, or only reads.
-        self.is_member = exchange.participation.is_member
-        #: The way to the servers, for tests and tools.
-        self.exchange = exchange
-        self._steps = Steps(exchange, layout, DropCounter(on_drop))
-        self._generation = exchange.participation.generation
+        #: True if this client takes part in the training; else it only reads.
+        self.is_member = servers.participation.is_member
+        #: Requests to the servers, for tests and tools.
+        self.servers = servers
+        self._steps = Steps(servers, layout, DropCounter(on_drop))
+        self._generation = servers.participation.generation
 
-    # --- what there is to know ---
+    # --- properties ---
 
     @property
     def name(self) -> str:
-        """The parameters' name."""
+        """Name of the parameter set."""
         return self.spec.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in order."""
+        """Names of the tensors, in order."""
         return tuple(tensor.name for tensor in self.layout.tensors)
 
     @property
     def step(self) -> int:
         """Number of the next push: its step in BSP, its sequence number in SSP and ASP."""
-        return self.exchange.participation.sequence.step
+        return self.servers.participation.sequence.step
 
     @property
     def first_step(self) -> int:
-        """BSP: the first step that this worker contributes to."""
-        return self.exchange.participation.sequence.first_step
+        """BSP: the first step to which this worker contributes."""
+        return self.servers.participation.sequence.first_step
 
     @property
     def restored(self) -> str | None:
-        """Directory of the snapshot that the values were loaded from when they began, or last went back; None where
-        they began with ``init``."""
-        restore = self.exchange.participation.entry.restore
+        """Directory of the snapshot that the values were loaded from, at the start or at the last rollback. None if
+        they come from ``init``."""
+        restore = self.servers.participation.entry.restore
         return restore.directory if restore is not None else None
 
     @property
     def version(self) -> int:
-        """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
-        return self.exchange.participation.sequence.version
+        """Version of the weights last pulled, the lowest of any slice: in BSP counted in steps, in SSP and ASP in
+        updates."""
+        return self.servers.participation.sequence.version
 
     @property
     def staleness(self) -> int:
-        """SSP and ASP: most versions that passed between the weights the last gradient was computed on and its use."""
+        """SSP and ASP: versions between the weights that the last gradient was computed on and its use; the most of any
+        slice."""
         return self._steps.counters.staleness_max
 
     @property
     def lr_factor(self) -> float | None:
-        """A factor on the learning rate of this worker's later pushes, beside the optimizer's schedule: for rates that
-        are not known in advance, such as after a validation that stopped improving. With FTRL it is on the gradient.
-        None, as at first, leaves it to the others.
+        """Factor on the learning rate of this worker's later pushes, on top of the optimizer's schedule. None leaves
+        the choice to the other workers, and is the default.
 
-        BSP: a step has one learning rate, so all workers that set a factor set the same. It is that of the worker that
-        has taken part longest; the pushes of others with another one raise InvalidArgumentError. SSP and ASP: each push
-        has its own. Snapshots do not have it: a script that goes on from one, or is started again, sets it again.
-        Setting it raises InvalidArgumentError for a factor that is out of range.
+        It serves rates that are not known in advance, such as after a validation that stopped improving. With FTRL the
+        factor scales the gradient.
+
+        BSP: a step has one learning rate, so all workers that set a factor must set the same one. It is that of the
+        worker that has taken part longest; pushes of other workers with a different factor raise InvalidArgumentError.
+        SSP and ASP: each push has its own. Snapshots do not store the factor: a script that resumes from one, or is
+        restarted, sets it again. Setting it raises InvalidArgumentError if it is out of range.
         """
-        return self.exchange.participation.lr_factor
+        return self.servers.participation.lr_factor
 
     @lr_factor.setter
     def lr_factor(self, factor: float | None) -> None:
         checked = None if factor is None else self.spec.optimizer.check_lr_factor(factor)
-        self.exchange.participation.lr_factor = checked
+        self.servers.participation.lr_factor = checked
 
     def measure(self) -> Measurements:
-        """What is counted for ``Context.report``, by reading a few numbers."""
-        sequence, traffic = self.exchange.participation.sequence, self.exchange.traffic
+        """Return the counters of ``Context.report``. Reads only a few numbers."""
+        sequence, traffic = self.servers.participation.sequence, self.servers.traffic
         counters = self._steps.counters
         step = sequence.step if sequence.synchronous else sequence.version
         return Measurements(step, counters.staleness_mean, counters.staleness_max, traffic.sent, traffic.received)
 
     def statistics(self) -> Statistics:
-        """Counters of this handle."""
-        exchange, transports = self.exchange, self.exchange.transports()
+        """Return the counters of this handle."""
+        servers, transports = self.servers, self.servers.transports()
         kinds = {how.partition(":")[0] for how in transports.values()} or {"grpc"}
-        return replace(
-            self._steps.counters,
-            resent=exchange.delivery.resent,
+        return Statistics(
+            **asdict(self._steps.counters),
+            resent=servers.delivery.resent,
             dropped=self._steps.drops.count,
-            resumed=exchange.participation.resumed,
-            rolled_back=exchange.participation.generation - self._generation,
-            push_bytes=exchange.traffic.sent,
-            pull_bytes=exchange.traffic.received,
-            compression=_compression(exchange, self._steps.encoding),
+            resumed=servers.participation.resumed,
+            rolled_back=servers.participation.generation - self._generation,
+            push_bytes=servers.traffic.sent,
+            pull_bytes=servers.traffic.received,
+            compression=_compression(servers, self._steps.encoding),
             transport=kinds.pop() if len(kinds) == 1 else "mixed",
             transports=transports,
         )
@@ -145,22 +149,23 @@ class AsyncParameters(ProcessBound):
     async def pull(
         self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True, device: str | None = None
     ) -> Arrays:
-        """The weights by name, in their declared dtypes and shapes.
+        """Return the weights by name, in their declared dtypes and shapes.
 
-        out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
-        copy: False gives read-only arrays instead, which are valid until the next call on these parameters (in a step
-            in buckets, until their tensor is given). They are the servers' own memory where that is shared and stands
-            still between steps (BSP without backup workers), else memory that each such call uses again; either way
-            none is allocated.
-        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, also by ``copy=False``, which uses
-            the same memory each time.
-        BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
-        bound.
+        out: arrays to write into. None returns arrays of the caller's own. After an error the content of ``out`` is
+            undefined.
+        copy: False returns read-only arrays, valid until the next call on these parameters (in a step in buckets, until
+            their tensor is given). They are the servers' own memory if that is shared and does not change between steps
+            (BSP without backup workers), else memory that each such call reuses. Neither allocates.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device. With ``copy=False`` they use the
+            same memory each time.
+
+        BSP: waits until the step before this worker's next one is complete. SSP: waits until no member is further
+        behind than the bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
-        TcpUnavailableError (transport "tcp"), MutualWaitError (``Client`` alone) where the others wait for this worker
-        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
-        before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
+        TcpUnavailableError (transport "tcp"), MutualWaitError (only with ``Client``) if the other workers wait for this
+        one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
+        than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
         ``partition.check_out`` for ``out``.
         """
         async with self._steps.call(Phase.WAIT):
@@ -168,21 +173,21 @@ class AsyncParameters(ProcessBound):
             return await self._steps.pull(wanted)
 
     async def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
-        """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
-        because this worker had been expelled and the others had gone on without it.
+        """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
+        this worker had been expelled and the other workers continued without it.
 
         gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
-            ``__cuda_array_interface__`` or DLPack) are encoded there where the codec has kernels for it, so that only
-            payloads are copied to the host; else they are copied.
-        weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
-            the mean of: 1e-18 to 1e18. The gradient that is applied is sum(weight * gradient) / sum(weight): float32
-            products, added to zeros in rank order, over the sum of the weights. 0 contributes nothing.
+            ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels for it, so that only
+            payloads are copied to the host. Otherwise the arrays are copied.
+        weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
+            The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
+            order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
-        worker takes part again, and the next call goes on. DeviceUnavailableError and DeviceLostError for arrays of a
-        device.
+        MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
+        the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
+        of a device.
         """
         async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)
@@ -216,128 +221,133 @@ class AsyncParameters(ProcessBound):
     async def push_pull_async(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0
     ) -> AsyncBucket:
-        """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
-        ``await`` what it returns for the new weights of these tensors.
+        """Send a bucket of one step: the gradients of some tensors, while the others are still computed. Returns
+        without waiting for the servers; ``await`` the returned bucket for the new weights of these tensors.
 
         gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
-            and stay as they are until the bucket is done.
-        weight: of the whole step, as in ``push``; the same in each of its buckets.
+            and must not change until the bucket is done.
+        weight: weight of the whole step, as in ``push``; the same in each of its buckets.
 
-        The first call begins a step, and the step is complete when all tensors were given once, in any order. A slice
-        is sent when all tensors that touch it were given. The call after that begins the next step, and first waits
-        until this one is answered. While tensors are missing, pull, push and push_pull raise InvalidArgumentError.
+        The first call begins a step. The step is complete when all tensors were given once, in any order. A slice is
+        sent when all tensors that touch it were given. The call after that begins the next step, and first waits until
+        this one is answered. While tensors are missing, pull, push and push_pull raise InvalidArgumentError.
 
-        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. NaN and Inf are
-        looked for in each bucket: with "skip" a bucket that has some abstains, with all slices that it touches. A
-        bucket that failed on its way (its ``wait`` says so, or the next call) is to be given again too: what is
-        unanswered is sent again under the same number. Where this worker was expelled in the middle of a step that the
-        others closed without it, the whole step is dropped: FencedError says so, once, and the next call begins another
-        one. PushDroppedError as ``on_drop`` says, from the first call after the drop.
-        InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
-        the norm of the whole gradient is needed before anything can be sent.
+        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. Each bucket is
+        checked for NaN and Inf. With "skip", a bucket that has some abstains, with all slices that it touches. If
+        sending a bucket fails, its ``wait`` or the next call raises the error, and the bucket must be given again: its
+        unanswered slices are sent again under the same number. If this worker was expelled during a step that the
+        others closed without it, the whole step is dropped: FencedError says so once, and the next call begins another
+        step. PushDroppedError according to ``on_drop``, from the first call after the drop. InvalidArgumentError also
+        for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, which needs the norm of the whole
+        gradient before anything can be sent.
         """
         async with self._steps.call(Phase.PUSH):
             return await self._steps.give_bucket(gradients, weight)
 
     async def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> AsyncBucket:
-        """As ``push_pull_async``, but no weights are asked for: ``await`` what it returns for the end of the push, and
-        then ``pull``. All buckets of a step are given by the same of the two, else InvalidArgumentError."""
+        """Send a bucket as ``push_pull_async`` does, without asking for weights. ``await`` the returned bucket for the
+        end of the push, and then ``pull``.
+
+        All buckets of a step are given by the same one of the two methods, else InvalidArgumentError.
+        """
         async with self._steps.call():
             return await self._steps.give_bucket(gradients, weight, reads=False)
 
     async def release_memory(self, *, shared: bool = True) -> None:
-        """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
-        later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
+        """Return the memory of gradients and pulled weights to the system, once the current push is answered. Later
+        calls allocate it again.
 
-        For a parameter set that is used for a small part of the time. What a codec left out of gradients, and what
-        servers send differences to, is kept. Raises as ``push``, for a step in buckets that failed or misses tensors.
+        Arrays of ``gradient_buffers`` and ``pull(copy=False)`` become invalid. For a parameter set that is used for a
+        small part of the time. A codec's residual and the base of the servers' differences are kept. Raises as
+        ``push``, for a step in buckets that failed or misses tensors.
 
-        shared: gives memory of gradients back even if other parameter sets have theirs there, too
-            (``share_gradient_memory``). What they wrote to it is lost.
+        shared: True also returns gradient memory in which other parameter sets have theirs (``share_gradient_memory``).
+            What they wrote to it is lost.
         """
         async with self._steps.call():
             await self._steps.release_memory(shared=shared)
 
     async def share_gradient_memory(self, other: AsyncParameters | None) -> None:
-        """Has the gradients in the memory from now on in which ``other``, of the same client, has those that servers of
-        this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
-        turns, so that memory is not given back and taken anew for each.
+        """Share ``other``'s gradient arena. None: use memory of its own again.
 
-        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push has
-        returned, or all of its buckets were waited for. Meanwhile nothing is written to the gradients of the others.
-        Where no memory is shared with a server, each has its own. Arrays of ``gradient_buffers`` that were got before
-        are not valid any more.
+        other: a parameter set of the same client, size and compression. The two take turns in the memory that servers
+            of this host read, so that it is not returned and allocated for each. The turn of one begins with
+            ``gradient_buffers`` or its first gradient. It ends when its push has returned, or all of its buckets were
+            waited for. Nothing may be written to the gradients of the others in between. If no memory is shared with a
+            server, each has its own. Arrays of ``gradient_buffers`` from before become invalid.
 
-        Raises InvalidArgumentError where sizes or dtypes on the wire differ; and as ``push``, for a step in buckets
-        that failed or misses tensors.
+        Raises InvalidArgumentError if sizes or dtypes on the wire differ; and as ``push``, for a step in buckets that
+        failed or misses tensors.
         """
         async with self._steps.call():
-            mine, theirs = self.exchange.shared_memory, None if other is None else other.exchange.shared_memory
+            mine, theirs = self.servers.shared_memory, None if other is None else other.servers.shared_memory
             if theirs is not None:
                 mine.check_turns(theirs)
             await self._steps.release_memory(shared=False)
             await mine.take_turns(theirs)
 
     async def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
-        """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
-        process, and where memory is shared, not to the servers either.
+        """Return writable float32 arrays for the gradients, always the same ones. Pushing exactly these copies nothing
+        in this process. If memory is shared, they are not copied to the servers either.
 
-        Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
-        new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``.
-        A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
+        Write the gradients into them for every push: a warning is logged if five pushes in a row found them unchanged.
+        torch's ``zero_grad()`` takes its gradients out of them, so use ``zero_grad(set_to_none=False)``. A push of
+        other arrays, or in buckets, may overwrite them. Do not write to them while a push of them is under way.
 
-        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
-            (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). Names in a bucket mean the buffers that were returned last.
         is_checked: False logs no such warning: for a caller that always writes all of them, as psdist.torch does.
+
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         async with self._steps.call():
             return await self._steps.gradient_buffers(device, is_checked)
 
     async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
-        """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
-        that a codec left out of gradients so far.
+        """Save worker-local state in every snapshot: state that pushes change and no server has, such as a codec's
+        residual.
 
-        save: gives it as a dict of numpy arrays, which stay as they are until the push is over that begins next. They
-            have any shape, and numbers of at most 8 bytes (no complex ones). Called whenever a push begins and between
-            pushes, on psdist's loop: quick, and without calls of psdist.
-        restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
-            a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
+        save: returns the state as a dict of numpy arrays, which must not change until the next push is over. They have
+            any shape, and numbers of at most 8 bytes (no complex ones). Called at the start of each push and between
+            pushes, on psdist's loop: it must be quick and must not call psdist.
+        restore: receives the arrays that the worker of this rank handed in: before this returns, if the run resumed
+            from a snapshot that has some; and at a rollback, with an empty dict if the snapshot has none.
+        prefix: prefix of the names, for psdist's own state.
 
-        prefix: of names, for what psdist itself keeps beside it.
+        Register before the first push. A client that closes first has a snapshot taken, if the run takes one at its
+        end, because later ones cannot contain its state. A worker that joins later, or again, does not receive state
+        that belonged to old pushes.
 
-        Register before the first push. A client that is closed has a snapshot taken first, where the run takes one at
-        its end: later ones cannot have what it keeps. A worker that joins later, or again, is not given what belonged
-        to pushes of long ago.
-        Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
+        Raises NotMemberError, InvalidArgumentError for an invalid result of ``save``, and the errors of reading the
+        state.
         """
         async with self._steps.call():
-            check_member(self.exchange.participation)
-            await self._steps.retry(self.exchange.open)
-            await self.exchange.participation.keep_state(save, restore, prefix=prefix)
+            check_member(self.servers.participation)
+            await self._steps.retry(self.servers.open)
+            await self.servers.participation.keep_state(save, restore, prefix=prefix)
 
     @asynccontextmanager
     async def quiesce(self) -> AsyncIterator[None]:
-        """Nothing is pushed as long as it lasts, and all that was pushed before is applied. For ``snapshot``.
+        """Hold pushes for an ``async with`` block, in which every earlier push is applied. For ``snapshot``.
 
-        Raises InvalidArgumentError where that cannot be had without another call of the user.
+        Raises InvalidArgumentError if that needs another call of the user.
         """
         async with self._steps.call():
             await self._steps.finish()
             yield
 
     async def open(self) -> None:
-        """Has what compression leaves out of gradients in snapshots. ``AsyncClient.parameters`` does it."""
+        """Register the codec's residual for snapshots. Called by ``AsyncClient.parameters``."""
         async with self._steps.call():
             pass
 
     async def close(self) -> None:
-        """Ends what is under way, and gives shared memory back. The client does it when it is closed."""
+        """Cancel calls under way, and return shared memory. Called when the client closes."""
         await self._steps.close()
 
 
-def _compression(exchange: Exchange, encoding: Encoding | None) -> CompressionStatistics:
-    options = exchange.options
+def _compression(servers: ServerAccess, encoding: Encoding | None) -> CompressionStatistics:
+    options = servers.options
     if encoding is not None:
         return CompressionStatistics(encoding.ratio, encoding.residual_norm, options.reason, encoding.works_on_device)
     ratio = ITEM_BYTES["float32"] / ITEM_BYTES[options.cast.dtype]

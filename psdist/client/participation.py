@@ -7,7 +7,7 @@ it starts over from the snapshot.
 Invariants: an incarnation is replaced whole. Each has one push sequence. A push keeps its number, and the incarnation
 that it was first numbered in, until it is answered or dropped.
 
-Not here: how pushes reach the servers (``exchange``), what is reported to the user (``steps``).
+Not here: how pushes reach the servers (``server_access``), what is reported to the user (``steps``).
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ class Routes:
 
         Raises FencedError if the incarnation has ended.
         """
-        view, name = self._membership.view, self._name
+        view, planned = self._membership.view, self._planned
         self._membership.raise_if_expelled(self._incarnation)
-        if view.cluster.entry(name) is None:  # The map may arrive before the news.
-            raise FencedError(f"the run goes back to a snapshot: {name!r} is not placed any more")
-        if len(slices) < self._slices:
-            return routing.plan(view.cluster, name, slices, view.news)
-        if self._planned is None or self._planned[0] is not view.cluster or self._planned[1] is not view.news:
-            self._planned = view.cluster, view.news, routing.plan(view.cluster, name, slices, view.news)
-        return self._planned[2]
+        every = len(slices) >= self._slices
+        if every and planned is not None and planned[0] is view.cluster and planned[1] is view.news:
+            return planned[2]
+        if view.cluster.entry(self._name) is None:  # The map may arrive before the news.
+            raise FencedError(f"the run goes back to a snapshot: {self._name!r} is not placed any more")
+        plan = routing.plan(view.cluster, self._name, slices, view.news)
+        if every:
+            self._planned = view.cluster, view.news, plan
+        return plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,7 @@ class Incarnation:
     """One incarnation of this worker in one parameter set.
 
     sender: identity of its requests.
-    origin: registration under which its pushes began to be numbered. It is another object if they began anew.
+    origin: registration under which its pushes began to be numbered. It is another object if they were restarted.
     entry: the parameter set, by the map with which the incarnation began.
     sequence: numbers of its pushes.
     routes: routes of its requests.
@@ -78,23 +80,26 @@ class Incarnation:
 
 
 class Participation:
-    """A worker's part in the parameter set that was ``created``. is_member: it pushes; else it only reads."""
+    """This worker's part in the parameter set that was ``created``. is_member: True if it pushes; else it only
+    reads."""
 
     def __init__(
         self, session: WorkerSession, creator: ParametersCreator, created: CreatedParameters, *, is_member: bool
     ) -> None:
+        #: Name of the parameter set.
+        self.name = created.entry.spec.name
         self.is_member = is_member
-        #: Pushes that were under way when this worker was expelled, and went on.
+        #: Pushes that were under way when this worker was expelled, and were resumed.
         self.resumed = 0
         self._is_outdated = False
-        #: The push under way is recorded in the order of the script.
+        #: True if the push under way is recorded in the program order.
         self._is_recorded = False
         self._session = session
         self._creator = creator
         self._layout = created.layout
-        #: How often the values began anew from a snapshot, as far as this worker's state and pushes have followed.
+        #: Rollbacks of the values that this worker's state and pushes have followed.
         self.generation = created.entry.generation
-        #: On the learning rate of the pushes that begin from now on; None where others say it.
+        #: Factor on the learning rate of later pushes; None leaves it to the other workers.
         self.lr_factor: float | None = None
         #: The incarnation that takes part.
         self.current = self._make_incarnation(created, session.membership.registration, None)
@@ -124,11 +129,6 @@ class Participation:
         )
 
     @property
-    def name(self) -> str:
-        """The parameter set's name."""
-        return self.current.entry.spec.name
-
-    @property
     def incarnation(self) -> int:
         """Number of the incarnation that takes part."""
         return self.current.sender.incarnation
@@ -145,7 +145,7 @@ class Participation:
 
     @property
     def is_stable(self) -> bool:
-        """Whether the weights stand still between this worker's pushes, because nobody goes on without it."""
+        """True if the weights cannot change between this worker's pushes, because no step closes without it."""
         consistency = self.entry.spec.consistency
         return self.is_member and isinstance(consistency, BSP) and not consistency.backup_workers
 
@@ -179,19 +179,19 @@ class Participation:
         if not continues and self.is_member and self.entry.spec.is_ordered:
             self._session.iterations.order.lose_place()
         self.current = self._make_incarnation(created, mine, self.current if continues else None)
-        if is_rolled_back:  # Perhaps to before its settings were changed.
+        if is_rolled_back:  # The settings may be older ones, too.
             created.announce()
             if self.is_member:
                 self._session.iterations.order.lose_course(self.name)
         restore = self._session.snapshots.states.start_incarnation(self.name, self.sequence)
         if restore is not None and is_rolled_back:
             restore(await self.state())
-        # Last: where this incarnation ends before, the next one has to roll back, too.
+        # Last: if this incarnation ends earlier, the next one must roll back, too.
         self.generation = created.entry.generation
 
     def _resume_push(self, mine: Registration) -> scheduler_pb2.ResumePush | None:
-        """The push that this worker would go on with. In BSP, under another rank, its contribution would be added in
-        another place."""
+        """Return the push to resume. None in BSP under another rank, because its contribution would be added in another
+        place."""
         origin = self.current.origin
         if self.sequence.synchronous and mine.rank != origin.rank:
             return None
@@ -202,12 +202,12 @@ class Participation:
     # --- pushes -------------------------------------------------------------------------------------------------------
 
     async def start_push(self) -> int:
-        """Returns the snapshot mark of the next push, when it may be begun."""
+        """Return the snapshot mark of the next push, once it may begin."""
         begins = not self.sequence.unfinished
         if begins:
             await self._session.stopping.until_allowed()
             await self._session.iterations.until_allowed(self.name)
-            begins = not self.sequence.unfinished  # Else another bucket of the same push was sent meanwhile.
+            begins = not self.sequence.unfinished  # Another bucket of the same push may have been sent meanwhile.
         self._session.snapshots.states.push_started(self.name)
         mark = self.sequence.send(self._session.snapshots.marks.mark)
         if begins:
@@ -216,11 +216,11 @@ class Participation:
         return mark
 
     def begin_push(self) -> PendingRequest:
-        """The next push, with all slices unanswered."""
+        """Return the next push, with all slices unanswered."""
         return self.sequence.begin_push(self.lr_factor)
 
     def end_push(self, progress: PendingRequest, *, seen: bool) -> None:
-        """All of a push is answered. seen: the answers carried the weights."""
+        """Retire an answered push. seen: the answers carried the weights."""
         self.sequence.end_push(progress, seen=seen)
         self._is_recorded = False
         self._session.activities.throughput.push_ended(self.name)
@@ -228,7 +228,7 @@ class Participation:
         self._session.stopping.push_ended()
 
     def on_dropped(self) -> None:
-        """A push of this worker was dropped."""
+        """Retire a dropped push of this worker."""
         self._session.snapshots.marks.dropped += 1
         self._session.iterations.order.drop_push(self.name, has_begun=self._is_recorded)
         self.is_outdated = self._is_recorded = False
@@ -241,16 +241,17 @@ class Participation:
 
     @property
     def is_skipping(self) -> bool:
-        """True if the script's next push is to be dropped: its iteration does not count for all sets, or it is of
-        weights from before the run went back to a snapshot."""
+        """True if the script's next push is to be dropped: its iteration does not count for all sets, or its gradient
+        is of weights from before a rollback."""
         return self._session.iterations.order.drops_next(self.name)
 
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
-        """For a ``with`` block in which the user waits for the answer to the next push, or to a pull.
+        """Return a report, for a ``with`` block in which the user waits for the answer to the next push, or to a pull.
 
-        reads: the answer has weights. limited: the wait ends by itself.
+        reads: the answer carries weights.
+        limited: the wait ends by itself.
         """
-        # The last of this worker's pushes that must be in the weights, and with it those of the others.
+        # The last push of this worker, and of the others, that must be in the weights.
         last = self.sequence.step - (not push)
         consistency, what = self.entry.spec.consistency, dict[str, scheduler_pb2.Activity.Step]()
         if self.is_member and isinstance(consistency, BSP) and last >= 0:
@@ -262,16 +263,16 @@ class Participation:
         return self._session.activities.waits(limited=limited, sent=sent, **what)
 
     def _first_clock(self) -> int | None:
-        """SSP: this worker's clock, less the number of its next push; None while the map does not have it."""
+        """SSP: return this worker's clock minus the number of its next push. None until the map lists the worker."""
         entry = self._session.membership.view.cluster.entry(self.name)
         mine = (self.current.sender.worker_id, self.incarnation)
         members = (m for m in (entry.members if entry is not None else ()) if (m.worker_id, m.incarnation) == mine)
         return next((member.first_step - member.first_push for member in members), None)
 
-    # --- state that the worker keeps ----------------------------------------------------------------------------------
+    # --- worker state -------------------------------------------------------------------------------------------------
 
     async def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
-        """See ``AsyncParameters.keep_state``. prefix: of what psdist keeps itself."""
+        """See ``AsyncParameters.keep_state``. prefix: prefix of the names, for psdist's own state."""
         if state := part_of(await self.state(), prefix):
             restore(state)
         check_state(self.name, save())
@@ -279,8 +280,8 @@ class Participation:
         self._session.snapshots.report_kept()
 
     async def state(self) -> State:
-        """What this rank handed in for the snapshot that the values came from. Empty where there is none, and for who
-        joins later: what it belonged to was pushed long ago."""
+        """Return the state that this rank handed in for the restored snapshot. Empty if there is none, and for a worker
+        that joins later, since the state belonged to old pushes."""
         membership = self._session.membership
         if self.entry.restore is None or not self.is_member or self.name in membership.ready_before:
             return {}

@@ -1,4 +1,4 @@
-"""The weights that a call gives to the user: where they arrive, and the arrays that are made of them."""
+"""Results of the user's calls: the destination of the weights, and the arrays made of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from psdist.client.core import partition
 from psdist.client.core.partition import Arrays, Flat
-from psdist.client.exchange import Exchange
+from psdist.client.server_access import ServerAccess
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.client.transport.held_weights import HeldWeights
 from psdist.errors import InvalidArgumentError
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a call has its weights in: see ``AsyncParameters.pull``. there: what has them on the device that it names.
+    """Destination of a pull, as the user asked for it: see ``AsyncParameters.pull``.
+
+    there: vectors on the device that the call names; None for the host.
 
     Raises InvalidArgumentError for arguments that exclude each other.
     """
@@ -39,45 +41,45 @@ class Wanted:
 
 
 class Results:
-    """The results of one handle's calls."""
+    """Results of one handle's calls."""
 
-    def __init__(self, layout: Layout, exchange: Exchange) -> None:
+    def __init__(self, layout: Layout, servers: ServerAccess) -> None:
         self._layout = layout
-        self._exchange = exchange
+        self._servers = servers
         self._pool = BufferPool(layout)
-        #: What differences are added to, where servers send them.
+        #: Weights that differences are added to; None if servers send whole weights.
         self._held: HeldWeights | None = None
-        if exchange.participation.entry.spec.pull_compression:
-            self._held = HeldWeights(exchange.slicing, self._pool.kept)
-        #: What the last result without a copy was made of, and that result: mostly the next one too.
+        if servers.participation.entry.spec.pull_compression:
+            self._held = HeldWeights(servers.slicing, self._pool.kept)
+        #: Vector and arrays of the last result without a copy. The next result is mostly the same.
         self._viewed: tuple[Flat, Arrays] | None = None
 
     def target(self, wanted: Wanted) -> PullTarget:
-        """Where the weights of a call arrive. Raises as ``partition.check_out``."""
-        slicing, dtype, out = self._exchange.slicing, self._exchange.options.pull_dtype, wanted.out
+        """Return the destination of a call's weights. Raises as ``partition.check_out``."""
+        slicing, dtype, out = self._servers.slicing, self._servers.options.pull_dtype, wanted.out
         mine = partition.check_out(self._layout, out) if out is not None else None
         if self._held is not None:
-            return PullTarget(slicing, self._pool.kept, self._exchange.shared_memory.weights, held=self._held)
+            return PullTarget(slicing, self._pool.kept, self._servers.shared_memory.weights, held=self._held)
         if out is not None:
             if mine is not None:
                 return PullTarget(slicing, mine, dtype=dtype)
         elif wanted.copy and wanted.there is None:
             return PullTarget(slicing, self._pool.fresh(), dtype=dtype)
-        # Weights that are asked for in fewer bits are rounded, so they cannot be read where they lie.
-        shared = self._exchange.shared_memory.weights if dtype == "float32" else None
+        # Weights in fewer bits are rounded, so they cannot be read in the servers' memory.
+        shared = self._servers.shared_memory.weights if dtype == "float32" else None
         return PullTarget(slicing, self._pool.kept, shared, dtype)
 
     def arrays(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
-        """The arrays for the user, once all weights have arrived."""
+        """Return the arrays for the user, once all weights have arrived."""
         if wanted.there is not None:
-            vector = target.vector(range(self._exchange.slicing.count))
+            vector = target.vector(range(self._servers.slicing.count))
             return wanted.there.arrays(vector, copy=wanted.copy)
         return self._host_arrays(target, wanted.out, wanted.copy)
 
     def _host_arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy and target.held is None:
             return partition.unflatten(self._layout, target.target)
-        vector = target.vector(range(self._exchange.slicing.count))
+        vector = target.vector(range(self._servers.slicing.count))
         if out is None and copy:
             fresh = self._pool.fresh()
             fresh[...] = vector
@@ -92,15 +94,15 @@ class Results:
         return {name: array.view() for name, array in self._viewed[1].items()}
 
     def bucket_arrays(self, target: PullTarget, numbers: tuple[int, ...], slices: frozenset[int]) -> Arrays:
-        """Read-only arrays of these tensors, whose ``slices`` have arrived."""
+        """Return read-only arrays of these tensors, whose ``slices`` have arrived."""
         return partition.views(self._layout, numbers, target.vector(slices), self._pool.converted)
 
     def release_memory(self) -> None:
-        """Lets go of the memory of results without a copy, unless differences are added to it."""
+        """Release the memory of results without a copy, unless it is the base of the servers' differences."""
         self.discard()
         if self._held is None:
             self._pool.release()
 
     def discard(self) -> None:
-        """Lets go of the last result: its memory may end."""
+        """Forget the last result: its memory may be released."""
         self._viewed = None

@@ -1,4 +1,4 @@
-"""Snapshots that a client asks for: with all that its worker has pushed, and, when it leaves, with what it keeps.
+"""Snapshots that a client asks for: with every push of its worker, and with its worker-local state when it leaves.
 
 Not here: the scheduler's commands to this worker (``snapshot_participant``), reading snapshots (``psdist.snapshots``).
 """
@@ -20,9 +20,9 @@ from psdist.v1 import scheduler_pb2
 
 logger = logging.getLogger("psdist")
 
-#: Leaving waits no longer for the snapshot that is taken before.
+#: Longest wait for the last snapshot when leaving.
 _LAST_SNAPSHOT_SECONDS: Final = 120.0
-#: The same where its script has failed. Others may be busy for longer, and it should be started again.
+#: The same after the script failed: it should be restarted soon, and other workers may be busy for longer.
 _FAILED_SECONDS: Final = 3.0
 
 
@@ -32,11 +32,13 @@ class SnapshotInfo:
 
     directory: its name below ``snapshots/`` in the run's storage.
     sequence: number of its commit record, ascending in a run.
-    steps: by parameters, the step that it was cut before (BSP: updates 0 to step - 1 are in it), or the highest version
-        of any slice (SSP, ASP).
-    bytes: of all its files. time: when it was committed, in seconds since 1970. seconds: how long it took.
-    reason: what it was taken for, such as "on demand".
-    unchanged: nothing was trained since it was taken, so that no other was.
+    steps: by parameters, the step that it was cut before (BSP: it contains updates 0 to step - 1), or the highest
+        version of any slice (SSP, ASP).
+    bytes: size of all its files.
+    time: when it was committed, in seconds since 1970.
+    seconds: how long it took.
+    reason: why it was taken, such as "on demand".
+    unchanged: True if nothing was trained since it was taken, so that no other was.
     """
 
     directory: str
@@ -50,7 +52,7 @@ class SnapshotInfo:
 
     @classmethod
     def of(cls, response: scheduler_pb2.SaveSnapshotResponse) -> SnapshotInfo:
-        """What the scheduler answered, with its last message."""
+        """Return the snapshot in the scheduler's last message."""
         info = response.committed
         return cls(
             info.directory, info.sequence, dict(info.steps), info.bytes, info.time, info.seconds, info.reason,
@@ -59,9 +61,10 @@ class SnapshotInfo:
 
 
 class SnapshotRequests:
-    """The snapshots that one client asks for.
+    """Snapshots that one client asks for.
 
-    quiesce: context managers, in each of which a part of this worker makes no push and has reported all that it made.
+    quiesce: returns context managers. In each of them a part of this worker pushes nothing, and has reported all of its
+        pushes.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class SnapshotRequests:
         self._session = session
         self._quiesce = quiesce
         self._closed = False
-        #: Snapshots that nobody waits for.
+        #: Snapshots that no caller waits for.
         self.under_way: set[asyncio.Task[SnapshotInfo]] = set()
 
     async def take(self, timeout: float | None) -> SnapshotInfo:
@@ -84,7 +87,7 @@ class SnapshotRequests:
         return taken
 
     async def _take(self, reason: str, *, patient: bool = True) -> SnapshotInfo:
-        """A snapshot that has all pushes of this worker, which makes none meanwhile."""
+        """Take a snapshot with every push of this worker, which pushes nothing meanwhile."""
         session = self._session
         async with AsyncExitStack() as stack:
             for quiesced in self._quiesce():
@@ -97,9 +100,11 @@ class SnapshotRequests:
     async def _save(
         self, request: scheduler_pb2.SaveSnapshotRequest, on_answer: Callable[[], None], *, patient: bool = True
     ) -> SnapshotInfo:
-        """Has the snapshot taken that ``request`` asks for. Returns when it is committed.
+        """Request a snapshot by ``request``. Returns when it is committed.
 
-        on_answer: called with each message of the scheduler. patient: waits for a scheduler that is away.
+        on_answer: called with each message of the scheduler.
+        patient: wait while the scheduler is unreachable.
+
         Raises NoStorageError, SnapshotFailedError, StorageError, FencedError; SchedulerUnreachableError if not patient.
         """
         calls = self._session.calls
@@ -134,15 +139,16 @@ class SnapshotRequests:
 
     @property
     def needs_last(self) -> bool:
-        """Whether this worker keeps something that the last snapshot may lack, and has not closed this."""
+        """True if this worker keeps state that the last snapshot may lack, and ``close`` was not called."""
         session = self._session
         keeps = bool(session.snapshots.states.names) and session.is_heard and not session.stopping.together
         return keeps and not self._closed
 
     async def take_last(self, *, has_failed: bool = False) -> None:
-        """Takes a snapshot before this worker leaves: a later one cannot have the state that it keeps.
+        """Take a snapshot before this worker leaves, because later ones cannot contain its state.
 
-        Where all workers end together, that was done. has_failed: the script ends by an error, and should soon.
+        Does nothing in a coordinated shutdown, which has taken one. has_failed: the script ends by an error, and should
+        end soon.
         """
         if not self.needs_last:
             return
@@ -152,17 +158,17 @@ class SnapshotRequests:
         except NoStorageError:
             return
         except (PsdistError, TimeoutError) as error:
-            logger.warning("what this worker keeps is in no snapshot at the end: %s", error)
+            logger.warning("the state of this worker is in no snapshot at the end: %s", error)
 
     def close(self) -> None:
-        """Waits for no snapshot any more. Those that the scheduler knows of are taken all the same."""
+        """Stop waiting for snapshots. Those that the scheduler knows of are still taken."""
         self._closed = True
         for task in self.under_way:
             task.cancel()
 
 
 def _log_end(task: asyncio.Task[SnapshotInfo]) -> None:
-    """Logs how a snapshot ended that nobody waits for."""
+    """Log how a snapshot ended that no caller waits for."""
     if task.cancelled():
         return
     if (error := task.exception()) is not None:

@@ -1,12 +1,12 @@
-"""Gradient buffers that nobody writes to: a warning, since such training goes on without learning anything.
+"""Warning about gradient buffers that nobody writes to: training with them learns nothing.
 
 The usual cause is torch's ``zero_grad()``, which sets ``grad`` to None: the next backward pass makes new arrays, and
-the buffers keep what they had. A push cannot see who wrote to memory, so the contents of successive pushes are
-compared. That must cost next to nothing. A sample of some elements is read at each push, and only where it is as before
-is the whole vector hashed, which costs less than the search for NaN that each push makes anyway.
+the buffers keep their old content. A push cannot see who wrote to memory, so the contents of successive pushes are
+compared. That must cost next to nothing. A sample of some elements is read at each push. Only if it is unchanged is the
+whole vector hashed, which costs less than the search for NaN that each push makes anyway.
 
-Equal gradients are possible (all zeros, or a constant), so that this is a warning, given once, after several pushes
-in a row, and never an error. A single changed element prevents the warning.
+Equal gradients are possible (all zeros, or a constant). So this is a warning, logged once after several pushes in a
+row, and never an error. A single changed element prevents the warning.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ logger = logging.getLogger("psdist")
 _REPEATS: Final = 5
 #: Elements of the sample.
 _SAMPLED: Final = 256
-#: So many vectors were hashed in vain: the sample says nothing about these gradients, so that no more are.
+#: Vectors hashed in vain before the check gives up: the sample says nothing about these gradients.
 _GIVE_UP: Final = 16
 
 
 class StaleBufferCheck:
-    """Compares the content of one handle's gradient buffers from push to push. name: the parameter set's."""
+    """Compares the content of one handle's gradient buffers from push to push. name: name of the parameter set."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._push = -1
         self._sample = b""
-        #: Of the whole vector; empty where the sample was another than before.
+        #: Digest of the whole vector; empty if the sample has changed.
         self._digest = b""
         self._repeats = 0
         self._misses = 0
         self._is_over = False
 
     def stop(self) -> None:
-        """Who writes to the buffers is known."""
+        """Stop checking: the caller always writes to the buffers."""
         self._is_over = True
 
     def on_push(self, number: int, vector: Flat) -> None:
-        """Push ``number`` is about to send the buffers, which are ``vector``. One that is made again does not count."""
+        """Check the buffers, ``vector``, before push ``number`` sends them. A repeated push does not count."""
         if self._is_over or number == self._push or not vector.size:
             return
         self._push = number
@@ -59,7 +59,7 @@ class StaleBufferCheck:
         if digest == self._digest:
             self._repeats += 1
         else:
-            # The first time that the sample is the same, nothing is known of the vector before.
+            # At the first equal sample the previous vector was not hashed.
             self._misses += self._digest != b""
             self._digest, self._repeats = digest, 1
         self._is_over = self._repeats >= _REPEATS or self._misses >= _GIVE_UP
@@ -78,5 +78,5 @@ class StaleBufferCheck:
 
 
 def _sample(vector: Flat) -> bytes:
-    """Elements at even distances."""
+    """Return elements at even distances."""
     return np.ascontiguousarray(vector[:: max(1, vector.size // _SAMPLED)]).tobytes()

@@ -24,8 +24,8 @@ from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
 from psdist.client.core.partition import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
-from psdist.client.exchange import Exchange
 from psdist.client.results import Results, Wanted
+from psdist.client.server_access import ServerAccess
 from psdist.client.session.activity import ReportedWait
 from psdist.client.session.membership import run_in_incarnation
 from psdist.client.transport.buffer_pool import PullTarget
@@ -50,12 +50,12 @@ Part = tuple[PendingRequest, Gradient | None]
 
 
 class StepState(Enum):
-    """Where a step in buckets is. It goes from UNDER_WAY to OVER, or by LOST."""
+    """State of a step in buckets: from UNDER_WAY to OVER, directly or by LOST."""
 
     UNDER_WAY = auto()
-    #: This worker was expelled, and the step does not go on in its next incarnation.
+    #: This worker was expelled, and its next incarnation does not continue the step.
     LOST = auto()
-    #: The next call has begun, or the step was dropped: what its buckets have is not valid any more.
+    #: The next call has begun, or the step was dropped. Weights of its buckets are no longer valid.
     OVER = auto()
 
 
@@ -70,18 +70,18 @@ class PushStep:
 
     def __init__(
         self,
-        exchange: Exchange,
+        servers: ServerAccess,
         values: Gradient | None,
         weight: float,
         target: PullTarget | None,
         norm: float = 0.0,
     ) -> None:
-        self.progress = exchange.participation.begin_push()
+        self.progress = servers.participation.begin_push()
         self.values = values
         self.weight = weight
         self.target = target
         self._norm = norm
-        self._exchange = exchange
+        self._servers = servers
 
     @property
     def number(self) -> int:
@@ -118,11 +118,13 @@ class PushStep:
 
     def send(self, parts: Sequence[Part]) -> Coroutine[Any, Any, None]:
         """Return a coroutine that delivers the unanswered slices of ``parts``."""
-        weight = self.weight or 1.0
-        pushes = [
-            self._exchange.push(part, values, self._norm, self.target, weight) for part, values in parts if part.pending
-        ]
-        return pushes[0] if len(pushes) == 1 else all_or_first_error(pushes)
+        return self._send_part(*parts[0]) if len(parts) == 1 else self._send_all(parts)
+
+    async def _send_all(self, parts: Sequence[Part]) -> None:
+        await all_or_first_error([self._send_part(*part) for part in parts])
+
+    def _send_part(self, part: PendingRequest, values: Gradient | None) -> Coroutine[Any, Any, None]:
+        return self._servers.push(part, values, self._norm, self.target, self.weight or 1.0)
 
     @property
     def is_encoding(self) -> bool:
@@ -149,8 +151,8 @@ class PushStep:
 
 
 class AsyncBucket:
-    """Tensors whose gradients were given together. Made by ``AsyncParameters.push_pull_async``; awaiting it gives their
-    new weights."""
+    """Tensors whose gradients were given together. Made by ``AsyncParameters.push_pull_async``; await it for their new
+    weights."""
 
     def __init__(self, step: BucketStep, index: SliceIndex, numbers: tuple[int, ...]) -> None:
         #: The tensors' names, in the layout's order.
@@ -162,18 +164,18 @@ class AsyncBucket:
         self.step = step
 
     def done(self) -> bool:
-        """Whether ``wait`` would not wait: the weights are here, or the bucket failed."""
+        """Return True if ``wait`` would not wait: the weights have arrived, or the bucket failed."""
         return self.weights is not None or self.error is not None
 
     def __await__(self) -> Generator[Any, None, Arrays]:
         return self.wait().__await__()
 
     async def wait(self, timeout: float | None = None) -> Arrays:
-        """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
+        """Return the new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
 
-        Raises WaitTimeoutError after ``timeout`` seconds (call it again to go on); InvalidArgumentError where it would
-        wait for ever, because slices of these tensors also hold parts of tensors that were not given; MutualWaitError
-        (``Client`` alone) where the others wait for this worker elsewhere; FencedError where the step was dropped:
+        Raises WaitTimeoutError after ``timeout`` seconds (call it again to continue); InvalidArgumentError if it would
+        wait forever, because slices of these tensors also hold parts of tensors that were not given; MutualWaitError
+        (only with ``Client``) if the other workers wait for this one elsewhere; FencedError if the step was dropped:
         begin the next one; and the error with which sending failed. After that, give the bucket's tensors again, and
         those of the buckets that were under way with it.
         """
@@ -195,7 +197,7 @@ class BucketStep(PushStep):
 
     def __init__(
         self,
-        exchange: Exchange,
+        servers: ServerAccess,
         values: Flat | EncodedPush,
         weight: float,
         results: Results,
@@ -205,16 +207,16 @@ class BucketStep(PushStep):
         reads: bool,
     ) -> None:
         target = results.target(Wanted(None, copy=False)) if reads else None
-        super().__init__(exchange, values, weight, target)
+        super().__init__(servers, values, weight, target)
         self.state = StepState.UNDER_WAY
-        #: Whether the user knows that this worker was expelled in this step.
+        #: True once the user was told that this worker was expelled during this step.
         self.told_fenced = False
         self._results = results
         self._on_finished = on_finished
         self._plan = plan
         self._waiting: list[AsyncBucket] = []
         self._failures: list[PsdistError] = []
-        #: What ends the buckets under way, while it does.
+        #: Error with which the buckets under way are being cancelled.
         self._broken: PsdistError | None = None
         self.tasks: dict[asyncio.Task[None], None] = {}
         self._abstained = False
@@ -224,16 +226,16 @@ class BucketStep(PushStep):
 
     @property
     def open(self) -> bool:
-        """Whether tensors are still to be given."""
+        """True if tensors are still missing."""
         return bool(self._plan.missing)
 
     def choose(self, names: Sequence[str]) -> tuple[int, ...]:
-        """The numbers of tensors that may be given, or the error that says why not. See ``StepPlan.choose``."""
+        """Return the numbers of tensors that may be given. Raises as ``StepPlan.choose``."""
         return self._plan.choose(names)
 
     def give(self, numbers: tuple[int, ...], *, abstain: bool) -> AsyncBucket:
-        """Sends the slices that these tensors complete. Their gradients are in the vector, and ``choose`` has accepted
-        them."""
+        """Send the slices that these tensors complete. ``choose`` has accepted them, and their gradients are in the
+        vector."""
         bucket = AsyncBucket(self, self._plan.index, numbers)
         self._waiting.append(bucket)
         self._abstained = self._abstained or abstain
@@ -250,7 +252,7 @@ class BucketStep(PushStep):
         return bucket
 
     def _update_sequence(self) -> None:
-        sequence = self._exchange.participation.sequence
+        sequence = self._servers.participation.sequence
         if sequence.step == self.progress.number:
             sequence.set_given(whole=not self.open)
 
@@ -262,9 +264,9 @@ class BucketStep(PushStep):
         try:
             if isinstance(self.values, EncodedPush):
                 parts = self.parts(await self._encode(self.values, ready))
-            participation = self._exchange.participation
+            participation = self._servers.participation
             send = partial(self._send_pending, parts)
-            if not await run_in_incarnation(send, self._exchange.rejoin, lambda: participation.incarnation):
+            if not await run_in_incarnation(send, self._servers.rejoin, lambda: participation.incarnation):
                 self.state = StepState.LOST
             if self.state is not StepState.UNDER_WAY:
                 raise self.dropped()
@@ -285,16 +287,17 @@ class BucketStep(PushStep):
 
     async def _send_pending(self, parts: Sequence[Part]) -> bool:
         """Send what is unanswered of ``parts``. Returns True once all of it is answered."""
-        await self.send(parts)
+        if pending := [part for part in parts if part[0].pending]:
+            await self.send(pending)
         return True
 
     async def _encode(self, push: EncodedPush, ready: ReadySlices) -> ReadySlices:
-        """Encodes the slices that have values. Returns what is sent: where the codec cannot hold them and
-        ``non_finite`` is "skip", all abstain."""
+        """Encode the slices that have values. Returns the slices to send. If the codec cannot hold the values and
+        ``non_finite`` is "skip", all of them abstain."""
         try:
             await push.encode(ready.valued)
         except NonFiniteGradientError:
-            if self._exchange.participation.entry.spec.non_finite == "reject":
+            if self._servers.participation.entry.spec.non_finite == "reject":
                 raise
             push.abstain(ready.valued)
             self._abstained = True
@@ -302,7 +305,7 @@ class BucketStep(PushStep):
         return ready
 
     def _update(self) -> None:
-        """Completes buckets and the step after something was given, answered or failed, and wakes those who wait."""
+        """Complete buckets and the step after something was given, answered or failed, and wake the waiting callers."""
         for bucket in self._waiting:
             if bucket.error is None and self._plan.is_complete(bucket.slices):
                 target = self.target
@@ -326,8 +329,8 @@ class BucketStep(PushStep):
             )
         try:
             async with asyncio.timeout(timeout):
-                waiting = self._exchange.waiting(push=True, reads=self.reads, limited=timeout is not None)
-                with self._exchange.phases.call(Phase.WAIT), waiting:
+                waiting = self._servers.waiting(push=True, reads=self.reads, limited=timeout is not None)
+                with self._servers.phases.call(Phase.WAIT), waiting:
                     await self._until_done(bucket, names)
         except TimeoutError:
             raise WaitTimeoutError(f"the new weights of {names} did not come within {timeout:g} s") from None
@@ -347,9 +350,9 @@ class BucketStep(PushStep):
             await self._changed.wait()
 
     async def finish(self) -> None:
-        """Returns when the whole step is answered.
+        """Return when the whole step is answered.
 
-        Raises InvalidArgumentError if tensors are missing, and the failure of a bucket that was not raised yet.
+        Raises InvalidArgumentError if tensors are missing, and the first failure of a bucket that was not raised yet.
         """
         while not self._plan.finished:
             await self.raise_failure()
@@ -358,24 +361,23 @@ class BucketStep(PushStep):
                     f"step {self.progress.number} was begun in buckets and misses {missing}: give them by "
                     "push_pull_async first"
                 )
-            with self._exchange.counted_wait():
+            with self._servers.counted_wait():
                 await self._changed.wait()
 
     async def raise_failure(self) -> None:
-        """Raises the error of a bucket that failed, unless it was raised before."""
+        """Raise the error of a failed bucket, unless it was raised before."""
         if self._failures:
             await self._raise(self._failures[0])
 
     async def _raise(self, error: PsdistError) -> NoReturn:
-        """Raises the error of a bucket. After that the user may write to its memory, which slices of other buckets may
-        share. So the buckets under way end with the same error, and memory that a server may still read is not shared
-        any more."""
+        """Raise the error of a bucket. The user may then write to its memory, which slices of other buckets may share.
+        So the buckets under way end with the same error, and memory that a server may still read is withdrawn."""
         if error in self._failures:
             self._broken = error
             await self._end_tasks()
             self._broken = None
             self._failures.clear()
-            await self._exchange.shared_memory.withdraw()
+            await self._servers.shared_memory.withdraw()
         raise again(error)
 
     async def _end_tasks(self) -> None:
@@ -386,18 +388,18 @@ class BucketStep(PushStep):
 
     @property
     def finished(self) -> bool:
-        """Whether all was given and answered."""
+        """True if all tensors were given and all slices are answered."""
         return self._plan.finished
 
     def dropped(self) -> FencedError:
-        """The error for the user of a worker that was expelled in this step, and takes part again without it."""
+        """Return the error for the user of a worker that was expelled during this step, and rejoins without it."""
         return FencedError(
-            f"step {self.progress.number} was dropped, with all of its buckets: {self._exchange.expulsion.reason}. "
+            f"step {self.progress.number} was dropped, with all of its buckets: {self._servers.expulsion.reason}. "
             "Begin the next one with new gradients: this worker takes part again"
         )
 
     async def drop(self) -> None:
-        """Ends the buckets under way: this worker was expelled, and takes part again without this step."""
+        """End the buckets under way: this worker was expelled, and rejoins without this step."""
         self.state, self._broken = StepState.OVER, self.dropped()
         await self._end_tasks()
         for bucket in self._waiting:
@@ -406,12 +408,12 @@ class BucketStep(PushStep):
         self._changed.set()
 
     def end(self) -> None:
-        """Marks the step as over, because the next call begins."""
+        """Mark the step as over, because the next call begins."""
         self.state = StepState.OVER
 
     async def close(self) -> None:
-        """Ends the buckets under way."""
+        """Cancel the buckets under way."""
         under_way = bool(self.tasks)
         await self._end_tasks()
         if under_way or self._failures:
-            await self._exchange.shared_memory.withdraw()  # the memory is the user's again, as in _raise
+            await self._servers.shared_memory.withdraw()  # The memory is the user's again, as in _raise.

@@ -1,12 +1,11 @@
-"""The steps of one handle: each call of the user, in whatever incarnation of this worker it is answered.
+"""The steps of one handle: every call of the user, in whichever incarnation of this worker it is answered.
 
-``AsyncParameters`` says what the calls mean for the user. Here they are carried out: the gradient is gathered, the push
-is sent, and the weights arrive. A call that ends with FencedError is made again after this worker took part again.
+``AsyncParameters`` defines the calls. Here they are carried out: the gradient is gathered, the push is sent, and the
+weights arrive. A call that ends with FencedError runs again after this worker has rejoined.
 
-Invariants: one call runs at a time. A push that does not go on is counted as dropped once, and reported.
+Invariants: one call runs at a time. A push that does not continue is counted as dropped once, and reported.
 
-Not here: numbers (``push_sequence``, ``participation``), requests (``exchange``), the buckets of a step
-(``step``).
+Not here: numbers (``push_sequence``, ``participation``), requests (``server_access``), sending a step (``step``).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -26,10 +25,10 @@ from psdist.client.core.buckets import SliceIndex, StepPlan
 from psdist.client.core.partition import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush, Encoding
-from psdist.client.exchange import Exchange
 from psdist.client.gradients import GradientVector
 from psdist.client.participation import Participation
 from psdist.client.results import Results, Wanted
+from psdist.client.server_access import ServerAccess
 from psdist.client.session.drops import DropCounter
 from psdist.client.session.membership import run_in_incarnation
 from psdist.client.stale_buffers import StaleBufferCheck
@@ -50,13 +49,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CompressionStatistics:
-    """What a codec made of the gradients of one handle.
+    """Effect of a codec on the gradients of one handle.
 
-    ratio: their bytes as float32, by the bytes that they were encoded in.
-    residual_norm: the L2 norm of what was left out so far, and is added to the next gradient.
+    ratio: bytes of the gradients as float32, divided by their encoded bytes.
+    residual_norm: L2 norm of the residual, which is added to the next gradient.
     choice: with ``compression="auto"``, the codec that was chosen, and why.
-    encodes_on_device: whether gradients in the memory of a CUDA device are encoded there, and only payloads copied to
-        the host.
+    encodes_on_device: True if gradients in the memory of a CUDA device are encoded there, and only payloads are copied
+        to the host.
     """
 
     ratio: float = 1.0
@@ -69,17 +68,17 @@ class CompressionStatistics:
 class Statistics:
     """Counters of one handle since it was made.
 
-    ignored: slices whose contribution was not used, because it had been taken before or came after its step was closed.
+    ignored: slices whose contribution was not used, because it was a duplicate or arrived after its step was closed.
     resent: slices that were sent again after a break.
-    dropped: pushes that were dropped because this worker had been expelled, or the run went back to a snapshot.
-    resumed: pushes and steps in buckets that were under way when this worker was expelled, and went on in its next
+    dropped: pushes that were dropped because this worker had been expelled, or the run rolled back to a snapshot.
+    resumed: pushes and steps in buckets that were under way when this worker was expelled, and continued in its next
         incarnation.
-    rolled_back: how often the parameters went back to a snapshot.
+    rolled_back: rollbacks of the parameters to a snapshot.
     staleness_mean, staleness_max: over the slices of the last push, in versions.
-    push_bytes, pull_bytes: payloads only, those in shared memory too.
-    compression: what a codec makes of the gradients.
-    transport: "shm", "tcp" or "grpc", "mixed" where it depends on the server.
-    transports: by server: "shm", or "tcp: " or "grpc: " and why none before it.
+    push_bytes, pull_bytes: payloads only, including those in shared memory.
+    compression: effect of the codec on the gradients.
+    transport: "shm", "tcp" or "grpc", or "mixed" if it depends on the server.
+    transports: by server: "shm", or "tcp: " or "grpc: " and why no transport preferred to it.
     """
 
     pushes: int = 0
@@ -112,39 +111,52 @@ class _WholePush:
     gathered: tuple[Flat | DeviceVector | None, float] | None = None
 
 
-class Steps:
-    """The calls of one handle. drops: what a dropped push comes to."""
+@dataclass(slots=True)
+class StepCounters:
+    """Counters of one handle's steps. See ``Statistics``."""
 
-    def __init__(self, exchange: Exchange, layout: Layout, drops: DropCounter) -> None:
-        self.counters = Statistics()
-        self._spec: ParametersSpec = exchange.participation.entry.spec
+    pushes: int = 0
+    pulls: int = 0
+    abstained: int = 0
+    ignored: int = 0
+    staleness_mean: float = 0.0
+    staleness_max: int = 0
+
+
+class Steps:
+    """The calls of one handle. drops: counts and reports dropped pushes."""
+
+    def __init__(self, servers: ServerAccess, layout: Layout, drops: DropCounter) -> None:
+        self.counters = StepCounters()
+        self._spec: ParametersSpec = servers.participation.entry.spec
         self._elements = layout.total
         self._clips = self._spec.optimizer.max_grad_norm > 0
-        #: Whether servers need the norm of the whole gradient with each push.
+        #: True if servers need the norm of the whole gradient with each push.
         self._needs_norm = self._clips and not isinstance(self._spec.consistency, BSP)
-        self._exchange = exchange
-        self._participation = exchange.participation
-        #: What compresses gradients, if something does.
-        self.encoding = Encoding.of(exchange.options.codec, layout, self._participation)
-        # What a codec leaves out is not in the memory that servers read, so that is not the user's then.
-        shared = (lambda: exchange.shared_memory.gradients) if self.encoding is None else lambda: None
+        self._servers = servers
+        self._participation = servers.participation
+        #: Compresses the gradients; None if nothing does.
+        self.encoding = Encoding.of(servers.options.codec, layout, self._participation)
+        # With a codec servers read decoded gradients, so that memory cannot be the user's.
+        shared = (lambda: servers.shared_memory.gradients) if self.encoding is None else lambda: None
         self.gradients = GradientVector(
-            layout, exchange.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
+            layout, servers.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
             lambda: self.encoding is not None and self.encoding.works_on_device,
-            casts_on_device=self.encoding is None and exchange.options.cast.dtype != "float32" and not self._needs_norm,
+            casts_on_device=self.encoding is None and servers.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
-        exchange.shared_memory.before_replaced = self.gradients.unregister
-        self._results = Results(layout, exchange)
-        self._index = SliceIndex(layout, exchange.slicing)
-        #: The step that is given in buckets, or was, until the next call.
+        servers.shared_memory.before_replaced = self.gradients.unregister
+        self._results = Results(layout, servers)
+        self._index = SliceIndex(layout, servers.slicing)
+        #: The step in buckets, until the call after its end.
         self._bucket_step: BucketStep | None = None
         self._calling = asyncio.Lock()
         self.drops = drops
 
     @asynccontextmanager
     async def call(self, phase: Phase | None = None) -> AsyncIterator[None]:
-        """For each call of the user. All methods are called in it. phase: what a call that is timed does first."""
-        with self._exchange.phases.call(phase) if phase is not None else nullcontext():
+        """Enter a call of the user; all other methods are called within one. phase: first phase of a call that is
+        timed."""
+        with self._servers.phases.call(phase) if phase is not None else nullcontext():
             async with self._calling:
                 if self._bucket_step is not None and self._bucket_step.state is StepState.LOST:
                     await self._drop_step()
@@ -196,7 +208,7 @@ class Steps:
         weight = check_weight(weight, self._spec.consistency)
         if self._participation.is_skipping and (self._bucket_step is None or not self._bucket_step.open):
             await self._drop_step(skips=True)
-            raise FencedError(f"a step of {self._participation.name!r} was dropped: {self._exchange.expulsion.reason}")
+            raise FencedError(f"a step of {self._participation.name!r} was dropped: {self._servers.expulsion.reason}")
         if self._needs_norm:
             raise InvalidArgumentError(
                 f"{self._participation.name!r} clips by max_grad_norm={self._spec.optimizer.max_grad_norm:g} without "
@@ -226,22 +238,22 @@ class Steps:
         if not step.open:
             self.gradients.on_last_bucket(gradients, step.number)
         self._bucket_step = step
-        if not step.open:  # Gradients stand still now.
-            await self._exchange.shared_memory.share_gradients()
+        if not step.open:  # No more gradients are written.
+            await self._servers.shared_memory.share_gradients()
         return bucket
 
     async def gradient_buffers(self, device: str | None, is_checked: bool) -> dict[str, Any]:
         """See ``AsyncParameters.gradient_buffers``."""
         number = None if device is None else device_number(device)
         if self._bucket_step is None or not self._bucket_step.open:
-            await self._exchange.shared_memory.share_gradients()
-        await self.retry(self._exchange.open)
+            await self._servers.shared_memory.share_gradients()
+        await self.retry(self._servers.open)
         if number is None:
             return self.gradients.buffers(is_checked=is_checked)
         return await in_thread(lambda: self.gradients.device_buffers(number))
 
     async def finish(self) -> None:
-        """Returns when all that was pushed is applied. Raises InvalidArgumentError where that takes another call."""
+        """Return when every push is applied. Raises InvalidArgumentError if that needs another call."""
         await self.retry(self._begin)
         sequence = self._participation.sequence
         if sequence.unfinished:
@@ -256,25 +268,25 @@ class Steps:
         release = self.gradients.release_memory
         await in_thread(release) if self.gradients.has_device else release()
         self._results.release_memory()
-        await self._exchange.shared_memory.release_memory(shared=shared)
+        await self._servers.shared_memory.release_memory(shared=shared)
 
     async def close(self) -> None:
-        """Ends what is under way, and gives shared memory back."""
+        """Cancel calls under way, and return shared memory."""
         if self._bucket_step is not None:
             await self._bucket_step.close()
         self._results.discard()
         self.gradients.unregister()  # Before the pages of shared memory are replaced.
-        await self._exchange.close()
+        await self._servers.close()
 
-    # --- their parts --------------------------------------------------------------------------------------------------
+    # --- parts of calls -----------------------------------------------------------------------------------------------
 
     async def _begin(self) -> None:
-        await self._exchange.open()
+        await self._servers.open()
         await self._end_step()
 
     async def _push_once(self, push: _WholePush) -> PullTarget | None:
         """Make a push in this incarnation. Returns where the new weights are, if they were asked for."""
-        await self._exchange.shared_memory.share_gradients()
+        await self._servers.shared_memory.share_gradients()
         await self._begin()
         target = self._results.target(push.wanted) if push.wanted is not None else None
         if push.gathered is None:
@@ -283,7 +295,7 @@ class Steps:
         await self._reach_first_step()
         try:
             step = await self._make_step(*push.gathered, push.weight, target)
-            parts, waiting = step.whole(), self._exchange.waiting(push=True, reads=step.reads)
+            parts, waiting = step.whole(), self._servers.waiting(push=True, reads=step.reads)
             try:
                 if step.is_encoding:
                     await step.send_while_encoding(parts, waiting)
@@ -291,7 +303,7 @@ class Steps:
                     with waiting:
                         await step.send(parts)
             except BaseException:  # This includes cancellation. Servers may still read memory that is the user's again.
-                await self._exchange.shared_memory.withdraw()
+                await self._servers.shared_memory.withdraw()
                 raise
         except BaseException:
             if self.encoding is not None:
@@ -309,33 +321,30 @@ class Steps:
         if self.encoding is not None:
             values, norm = await self.encoding.encode_push(flat, with_norm=self._needs_norm)
         elif flat is not None and not isinstance(flat, np.ndarray):
-            values = await in_thread(partial(self.gradients.cast, flat, self._exchange.slicing))
-        return PushStep(self._exchange, values, weight, target, norm)
+            values = await in_thread(partial(self.gradients.cast, flat, self._servers.slicing))
+        return PushStep(self._servers, values, weight, target, norm)
 
     def _on_pushed(self, progress: PendingRequest, abstained: bool, *, seen: bool = True) -> None:
         if self.encoding is not None:
             self.encoding.end_push()
         self._participation.end_push(progress, seen=seen)
-        self._exchange.shared_memory.settle()
+        self._servers.shared_memory.settle()
         self.drops.not_dropped()
         counters = self.counters
-        self.counters = replace(
-            counters,
-            pushes=counters.pushes + 1,
-            pulls=counters.pulls + seen,
-            abstained=counters.abstained + abstained,
-            ignored=counters.ignored + progress.ignored,
-            staleness_mean=progress.staleness_mean,
-            staleness_max=progress.staleness_max,
-        )
+        counters.pushes += 1
+        counters.pulls += seen
+        counters.abstained += abstained
+        counters.ignored += progress.ignored
+        counters.staleness_mean = progress.staleness_mean
+        counters.staleness_max = progress.staleness_max
 
     async def _pull_into(self, target: PullTarget) -> None:
-        with self._exchange.waiting(push=False, reads=True):
-            await self._exchange.pull(target)
-        self.counters = replace(self.counters, pulls=self.counters.pulls + 1)
+        with self._servers.waiting(push=False, reads=True):
+            await self._servers.pull(target)
+        self.counters.pulls += 1
 
     async def _reach_first_step(self) -> None:
-        """A worker that joined and pushes without a pull: waits until the others are at its first step."""
+        """Wait until the others are at the first step of this worker, if it joined and pushes without a pull."""
         if self._participation.sequence.before_first_step:
             await self._pull_into(self._results.target(Wanted(None, copy=False)))
 
@@ -346,7 +355,7 @@ class Steps:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
-        return flat, partition.grad_norm(flat, self._exchange.slicing.slice_elements)
+        return flat, partition.grad_norm(flat, self._servers.slicing.slice_elements)
 
     # --- another incarnation ------------------------------------------------------------------------------------------
 
@@ -370,21 +379,20 @@ class Steps:
         return False
 
     async def _rejoin(self, fenced: FencedError, incarnation: int) -> bool:
-        """Takes part again, where ``fenced`` ended what was done in ``incarnation``. Returns whether the push under
-        way, or next to be made, goes on.
+        """Rejoin after ``fenced`` ended work of ``incarnation``. Returns True if the current or next push continues.
 
-        A step in buckets that does not is dropped; raises FencedError if the user does not know that yet.
+        A step in buckets that does not continue is dropped. Raises FencedError if the user was not told of that yet.
         """
-        goes_on = await self._exchange.rejoin(fenced, incarnation)
+        goes_on = await self._servers.rejoin(fenced, incarnation)
         self._results.discard()
         if not goes_on:
             await self._drop_step()
         return goes_on
 
     def _drop(self, number: int) -> None:
-        """The push of this number is dropped. Raises PushDroppedError as ``on_drop`` says."""
+        """Drop the push of this number. Raises PushDroppedError according to ``on_drop``."""
         self._participation.on_dropped()
-        expulsion, sequence = self._exchange.expulsion, self._participation.sequence
+        expulsion, sequence = self._servers.expulsion, self._participation.sequence
         what = "step" if sequence.synchronous else "push"
         goes_on = f"this worker takes part again{f' from step {sequence.first_step}' if sequence.synchronous else ''}"
         title = f"{what} {number} of {self._participation.name!r}"
@@ -394,16 +402,16 @@ class Steps:
     # --- a step in buckets --------------------------------------------------------------------------------------------
 
     async def _current_step(self, gradients: object, weight: float, reads: bool) -> BucketStep:
-        """The step that the next bucket, ``gradients``, belongs to. A new one has this weight, and is kept with its
-        first bucket."""
-        await self._exchange.open()
+        """Return the step of the next bucket, ``gradients``. A new step has this weight, and is stored with its first
+        bucket."""
+        await self._servers.open()
         if self._bucket_step is not None:
             await self._bucket_step.raise_failure()
             if self._bucket_step.open:
                 return self._bucket_step
         await self._end_step()
         await self._reach_first_step()
-        # Whose slices are answered only with the whole step: BSP that clips, and SSP where a read waits for all others.
+        # Slices are answered only with the whole step in BSP that clips, and in SSP if a read waits for all others.
         consistency = self._spec.consistency
         whole = self._clips or (isinstance(consistency, SSP) and consistency.staleness == 0)
         begin = partial(self.gradients.begin_step, gradients)
@@ -411,10 +419,10 @@ class Steps:
         gradient = vector if self.encoding is None else await self.encoding.begin(vector)
         assert isinstance(gradient, np.ndarray | EncodedPush)
         plan, on_finished = StepPlan(self._index, whole=whole), partial(self._on_pushed, seen=reads)
-        return BucketStep(self._exchange, gradient, weight, self._results, plan, on_finished, reads=reads)
+        return BucketStep(self._servers, gradient, weight, self._results, plan, on_finished, reads=reads)
 
     async def _end_step(self) -> None:
-        """The step in buckets is over, once it is answered."""
+        """Wait until the step in buckets is answered, and end it."""
         if self._bucket_step is not None:
             await self._bucket_step.finish()
             self._bucket_step.end()

@@ -44,18 +44,18 @@ class Client(Blocking[AsyncClient]):
 
     scheduler: host:port; None reads ``PSDIST_SCHEDULER``, else waits for the file of ``PSDIST_SCHEDULER_FILE``.
     token: the run's join token; None reads ``PSDIST_TOKEN``, else the file of ``PSDIST_TOKEN_FILE``.
-    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins whatever run there is without it.
+    run_id: refuses to join another run; None reads ``PSDIST_RUN_ID``, and joins any run without it.
     worker_id: None lets the scheduler choose ``worker-<rank>``.
     rank: None reads ``RANK``, else the scheduler gives the lowest free one.
     connect_timeout: seconds for which to look for the scheduler; None reads ``PSDIST_START_TIMEOUT``, which launchers
         set to their ``--start-timeout``, else is 60.
     request_timeout: longest time of one pull, push or push_pull, in seconds; None waits as long as its servers live.
     transport: "auto" shares memory with the servers of this host, and reaches others by direct TCP connections, or by
-        gRPC where there can be none. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError where memory cannot
-        be shared, "tcp" raises TcpUnavailableError where there can be no direct connection. None reads
-        ``PSDIST_TRANSPORT``, else is "auto".
-    rejoin: a client that was taken for dead, because it was frozen or cut off for longer than its lease, joins the run
-        again by itself, and so do its parameters (see ``Parameters``). False: everything raises FencedError then.
+        gRPC if those are impossible. "grpc" uses gRPC alone. "shm" raises SharingUnavailableError if memory cannot be
+        shared, "tcp" raises TcpUnavailableError if there can be no direct connection. None reads ``PSDIST_TRANSPORT``,
+        else is "auto".
+    rejoin: True lets a client that was taken for dead, because it was frozen or cut off for longer than its lease,
+        rejoin automatically, with its parameters (see ``Parameters``). False: every call raises FencedError then.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Client(Blocking[AsyncClient]):
         transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
-        """Joins the run. Raises ConfigurationError, SchedulerUnreachableError, and what the scheduler refuses with."""
+        """Join the run. Raises ConfigurationError, SchedulerUnreachableError, and the scheduler's refusal."""
         client = AsyncClient(
             scheduler,
             token,
@@ -102,7 +102,7 @@ class Client(Blocking[AsyncClient]):
 
     @property
     def world_size(self) -> int:
-        """Workers of the run, as its launcher said."""
+        """Workers of the run, as its launcher set it."""
         return self._async.world_size
 
     @property
@@ -112,12 +112,12 @@ class Client(Blocking[AsyncClient]):
 
     @property
     def run_id(self) -> str:
-        """The run's name."""
+        """Name of the run."""
         return self._async.run_id
 
     @property
     def incarnation(self) -> int:
-        """The number of registrations under this worker id, this one included."""
+        """Number of registrations under this worker id, including this one."""
         return self._async.incarnation
 
     def parameters(
@@ -134,40 +134,44 @@ class Client(Blocking[AsyncClient]):
         reset_optimizer: bool = False,
         pull_compression: Codec | str | None = None,
     ) -> Parameters:
-        """Creates parameters, or attaches to them after checking that layout and settings agree.
+        """Create parameters, or attach to them after checking that layout and settings agree.
 
-        init: initial values by tensor name; their order, shapes and dtypes are the layout. Where several workers
-            create at once, the lowest rank's values count. None attaches for reading only, once they exist.
+        init: initial values by tensor name; their order, shapes and dtypes are the layout. If several workers create
+            concurrently, the lowest rank's values count. None attaches for reading only, once they exist.
         optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
-            settings that all workers must agree on. In a run that goes on from a snapshot they may be others than
-            before, and a warning says which are. A setting that makes the saved optimizer state meaningless needs
-            ``reset_optimizer``: another kind of optimizer, SGD's or RMSprop's momentum where there was none or none
-            where there was, RMSprop's centered, Adagrad's initial_accumulator_value.
-        reset_optimizer: a run that goes on from a snapshot takes weights, versions, steps and the data's position from
-            there, but the optimizer begins as a new one of torch does: with its first state, and counting its own
-            updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first gradient). Schedules go
-            on with the step. All workers must agree on it. Once in a run: where that goes back to a snapshot, the
-            state begins anew only if it had not yet when the snapshot was taken. Without a snapshot it does nothing.
+        settings that all workers must agree on. In a run that resumes from a snapshot they may differ from those
+        before, and a warning lists the differences. A setting that invalidates the saved optimizer state needs
+        ``reset_optimizer``: another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's
+        centered, Adagrad's initial_accumulator_value.
+        reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
+            the data's position are restored, but the optimizer starts as a new one of torch does: with its first state,
+            and counting its own updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first
+            gradient). Schedules continue with the step. All workers must agree on it. It happens once in a run: after a
+            rollback, the state is reset only if it had not been when the snapshot was taken. Without a snapshot it does
+            nothing.
         compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
             defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
-            links. Workers may use different ones. Codecs that leave something out of a gradient add it to the next one.
-            That is in snapshots and in ``statistics()``, and takes three times the memory of the gradients. Where a
-            push is dropped, what was added to it is lost, too; the warning says so.
-        pull_dtype: how it gets weights ("float32", "bfloat16", "float16").
-        pull_compression: a codec, or its name, by which all workers get what the weights have over those that they
-            hold: Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. What it leaves out is in the next difference.
-            So workers compute on approximate weights, which are the same for all of them; a snapshot has both. Servers
-            and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is "float32".
-        on_drop: what happens where a push of this worker is dropped, because it had been expelled and the others have
-            gone on without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise"
-            raises it for the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that
-            is dropped because the run went back to a snapshot is logged as a warning, whatever this says.
+            links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
+            next one. The residual is in snapshots and in ``statistics()``, and takes three times the memory of the
+            gradients. If a push is dropped, the residual that was added to it is lost, too, and the warning mentions
+            it.
+        pull_dtype: dtype of pulled weights on the wire ("float32", "bfloat16", "float16").
+        pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
+            Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
+            difference. So workers compute on approximate weights, which are the same for all of them; a snapshot has
+            both. Servers and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is
+            "float32".
+        on_drop: reaction if a push of this worker is dropped, because it had been expelled and the others continued
+            without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for
+            the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
+            rollback is always logged as a warning.
 
-        Called again for the same name it returns the same handle: compression, pull_dtype and on_drop may be left out
-        then, and others raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+        Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
+        out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
+
         Raises LayoutMismatchError, SettingsMismatchError, UnknownCodecError, DTypeMismatchError, InvalidNameError,
-        InvalidArgumentError, ServerLostError, ClosedError; FencedError where this worker was expelled and does not
-        rejoin; MutualWaitError where the others wait for it elsewhere.
+        InvalidArgumentError, ServerLostError, ClosedError; FencedError if this worker was expelled and does not rejoin;
+        MutualWaitError if the others wait for it elsewhere.
         """
         handle = loop.shared().call(
             self._async.parameters(
@@ -208,11 +212,11 @@ class Client(Blocking[AsyncClient]):
         data_epochs: int = 1,
         retries_max: int = 3,
     ) -> Dataset:
-        """A data set of ``size`` samples whose ranges are handed out to all workers that iterate over it.
+        """Return a data set of ``size`` samples whose ranges are leased to all workers that iterate over it.
 
         range_size: samples of one range, as an array of indices; each step may use a range, or a part of it.
-        shuffle, seed: whether the samples come in another order in each data epoch, which depends on ``seed``.
-        data_epochs: how often all samples are used; 0 goes on for ever.
+        shuffle, seed: True orders the samples differently in each data epoch, depending on ``seed``.
+        data_epochs: how often all samples are used; 0 repeats forever.
         retries_max: how often a range whose worker was lost is given to another before it is left out.
 
         All workers must agree on these. Called again for the same name it returns the same handle. Raises
@@ -224,46 +228,46 @@ class Client(Blocking[AsyncClient]):
         )
 
     def snapshot(self, timeout: float | None = None) -> SnapshotInfo:
-        """Takes a snapshot of the run: all parameters with their optimizers' state, and where data sets stand.
+        """Take a snapshot of the run: all parameters with their optimizers' state, and the positions of data sets.
 
-        Returns when it is committed. It holds every push that this worker has made. Other calls on this client's
-        parameters wait until then; other workers may go on. Ranks that call it at the same step share one.
+        Returns when it is committed. It contains every push that this worker has made. Other calls on this client's
+        parameters wait until then; other workers may continue. Ranks that call it at the same step share one.
 
-        timeout: seconds; the snapshot may be committed later all the same.
-        Raises NoStorageError where the run has no storage, SnapshotFailedError and StorageError where the snapshot was
-        given up, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
-        waited, or the run went back to a snapshot: then call it again. InvalidArgumentError while a step is given in
-        buckets, and after a push that failed, which has to be made first.
+        timeout: seconds; the snapshot may still be committed later.
+
+        Raises NoStorageError if the run has no storage, SnapshotFailedError and StorageError if the snapshot was
+        abandoned, which changes nothing else; WaitTimeoutError; FencedError if this worker was taken for dead while it
+        waited, or the run rolled back: then call it again. InvalidArgumentError while a step is given in buckets, and
+        after a failed push, which has to be made first.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.snapshot(timeout))
 
     def request_snapshot(self, timeout: float | None = None) -> None:
-        """Asks for a snapshot of the run, and returns once the scheduler knows of it. Training goes on meanwhile, and
-        the log tells how it ended.
+        """Request a snapshot of the run, and return once the scheduler has accepted. Training continues meanwhile, and
+        the result is logged.
 
-        timeout: seconds to wait for the scheduler's word.
+        timeout: seconds to wait for the scheduler's answer.
+
         Raises NoStorageError, WaitTimeoutError, SnapshotFailedError, StorageError.
         """
         loop.shared().call(self._async.request_snapshot(timeout))
 
     def barrier(self, name: str = "default", timeout: float | None = None) -> None:
-        """Returns when all live workers, and no fewer than the run's minimum, have called it with this name.
+        """Return when all live workers, and no fewer than the run's minimum, have called it with this name.
 
-        Raises WaitTimeoutError after ``timeout`` seconds (None: never): then nobody passes by this call. The message
-        says who was missing; or, where the scheduler does not confirm that within 5 s more, that it is not known
-        whether the others have passed: the next call of this barrier finds out. MutualWaitError
-        where the others wait for this worker. InvalidNameError, ClosedError, and FencedError where this worker was
-        expelled and does not rejoin.
+        Raises WaitTimeoutError after ``timeout`` seconds (None: never): then no worker passes by this call. The message
+        names the missing workers. If the scheduler does not confirm within 5 s more, it is unknown if the others have
+        passed, and the next call of this barrier finds out. MutualWaitError if the others wait
+        for this worker. InvalidNameError, ClosedError, and FencedError if this worker was expelled and does not rejoin.
         """
         with self._phases.call(Phase.WAIT):
             loop.shared().call(self._async.barrier(name, timeout))
 
     def status(self) -> GetStatusResponse:
-        """The run as the scheduler sees it: members, parameters, waits and events.
+        """Return the run as the scheduler sees it: members, parameters, waits and events.
 
-        A protobuf message; ``proto/psdist/v1/scheduler.proto`` says what its fields are. Raises
-        SchedulerUnreachableError.
+        A protobuf message; ``proto/psdist/v1/scheduler.proto`` documents its fields. Raises SchedulerUnreachableError.
         """
         return loop.shared().call(self._async.status(), reading=True)
 
@@ -318,12 +322,12 @@ class Parameters(Blocking[AsyncParameters]):
 
     @property
     def name(self) -> str:
-        """The parameters' name."""
+        """Name of the parameter set."""
         return self._async.name
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors' names, in order."""
+        """Names of the tensors, in order."""
         return self._async.names
 
     @property
@@ -333,35 +337,39 @@ class Parameters(Blocking[AsyncParameters]):
 
     @property
     def first_step(self) -> int:
-        """BSP: the first step that this worker contributes to."""
+        """BSP: the first step to which this worker contributes."""
         return self._async.first_step
 
     @property
     def restored(self) -> str | None:
-        """Directory of the snapshot that the values were loaded from when they began, or last went back; None where
-        they began with ``init``."""
+        """Directory of the snapshot that the values were loaded from, at the start or at the last rollback. None if
+        they come from ``init``."""
         return self._async.restored
 
     @property
     def version(self) -> int:
-        """Version of the weights last pulled (the least of any slice): in BSP steps, in SSP and ASP updates."""
+        """Version of the weights last pulled, the lowest of any slice: in BSP counted in steps, in SSP and ASP in
+        updates."""
         return self._async.version
 
     @property
     def staleness(self) -> int:
-        """SSP and ASP: most versions that passed between the weights the last gradient was computed on and its use."""
+        """SSP and ASP: versions between the weights that the last gradient was computed on and its use; the most of any
+        slice."""
         return self._async.staleness
 
     @property
     def lr_factor(self) -> float | None:
-        """A factor on the learning rate of this worker's later pushes, beside the optimizer's schedule: for rates that
-        are not known in advance, such as after a validation that stopped improving. With FTRL it is on the gradient.
-        None, as at first, leaves it to the others.
+        """Factor on the learning rate of this worker's later pushes, on top of the optimizer's schedule. None leaves
+        the choice to the other workers, and is the default.
 
-        BSP: a step has one learning rate, so all workers that set a factor set the same. It is that of the worker that
-        has taken part longest; the pushes of others with another one raise InvalidArgumentError. SSP and ASP: each push
-        has its own. Snapshots do not have it: a script that goes on from one, or is started again, sets it again.
-        Setting it raises InvalidArgumentError for a factor that is out of range.
+        It serves rates that are not known in advance, such as after a validation that stopped improving. With FTRL the
+        factor scales the gradient.
+
+        BSP: a step has one learning rate, so all workers that set a factor must set the same one. It is that of the
+        worker that has taken part longest; pushes of other workers with a different factor raise InvalidArgumentError.
+        SSP and ASP: each push has its own. Snapshots do not store the factor: a script that resumes from one, or is
+        restarted, sets it again. Setting it raises InvalidArgumentError if it is out of range.
         """
         return self._async.lr_factor
 
@@ -370,49 +378,50 @@ class Parameters(Blocking[AsyncParameters]):
         self._async.lr_factor = factor
 
     def statistics(self) -> Statistics:
-        """Counters of this handle."""
+        """Return the counters of this handle."""
         return self._async.statistics()
 
     def pull(
         self, out: Mapping[str, NDArray[Any]] | None = None, copy: bool = True, device: str | None = None
     ) -> Arrays:
-        """The weights by name, in their declared dtypes and shapes.
+        """Return the weights by name, in their declared dtypes and shapes.
 
-        out: arrays to write into; else the arrays are the caller's own. After an error their content is undefined.
-        copy: False gives read-only arrays instead, which are valid until the next call on these parameters (in a step
-            in buckets, until their tensor is given). They are the servers' own memory where that is shared and stands
-            still between steps (BSP without backup workers), else memory that each such call uses again; either way
-            none is allocated.
-        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, also by ``copy=False``, which uses
-            the same memory each time.
-        BSP: waits until the step this worker is at is complete. SSP: waits until no member is further behind than the
-        bound.
+        out: arrays to write into. None returns arrays of the caller's own. After an error the content of ``out`` is
+            undefined.
+        copy: False returns read-only arrays, valid until the next call on these parameters (in a step in buckets, until
+            their tensor is given). They are the servers' own memory if that is shared and does not change between steps
+            (BSP without backup workers), else memory that each such call reuses. Neither allocates.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device. With ``copy=False`` they use the
+            same memory each time.
+
+        BSP: waits until the step before this worker's next one is complete. SSP: waits until no member is further
+        behind than the bound.
 
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
-        TcpUnavailableError (transport "tcp"), MutualWaitError where the others wait for this worker
-        elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device than
-        before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
+        TcpUnavailableError (transport "tcp"), MutualWaitError if the other workers wait for this
+        one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
+        than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
         ``partition.check_out`` for ``out``.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.pull(out, copy, device), reading=True)
 
     def push(self, gradients: Mapping[str, ArrayLike], weight: float = 1.0) -> None:
-        """Sends the gradient of the next step; returns when it is applied, or dropped (``statistics().dropped``)
-        because this worker had been expelled and the others had gone on without it.
+        """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
+        this worker had been expelled and the other workers continued without it.
 
         gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
-            ``__cuda_array_interface__`` or DLPack) are encoded there where the codec has kernels for it, so that only
-            payloads are copied to the host; else they are copied.
-        weight: what it counts for in the mean of its step (BSP), such as the number of samples or tokens that it is
-            the mean of: 1e-18 to 1e18. The gradient that is applied is sum(weight * gradient) / sum(weight): float32
-            products, added to zeros in rank order, over the sum of the weights. 0 contributes nothing.
+            ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels for it, so that only
+            payloads are copied to the host. Otherwise the arrays are copied.
+        weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
+            The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
+            order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        MutualWaitError as in ``pull``: calling again goes on with this push; PushDroppedError as ``on_drop`` says: the
-        worker takes part again, and the next call goes on. DeviceUnavailableError and DeviceLostError for arrays of a
-        device.
+        MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
+        the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
+        of a device.
         """
         with self._phases.call(Phase.PUSH):
             loop.shared().call(self._async.push(gradients, weight))
@@ -441,93 +450,98 @@ class Parameters(Blocking[AsyncParameters]):
             return loop.shared().call(self._async.push_pull(gradients, out, copy, weight, device))
 
     def push_pull_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
-        """One step in buckets: sends these tensors' gradients while the others are still computed. Returns at once;
-        call ``wait()`` of what it returns for the new weights of these tensors.
+        """Send a bucket of one step: the gradients of some tensors, while the others are still computed. Returns
+        without waiting for the servers; call ``wait()`` of the returned bucket for the new weights of these tensors.
 
         gradients: a bucket by name, copied before this returns; or names, whose gradients are in ``gradient_buffers``
-            and stay as they are until the bucket is done.
-        weight: of the whole step, as in ``push``; the same in each of its buckets.
+            and must not change until the bucket is done.
+        weight: weight of the whole step, as in ``push``; the same in each of its buckets.
 
-        The first call begins a step, and the step is complete when all tensors were given once, in any order. A slice
-        is sent when all tensors that touch it were given. The call after that begins the next step, and first waits
-        until this one is answered. While tensors are missing, pull, push and push_pull raise InvalidArgumentError.
+        The first call begins a step. The step is complete when all tensors were given once, in any order. A slice is
+        sent when all tensors that touch it were given. The call after that begins the next step, and first waits until
+        this one is answered. While tensors are missing, pull, push and push_pull raise InvalidArgumentError.
 
-        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. NaN and Inf are
-        looked for in each bucket: with "skip" a bucket that has some abstains, with all slices that it touches. A
-        bucket that failed on its way (its ``wait`` says so, or the next call) is to be given again too: what is
-        unanswered is sent again under the same number. Where this worker was expelled in the middle of a step that the
-        others closed without it, the whole step is dropped: FencedError says so, once, and the next call begins another
-        one. PushDroppedError as ``on_drop`` says, from the first call after the drop.
-        InvalidArgumentError also for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, where
-        the norm of the whole gradient is needed before anything can be sent.
+        Raises as ``push`` before anything of the bucket is sent; the tensors may then be given again. Each bucket is
+        checked for NaN and Inf. With "skip", a bucket that has some abstains, with all slices that it touches. If
+        sending a bucket fails, its ``wait`` or the next call raises the error, and the bucket must be given again: its
+        unanswered slices are sent again under the same number. If this worker was expelled during a step that the
+        others closed without it, the whole step is dropped: FencedError says so once, and the next call begins another
+        step. PushDroppedError according to ``on_drop``, from the first call after the drop. InvalidArgumentError also
+        for a tensor that was given before, and in SSP and ASP with ``max_grad_norm``, which needs the norm of the whole
+        gradient before anything can be sent.
         """
         with self._phases.call(Phase.PUSH):
             return Bucket(loop.shared().call(self._async.push_pull_async(gradients, weight)), self._phases)
 
     def push_async(self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float = 1.0) -> Bucket:
-        """As ``push_pull_async``, but no weights are asked for: call ``wait()`` of what it returns for the end of the
-        push, and then ``pull``. All buckets of a step are given by the same of the two, else InvalidArgumentError."""
+        """Send a bucket as ``push_pull_async`` does, without asking for weights. Call ``wait()`` of the returned bucket
+        for the end of the push, and then ``pull``.
+
+        All buckets of a step are given by the same one of the two methods, else InvalidArgumentError.
+        """
         with self._phases.call(Phase.PUSH):
             return Bucket(loop.shared().call(self._async.push_async(gradients, weight)), self._phases)
 
     def release_memory(self, *, shared: bool = True) -> None:
-        """Gives the memory of gradients and of pulled weights back to the system, once the push under way is answered;
-        later calls take it anew. Arrays of ``gradient_buffers`` and ``pull(copy=False)`` are not valid after it.
+        """Return the memory of gradients and pulled weights to the system, once the current push is answered. Later
+        calls allocate it again.
 
-        For a parameter set that is used for a small part of the time. What a codec left out of gradients, and what
-        servers send differences to, is kept. Raises as ``push``, for a step in buckets that failed or misses tensors.
+        Arrays of ``gradient_buffers`` and ``pull(copy=False)`` become invalid. For a parameter set that is used for a
+        small part of the time. A codec's residual and the base of the servers' differences are kept. Raises as
+        ``push``, for a step in buckets that failed or misses tensors.
 
-        shared: gives memory of gradients back even if other parameter sets have theirs there, too
-            (``share_gradient_memory``). What they wrote to it is lost.
+        shared: True also returns gradient memory in which other parameter sets have theirs (``share_gradient_memory``).
+            What they wrote to it is lost.
         """
         loop.shared().call(self._async.release_memory(shared=shared))
 
     def share_gradient_memory(self, other: Parameters | None) -> None:
-        """Has the gradients in the memory from now on in which ``other``, of the same client, has those that servers of
-        this host read. None: in memory of its own again. For parameter sets of the same size and compression that take
-        turns, so that memory is not given back and taken anew for each.
+        """Share ``other``'s gradient arena. None: use memory of its own again.
 
-        One of them has its turn from ``gradient_buffers``, or the first gradient that is given, until its push has
-        returned, or all of its buckets were waited for. Meanwhile nothing is written to the gradients of the others.
-        Where no memory is shared with a server, each has its own. Arrays of ``gradient_buffers`` that were got before
-        are not valid any more.
+        other: a parameter set of the same client, size and compression. The two take turns in the memory that servers
+            of this host read, so that it is not returned and allocated for each. The turn of one begins with
+            ``gradient_buffers`` or its first gradient. It ends when its push has returned, or all of its buckets were
+            waited for. Nothing may be written to the gradients of the others in between. If no memory is shared with a
+            server, each has its own. Arrays of ``gradient_buffers`` from before become invalid.
 
-        Raises InvalidArgumentError where sizes or dtypes on the wire differ; and as ``push``, for a step in buckets
-        that failed or misses tensors.
+        Raises InvalidArgumentError if sizes or dtypes on the wire differ; and as ``push``, for a step in buckets that
+        failed or misses tensors.
         """
         loop.shared().call(self._async.share_gradient_memory(None if other is None else other._async))
 
     def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
-        """Writable float32 arrays, always the same, for the gradients: pushing exactly these copies nothing in this
-        process, and where memory is shared, not to the servers either.
+        """Return writable float32 arrays for the gradients, always the same ones. Pushing exactly these copies nothing
+        in this process. If memory is shared, they are not copied to the servers either.
 
-        Gradients must be written into them for every push; a warning is logged where five pushes in a row found nothing
-        new in them. torch's ``zero_grad()`` takes its gradients out of them: use ``zero_grad(set_to_none=False)``.
-        A push of other arrays, or in buckets, may overwrite them. Not to be written while a push of them is under way.
+        Write the gradients into them for every push: a warning is logged if five pushes in a row found them unchanged.
+        torch's ``zero_grad()`` takes its gradients out of them, so use ``zero_grad(set_to_none=False)``. A push of
+        other arrays, or in buckets, may overwrite them. Do not write to them while a push of them is under way.
 
-        device: "cuda" or "cuda:N" gives CuPy's arrays in the memory of that device, which torch takes without a copy
-            (``torch.from_dlpack``). Names in a bucket mean the buffers that were asked for last.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). Names in a bucket mean the buffers that were returned last.
         is_checked: False logs no such warning: for a caller that always writes all of them, as psdist.torch does.
+
         Raises InvalidArgumentError, DeviceUnavailableError and DeviceLostError for ``device``.
         """
         return loop.shared().call(self._async.gradient_buffers(device, is_checked=is_checked))
 
     def keep_state(self, save: Save, restore: Restore, *, prefix: str = "") -> None:
-        """Has something of this worker in every snapshot: what its pushes change and no server knows, such as the rest
-        that a codec left out of gradients so far.
+        """Save worker-local state in every snapshot: state that pushes change and no server has, such as a codec's
+        residual.
 
-        save: gives it as a dict of numpy arrays, which stay as they are until the push is over that begins next. They
-            have any shape, and numbers of at most 8 bytes (no complex ones). Called whenever a push begins and between
-            pushes, on psdist's thread: quick, and without calls of psdist.
-        restore: gets the arrays that the worker of this rank handed in: before this returns, where the run goes on from
-            a snapshot that has some; and where the run goes back to a snapshot, then an empty dict if that has none.
+        save: returns the state as a dict of numpy arrays, which must not change until the next push is over. They have
+            any shape, and numbers of at most 8 bytes (no complex ones). Called at the start of each push and between
+            pushes, on psdist's thread: it must be quick and must not call psdist.
+        restore: receives the arrays that the worker of this rank handed in: before this returns, if the run resumed
+            from a snapshot that has some; and at a rollback, with an empty dict if the snapshot has none.
+        prefix: prefix of the names, for psdist's own state.
 
-        prefix: of names, for what psdist itself keeps beside it.
+        Register before the first push. A client that closes first has a snapshot taken, if the run takes one at its
+        end, because later ones cannot contain its state. A worker that joins later, or again, does not receive state
+        that belonged to old pushes.
 
-        Register before the first push. A client that is closed has a snapshot taken first, where the run takes one at
-        its end: later ones cannot have what it keeps. A worker that joins later, or again, is not given what belonged
-        to pushes of long ago.
-        Raises NotMemberError, InvalidArgumentError for what ``save`` gives, and what reading it back fails with.
+        Raises NotMemberError, InvalidArgumentError for an invalid result of ``save``, and the errors of reading the
+        state.
         """
         loop.shared().call(self._async.keep_state(save, restore, prefix=prefix))
 
@@ -540,7 +554,7 @@ class Parameters(Blocking[AsyncParameters]):
 
 
 class Bucket(Blocking[AsyncBucket]):
-    """Tensors whose gradients were given together. Made by ``Parameters.push_pull_async``; ``wait()`` gives their
+    """Tensors whose gradients were given together. Made by ``Parameters.push_pull_async``; call ``wait()`` for their
     new weights."""
 
     @property
@@ -549,17 +563,17 @@ class Bucket(Blocking[AsyncBucket]):
         return self._async.names
 
     def done(self) -> bool:
-        """Whether ``wait`` would not wait: the weights are here, or the bucket failed."""
+        """Return True if ``wait`` would not wait: the weights have arrived, or the bucket failed."""
         return self._async.done()
 
     def wait(self, timeout: float | None = None) -> Arrays:
-        """The new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
+        """Return the new weights of the bucket's tensors by name: read-only arrays, as by ``pull(copy=False)``.
 
-        Raises WaitTimeoutError after ``timeout`` seconds (call it again to go on); InvalidArgumentError where it would
-        wait for ever, because slices of these tensors also hold parts of tensors that were not given; MutualWaitError
-        where the others wait for this worker elsewhere; FencedError where the step was dropped: begin the next one; and
-        the error with which sending failed. After that, give the bucket's tensors again, and those of the buckets that
-        were under way with it.
+        Raises WaitTimeoutError after ``timeout`` seconds (call it again to continue); InvalidArgumentError if it would
+        wait forever, because slices of these tensors also hold parts of tensors that were not given; MutualWaitError if
+        the other workers wait for this one elsewhere; FencedError if the step was dropped: begin the next one; and the
+        error with which sending failed. After that, give the bucket's tensors again, and those of the buckets that were
+        under way with it.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.wait(timeout))
@@ -568,9 +582,9 @@ class Bucket(Blocking[AsyncBucket]):
 class Dataset(Blocking[AsyncDataset]):
     """A data set that workers share. Made by ``Client.dataset``; iterate over it with ``for``.
 
-    repeated, failed: ranges handed out again because their worker was gone, and ranges given up, by all workers, as
-        the scheduler said last.
-    data_epoch: of the range that was given last.
+    repeated, failed: ranges leased again because their worker was gone, and abandoned ranges, of all workers, by the
+        scheduler's last answer.
+    data_epoch: data epoch of the newest range.
     """
 
     @property
@@ -595,20 +609,21 @@ class Dataset(Blocking[AsyncDataset]):
 
     @property
     def name(self) -> str:
-        """The data set's name."""
+        """Name of the data set."""
         return self._async.name
 
     def done(self) -> None:
-        """Reports the samples of the last range as used, before another range is asked for."""
+        """Mark the samples of the last range as used, before another range is asked for."""
         loop.shared().call(on_loop(self._async.done))
 
     def position(self) -> DataPosition:
-        """The position of the data set: what all workers have done. Ranges that they hold now are not in it."""
+        """Return the position of the data set: everything that all workers have done. Ranges that they hold now are not
+        in it."""
         return loop.shared().call(self._async.position())
 
     def set_position(self, position: DataPosition) -> None:
-        """Continues from ``position``, for all workers of the run. Ranges that are held now become void and do not
-        count as done.
+        """Continue from ``position``, for all workers of the run. Ranges that are held now become void and do not count
+        as done.
 
         One worker sets it before the others begin, for example in front of a barrier. Raises InvalidArgumentError.
         """

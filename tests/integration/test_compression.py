@@ -22,7 +22,7 @@ from psdist.client.core import partition
 from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.core.encoder import GradientEncoder
 from psdist.client.encoding import EncodedPush
-from psdist.client.exchange import Exchange
+from psdist.client.server_access import ServerAccess
 from psdist.compression import (
     Auto,
     Chain,
@@ -396,8 +396,8 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
 ) -> None:
     measured: list[float] = []
 
-    async def measure(exchange: Exchange) -> tuple[float, float]:
-        remote, speed = await measure_links(exchange)
+    async def measure(servers: ServerAccess) -> tuple[float, float]:
+        remote, speed = await measure_links(servers)
         measured.append(speed)
         return remote, link
 

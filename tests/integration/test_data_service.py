@@ -144,7 +144,7 @@ def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, run
     os.kill(frozen, signal.SIGCONT)
     status, text = run.end()
     assert status == 0, text
-    assert "is in the run again, as its incarnation 2" in text
+    assert "rejoined as incarnation 2" in text
     assert "rank 1 repeated 1 failed 0" in text
     # Its push at the time of the freeze may have been dropped, or be a second use.
     counts = Counter(uses(text))

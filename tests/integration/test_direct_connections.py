@@ -58,7 +58,7 @@ def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
 
 
 def streams(handle: AsyncParameters) -> list[TcpStream]:
-    return list(handle.exchange.tcp.streams.values())
+    return list(handle.servers.tcp.streams.values())
 
 
 async def steps(handles: list[AsyncParameters], goal: float) -> None:

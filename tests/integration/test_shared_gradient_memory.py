@@ -127,10 +127,10 @@ async def test_a_set_that_is_closed_leaves_the_memory_to_the_others(cluster: Emb
         await second.share_gradient_memory(first)
         await turn(first, -1.0)
         await turn(second, -1.0)
-        streams = dict(second.exchange.shared_memory.streams)
+        streams = dict(second.servers.shared_memory.streams)
         await first.close()
         assert set((await turn(second, -1.0)).tolist()) == {2.0}
-        assert second.exchange.shared_memory.streams == streams and all(one.is_open for one in streams.values())
+        assert second.servers.shared_memory.streams == streams and all(one.is_open for one in streams.values())
 
 
 async def test_memory_of_its_own_again(cluster: EmbeddedCluster) -> None:
@@ -163,10 +163,10 @@ async def test_sets_that_differ_cannot_take_turns(cluster: EmbeddedCluster) -> N
         (narrow,) = await opened(client, "differ-2", compression="bfloat16")
         for other, what in ((longer, "262,145"), (narrow, "bfloat16")):
             await turn(other, -1.0)
-            before = other.exchange.shared_memory.streams.copy()
+            before = other.servers.shared_memory.streams.copy()
             with pytest.raises(InvalidArgumentError, match=what):
                 await other.share_gradient_memory(first)
-            assert other.exchange.shared_memory.streams == before
+            assert other.servers.shared_memory.streams == before
             assert set((await turn(other, -1.0)).tolist()) == {2.0}
 
 
@@ -200,8 +200,8 @@ async def test_who_only_reads_loses_nothing(cluster: EmbeddedCluster) -> None:
         async with AsyncClient(cluster.address, cluster.token, rank=1, transport="shm") as reader:
             read = await reader.parameters("only-read")
             await read.pull()
-            read.exchange.shared_memory.rejoin(
-                read.exchange.participation.current.sender, read.exchange.participation.entry
+            read.servers.shared_memory.rejoin(
+                read.servers.participation.current.sender, read.servers.participation.entry
             )
             assert set((await read.pull())["w"].tolist()) == {1.0} and read.statistics().transport == "shm"
 
@@ -216,7 +216,7 @@ async def test_memory_that_is_given_back_while_it_is_offered_is_offered_again(
         attach = attachment.attach
 
         async def slow(*arguments: Any) -> Any:
-            await first.exchange.shared_memory.release_memory(shared=True)
+            await first.servers.shared_memory.release_memory(shared=True)
             return await attach(*arguments)
 
         with monkeypatch.context() as patch:

@@ -68,7 +68,7 @@ class Rest:
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
         self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
-        session = weights.exchange.participation.sequence
+        session = weights.servers.participation.sequence
         send = session.send
 
         def encode(mark: int) -> int:

@@ -434,7 +434,7 @@ class World:
         # A script that was held may look at its weights long after they came, when others have joined again.
         now = self.members_beside(life, self.scheduler.cluster.map) if self.scheduler is not None else []
         still = [other for other, incarnation in others if (other, incarnation) in now]
-        self.oracle.saw(life, handle.exchange.participation.sequence.versions, weights, still, acked)
+        self.oracle.saw(life, handle.servers.participation.sequence.versions, weights, still, acked)
 
     def members_beside(self, life: Life, cluster: ClusterMap) -> list[tuple[Life, int]]:
         """Other lives that take part by a map, and as which incarnations.
@@ -529,7 +529,7 @@ class World:
         client = await self._connect("reader")
         handle = await client.parameters(NAME)
         weights = (await handle.pull())["w"]
-        self.oracle.check_end(handle.exchange.participation.sequence.versions, weights)
+        self.oracle.check_end(handle.servers.participation.sequence.versions, weights)
         await client.close()
 
     def _may_cut(self, client: str, server: str, method: str) -> bool:
@@ -541,4 +541,4 @@ class World:
 
 def _incarnation(handle: AsyncParameters) -> int:
     """The life in which the handle pushes; the client's may be a newer one already."""
-    return handle.exchange.participation.incarnation
+    return handle.servers.participation.incarnation

@@ -274,7 +274,7 @@ class SetsWorld(OrdinaryWorld):
         acked = oracle.acked
         weights = (await handle.pull())["w"]
         self._note_incarnation(life, name, script.client, handle)
-        oracle.saw(part, handle.exchange.participation.sequence.versions, weights, (), acked)
+        oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
 
     async def _push_set(self, script: Script, life: Life, name: str, handle: AsyncParameters, step: int) -> None:
         """One push to a set, and what belongs to it. step: that it must be."""
@@ -297,7 +297,7 @@ class SetsWorld(OrdinaryWorld):
         if not push.dropped:
             oracle.answered(push, 0)
         if weights is not None:
-            oracle.saw(part, handle.exchange.participation.sequence.versions, weights, (), acked)
+            oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
 
     def _note_incarnation(self, life: Life, name: str, client: AsyncClient, handle: AsyncParameters) -> bool:
         """Count a worker that joined again. Returns True if it did."""
@@ -326,7 +326,7 @@ class SetsWorld(OrdinaryWorld):
         for name in self.order.names:
             handle = await client.parameters(name)
             weights[name] = (await handle.pull())["w"]
-            versions[name] = handle.exchange.participation.sequence.versions
+            versions[name] = handle.servers.participation.sequence.versions
         await self.oracle.check_commits(self.loop)
         for name, one in self.oracle.by_name.items():
             one.check_last(versions[name], weights[name])
@@ -366,7 +366,7 @@ class SetsWorld(OrdinaryWorld):
 
 def _incarnation_of(handle: AsyncParameters) -> int:
     """The incarnation in which the handle pushes."""
-    return handle.exchange.participation.incarnation
+    return handle.servers.participation.incarnation
 
 
 def run(seed: int, options: SetsOptions | None = None, *, trace: bool = False) -> scenario.Result:

@@ -327,7 +327,7 @@ class SnapshotWorld(World):
         weights = (await handle.pull())["w"]
         await self.oracle.check_commits(self.loop)
         self._check_promises()
-        self.oracle.check_last(handle.exchange.participation.sequence.versions, weights)
+        self.oracle.check_last(handle.servers.participation.sequence.versions, weights)
         if self.bucket.overwritten:
             self.oracle.violation(f"written again: {self.bucket.overwritten}")
         await client.close()

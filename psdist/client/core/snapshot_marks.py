@@ -31,20 +31,17 @@ class MarkAnswer:
 
 
 class SnapshotMarks:
-    """Push sequences of one incarnation of this worker, by parameter set."""
+    """Push sequences of one incarnation of this worker, by parameter set. The next incarnation has another object.
 
-    def __init__(self) -> None:
+    dropped: pushes of this worker that were dropped, in all of its incarnations.
+    """
+
+    def __init__(self, dropped: int = 0) -> None:
         #: Newest snapshot attempt whose Mark was answered; 0 for none.
         self.mark = 0
-        #: Number of this worker's dropped pushes, in all of its incarnations.
-        self.dropped = 0
+        self.dropped = dropped
         self.sessions: dict[str, PushSequence] = {}
         self._answer: MarkAnswer | None = None
-
-    def start_incarnation(self) -> None:
-        """Discard sequences and marks of the previous incarnation, whose snapshot attempts were abandoned."""
-        self.mark, self._answer = 0, None
-        self.sessions.clear()
 
     def enter(self, parameters: str, sequence: PushSequence) -> None:
         """Add the push sequence of a parameter set that this worker trains."""

@@ -1,8 +1,8 @@
-"""What this worker's script waits for, where only other workers can end that wait.
+"""The waits of this worker's script that only other workers can end.
 
-From these reports the scheduler finds workers that wait for each other (``MutualWaitError``). Reported are waits
-without a time limit, of a script that calls from one thread. Each report also says how far this worker's own pushes
-are at the same moment, because the scheduler needs both together. Everything here runs on the loop.
+From these reports the scheduler detects workers that wait for each other (``MutualWaitError``). Only waits without a
+time limit are reported, of a script that calls from one thread. Each report also states the progress of this worker's
+pushes at the same moment, because the scheduler needs both together. Everything here runs on the loop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist.v1 import scheduler_pb2 as pb
 
 
 class ReportedWait:
-    """A wait, for a ``with`` block of the task that waits. Raises MutualWaitError where the scheduler reports one."""
+    """A wait, for a ``with`` block of the waiting task. Raises MutualWaitError if the scheduler reports a deadlock."""
 
     def __init__(self, activities: Activities, sequence: int, is_for_others: Callable[[], bool], **what: Any) -> None:
         self.sequence = sequence
@@ -49,22 +49,26 @@ class ReportedWait:
 
     @property
     def activity(self) -> pb.Activity:
-        """The report of this wait as it is now."""
+        """The current report of this wait."""
         what = self._what if self._is_for_others() else {}
         return self._activities.message(self.sequence, **what)
 
     def fail(self, error: PsdistError) -> None:
-        """Ends the wait with ``error``."""
+        """End the wait with ``error``."""
         if self._task is not None and self._error is None:
             self._error = error
             self._task.cancel()
 
 
 class Activities:
-    """The activity of one client. is_alone: whether one thread alone makes calls, which nobody else can end."""
+    """Activity of one client.
 
-    def __init__(self, pushes: SnapshotMarks, view: ClusterView) -> None:
-        self._pushes = pushes
+    marks: returns the push sequences of this incarnation.
+    is_alone: returns True if a single thread makes calls, so that nothing else can end its waits.
+    """
+
+    def __init__(self, marks: Callable[[], SnapshotMarks], view: ClusterView) -> None:
+        self._marks = marks
         self.reachability = Reachability(view)
         self.throughput = Throughput()
         self.is_alone: Callable[[], bool] = lambda: False
@@ -72,38 +76,40 @@ class Activities:
         self._wait: ReportedWait | None = None
 
     def message(self, sequence: int, **what: Any) -> pb.Activity:
-        """A report: how far this worker's pushes are, and ``what`` it waits for."""
-        return pb.Activity(sequence=sequence, next=self._pushes.next_whole(), partial=self._pushes.partial(), **what)
+        """Return a report: the progress of this worker's pushes, and ``what`` it waits for."""
+        marks = self._marks()
+        return pb.Activity(sequence=sequence, next=marks.next_whole(), partial=marks.partial(), **what)
 
     def waits(self, *, limited: bool, sent: Callable[[], bool] = lambda: True, **what: Any) -> ReportedWait:
-        """Makes a wait, for a ``with`` block.
+        """Return a wait, for a ``with`` block.
 
-        limited: the wait ends by itself. sent: whether what the others wait for was sent; before that this worker does
-        not wait for them. what: fields of Activity that say for whom it waits.
+        limited: the wait ends by itself.
+        sent: returns True once this worker has sent its part. Before that it does not wait for the other workers.
+        what: fields of Activity that say whom it waits for.
         """
         self._sequence += 1
         ends_by_itself = limited or not self.is_alone()
         return ReportedWait(self, self._sequence, lambda: not ends_by_itself and sent(), **what)
 
     def began(self, wait: ReportedWait) -> None:
-        """A wait begins."""
+        """Record that a wait has begun."""
         self.throughput.wait_began()
         self._wait = wait
 
     def ended(self, wait: ReportedWait) -> None:
-        """A wait is over."""
+        """Record that a wait is over."""
         self.throughput.wait_ended()
         if self._wait is wait:
             self._wait = None
             self._sequence += 1
 
     def report(self) -> pb.Activity:
-        """The report for the next heartbeat."""
+        """Return the report for the next heartbeat."""
         if self._wait is None:
             return self.message(self._sequence)
         return self._wait.activity
 
     def on_mutual_wait(self, sequence: int, error: PsdistError) -> None:
-        """Ends a wait: the scheduler has found that this worker and others wait for each other."""
+        """End a wait: the scheduler has found that this worker and others wait for each other."""
         if self._wait is not None and self._wait.sequence == sequence:
             self._wait.fail(error)

@@ -1,9 +1,9 @@
-"""One barrier of one client: numbered arrivals, so that none is lost and none counts twice.
+"""One barrier of one client. Arrivals are numbered, so that none is lost and none counts twice.
 
 A worker may never learn that it passed: the answer is lost, its time limit ends, or it is expelled while it waits. So
-each arrival says how many rounds the worker knows that it has passed. A scheduler that knows of one more lets it pass
-at once. A worker that gives up withdraws its arrival before the call returns. Otherwise the others could pass while it
-does not wait.
+each arrival carries the number of rounds that the worker knows it has passed. A scheduler that has completed one more
+lets it pass immediately. A worker that gives up withdraws its arrival before the call returns. Otherwise the other
+workers could pass while it does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.errors import FencedError, PsdistError, WaitTimeoutError
 from psdist.v1 import scheduler_pb2 as pb
 
-#: So long an arrival that is given up waits for the scheduler's word.
+#: Longest wait for the scheduler to confirm a withdrawal.
 WITHDRAW_SECONDS: Final = 5.0
 
 
@@ -55,7 +55,7 @@ class Barrier:
                         self._passed += 1
             except TimeoutError:
                 sentence = f"barrier {self._name!r}: {wait.sentence}"
-                if not arrives:  # Another call of this client is there: it has nothing to take back.
+                if not arrives:  # Another call of this client has arrived: there is nothing to withdraw.
                     raise WaitTimeoutError(sentence) from None
                 await self._give_up(sentence)
 
@@ -81,7 +81,7 @@ class Barrier:
         )
 
     async def _give_up(self, sentence: str) -> None:
-        """Withdraws the arrival. Raises WaitTimeoutError unless the barrier had been opened before."""
+        """Withdraw the arrival. Raises WaitTimeoutError unless the barrier had already opened."""
 
         async def withdrawn(mine: Registration) -> bool:
             request = self._request(mine, withdraw=True)

@@ -1,9 +1,9 @@
 """Dropped pushes: counted, reported, and an error after several in a row.
 
-A push is dropped when its worker was expelled and the others have gone on without it, or when the run rolled back to a
-snapshot. A rollback is no worker's fault, and is reported with the steps that are lost.
+A push is dropped if its worker was expelled and the others continued without it, or if the run rolled back to a
+snapshot. A rollback is no worker's fault. Its report names the lost steps.
 
-Not here: when a push is dropped (``parameters``).
+Not here: the decision to drop a push (``steps``).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from psdist.errors import InvalidArgumentError, PushDroppedError
 
 logger = logging.getLogger("psdist")
 
-#: "warn": a warning, and PushDroppedError for the third in a row. "raise": PushDroppedError at once. "ignore": a log
-#: entry of level INFO. A drop because the run went back to a snapshot is a warning with each of them.
+#: "warn": a warning, and PushDroppedError for the third in a row. "raise": PushDroppedError for the first. "ignore": a
+#: log entry of level INFO. A drop by a rollback is always a warning.
 OnDrop = Literal["warn", "raise", "ignore"]
 IN_A_ROW_MAX: Final = 3
 
 
 def check_on_drop(value: object) -> None:
-    """Raises InvalidArgumentError if ``value`` is no OnDrop."""
+    """Raise InvalidArgumentError if ``value`` is no OnDrop."""
     if value not in get_args(OnDrop):
         raise InvalidArgumentError(f"on_drop={value!r:.60} is unknown: use one of {', '.join(get_args(OnDrop))}")
 
 
 class DropCounter:
-    """The dropped pushes of one handle. count: all of them."""
+    """Dropped pushes of one handle. count: all of them."""
 
     def __init__(self, on_drop: OnDrop) -> None:
         self._on_drop = on_drop
@@ -37,12 +37,14 @@ class DropCounter:
         self._in_a_row = 0
 
     def not_dropped(self) -> None:
-        """Ends a row of drops: a push was answered."""
+        """End a row of drops, because a push was answered."""
         self._in_a_row = 0
 
     def add(self, text: str, expulsion: Expulsion) -> None:
-        """Counts a dropped push, and reports it as ``on_drop`` says. text: which push, why, and how the worker goes on.
-        Raises PushDroppedError."""
+        """Count a dropped push, and report it according to ``on_drop``. Raises PushDroppedError.
+
+        text: the push, the cause, and how the worker continues.
+        """
         self.count += 1
         if expulsion.rolled_back:
             logger.warning("%s", text)
@@ -52,7 +54,7 @@ class DropCounter:
             before, self._in_a_row = self._in_a_row - 1, 0
             row = f" So were the {before} before it." if before else ""
             raise PushDroppedError(
-                f"{text}.{row} What this worker computes does not count while that goes on: find out what keeps it "
-                "from answering, raise --worker-timeout, or set on_drop='ignore'"
+                f"{text}.{row} Its gradients are being discarded: find out what keeps this worker from answering, "
+                "raise --worker-timeout, or set on_drop='ignore'"
             )
         logger.log(logging.INFO if self._on_drop == "ignore" else logging.WARNING, "%s", text)

@@ -1,4 +1,4 @@
-"""The cluster map of one session: a whole one first, and then whole ones or differences, in the order of the stream."""
+"""The cluster map of one session: a whole one first, then whole ones or differences, in the order of the stream."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from psdist.wire import convert
 
 
 class FollowedMap:
-    """The map that came last on one session. Maps that come by other calls are none of its, since differences are to
-    what this session was sent."""
+    """The newest map of one session. Ignores maps that arrive by other calls, because differences refer to this
+    session's maps."""
 
     def __init__(self) -> None:
         self._cluster = ClusterMap("", 0)
 
     def follow(self, response: pb.SessionResponse) -> ClusterMap:
-        """The map after ``response``, which has one or a difference. Raises StaleEpochError for a difference from
-        another map than the last, and what the conversions raise."""
+        """Apply ``response``, a whole map or a difference, and return the map. Raises StaleEpochError for a difference
+        from another map than the last, and the errors of the conversions."""
         if response.HasField("map"):
             self._cluster = convert.map_from_proto(response.map)
         else:

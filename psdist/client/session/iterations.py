@@ -1,13 +1,13 @@
 """Holds this worker's pushes at the start of an iteration while the scheduler lets workers join, saves or ends the run.
 
-The scheduler asks all workers to stop where an iteration starts (``AlignCommand``). Each reports its progress at once
-and finishes the iteration that it is in. The scheduler then chooses one position of the common program order, and
-whoever is before it runs up to it. There all wait until they are released.
+The scheduler asks all workers to stop at the start of an iteration (``AlignCommand``). Each immediately reports its
+progress and finishes its current iteration. The scheduler then chooses one position of the common program order, and
+workers before it run up to it. There all wait until they are released.
 
 A worker that loses the scheduler continues alone after ``ALONE_SECONDS``. That is safe: in BSP nothing of the next
-iteration is applied without the others, and servers check each join and cut themselves.
+iteration is applied without the other workers, and servers check each join and cut themselves.
 
-Not here: where iterations start (``core.program_order``).
+Not here: the starts of iterations (``core.program_order``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ALONE_SECONDS: Final = 5.0
 class Iterations:
     """The program order of one client, and the pushes that are held back.
 
-    send: puts a report on the session. is_heard: True if the scheduler answers.
+    send: puts a report on the session.
+    is_heard: returns True if the scheduler answers.
     """
 
     def __init__(self, send: Callable[[pb.AlignReport], None], is_heard: Callable[[], bool]) -> None:
@@ -75,8 +76,8 @@ class Iterations:
                 self._release()
 
     async def until_start(self) -> None:
-        """Hold this worker alone, and return when its script is between two iterations. Return immediately if it is
-        unknown where they are."""
+        """Hold this worker alone, and return when its script is between two iterations. Return immediately if their
+        boundaries are unknown."""
         self._is_leaving = True
         while self.order.is_shared and self.order.is_inside:
             await self._changed.wait()
@@ -94,12 +95,12 @@ class Iterations:
         self._report()
 
     def start_incarnation(self) -> None:
-        """Forget what the previous incarnation was asked."""
+        """Forget the commands of the previous incarnation."""
         self.order.start_incarnation()
         self._release()
 
     def mark_boundary(self) -> None:
-        """The script declares that an iteration starts or ends here."""
+        """Record that the script declares the start or end of an iteration."""
         self.order.mark_boundary()
         if self._held:
             self._report_progress()

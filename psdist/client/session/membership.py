@@ -59,26 +59,26 @@ def unless_dropped(call: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True, slots=True)
 class Expulsion:
-    """Why an incarnation of this client ended. rolled_back: because the run went back to a snapshot."""
+    """Why an incarnation of this client ended. rolled_back: because the run rolled back to a snapshot."""
 
     reason: str
     rolled_back: bool
 
 
 class WorkerMembership:
-    """The membership of one client.
+    """Membership of one client.
 
     peer: the scheduler's name for messages.
-    rejoins: whether it registers again when it was expelled; else that is the end.
+    rejoins: True if it registers again after it was expelled; else that is the end.
     """
 
     def __init__(self, peer: str, waits: WaitTracker, *, rejoins: bool) -> None:
         self.peer = peer
         self.rejoins = rejoins
         self.view = ClusterView()
-        #: How the incarnation before this one ended.
+        #: How the previous incarnation ended.
         self.expulsion = Expulsion("", rolled_back=False)
-        #: Parameter sets that were ready when this incarnation began: a worker that takes part in them joins a training
+        #: Parameter sets that were ready when this incarnation began. A worker that takes part in one joins a training
         #: under way.
         self.ready_before: frozenset[str] = frozenset()
         self._waits = waits
@@ -86,20 +86,20 @@ class WorkerMembership:
 
     @property
     def registration(self) -> Registration:
-        """Who this client is. Raises ClosedError before it was registered."""
+        """Identity of this client in the run. Raises ClosedError before it was registered."""
         if self._registration is None:
             raise ClosedError("the client is not connected: use it in a with block, or call connect() first")
         return self._registration
 
     def start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
-        """This client was registered."""
+        """Start the incarnation that was just registered."""
         self._registration = Registration.of(response)
         cluster = convert.map_from_proto(response.map) if response.HasField("map") else ClusterMap("", 0)
         self.ready_before = frozenset(entry.spec.name for entry in cluster.parameters if entry.ready)
         self.view.start_incarnation(cluster)
 
     def on_expelled(self, fenced: FencedError, silence: str) -> None:
-        """The incarnation ended. silence: how long this process gave no sign of life, for a message."""
+        """End the incarnation. silence: how long this process gave no sign of life, for a message."""
         rolled_back = "rolled_back" in fenced.details
         # The errors advise to register again, which this client does.
         text = fenced.message.removesuffix("; register again").removesuffix(": register again")
@@ -107,7 +107,7 @@ class WorkerMembership:
         self.view.on_fenced(fenced)
 
     def raise_if_expelled(self, incarnation: int | None = None) -> None:
-        """Raises why this client is no member, if it is none; FencedError if ``incarnation`` has ended."""
+        """Raise the reason if this client is no member; FencedError if ``incarnation`` has ended."""
         if self.view.fatal is not None:
             raise again(self.view.fatal)
         if incarnation is None:

@@ -1,11 +1,11 @@
-"""Servers that this worker cannot reach though the scheduler counts them as live.
+"""Servers that this worker cannot reach although the scheduler counts them as live.
 
 The data path reports an attempt that broke. From then on the server is called again and again, on the same channel as
 requests, until it answers or is gone. So a server counts as unreachable exactly as long as calls to it fail, whatever
 requests wait for. Heartbeats report such servers, and the scheduler names them and decides what follows; it also has
 other workers call the server (``check``).
 
-Not here: attempts to send a request (``delivery``), what follows (the scheduler's ``unreachable_servers``).
+Not here: attempts to send a request (``delivery``), the consequences (the scheduler's ``unreachable_servers``).
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ async def _no_transport(address: str) -> None:
 
 @dataclass(slots=True)
 class _Unreachable:
-    """since: time of the attempt that broke. reason: of the newest failed call; empty before the first one."""
+    """A server that did not answer.
+
+    since: time of the attempt that broke.
+    reason: why the newest call failed; empty before the first one.
+    """
 
     since: float
     reason: str = ""
 
 
 class Reachability:
-    """Servers that one client cannot reach. call: calls the server at an address; raises PsdistError
-    if it does not answer."""
+    """Servers that one client cannot reach. call: calls the server at an address; raises PsdistError if it does not
+    answer."""
 
     def __init__(self, view: ClusterView) -> None:
         self.call: Callable[[str], Coroutine[Any, Any, None]] = _no_transport
@@ -55,13 +59,13 @@ class Reachability:
         self._pause_seconds = min(_PAUSE_SECONDS, lease_seconds / _CALLS_IN_A_LEASE)
 
     def attempt_broke(self, server: Replica) -> None:
-        """An attempt on the server broke: find out whether it can be reached."""
+        """Find out whether a server can be reached after an attempt on it broke."""
         if server not in self._unreachable:
             self._unreachable[server] = _Unreachable(asyncio.get_running_loop().time())
             self._run(self._watch(server, self._unreachable[server]))
 
     def restart(self) -> None:
-        """Count from now: a new incarnation is not to be expelled for what the one before reported."""
+        """Restart the counts: a new incarnation must not be expelled for reports of the previous one."""
         now = asyncio.get_running_loop().time()
         for one in self._unreachable.values():
             one.since, one.reason = now, ""
@@ -76,7 +80,7 @@ class Reachability:
         ][: limits.UNREACHABLE_REPORTED_MAX]
 
     def check(self, server: Replica, answer: Callable[[bool], None]) -> None:
-        """Call the server, and give ``answer`` whether it was reached."""
+        """Call the server, and pass True to ``answer`` if it was reached."""
 
         async def run() -> None:
             answer(not await self.why_unreachable(server))
@@ -84,7 +88,7 @@ class Reachability:
         self._run(run())
 
     async def why_unreachable(self, server: Replica) -> str:
-        """Call a server. Returns why it was not reached; empty if it was, or is none of the newest map."""
+        """Call a server. Returns why it was not reached; empty if it was, or if the newest map does not list it."""
         entry = self._view.cluster.server(server.server_id)
         if entry is None or entry.incarnation != server.incarnation:
             return ""

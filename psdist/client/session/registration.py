@@ -20,7 +20,7 @@ from psdist.wire.member_connection import MemberConnection
 
 @dataclass(frozen=True, slots=True)
 class SchedulerTarget:
-    """Where the scheduler is and who wants to join."""
+    """Address of the scheduler, and the identity that the client asks for."""
 
     address: str
     #: Where the address came from, for messages.
@@ -34,7 +34,7 @@ class SchedulerTarget:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Who this client is in the run."""
+    """Identity of this client in the run."""
 
     run_id: str
     worker_id: str
@@ -46,7 +46,7 @@ class Registration:
 
     @classmethod
     def of(cls, response: pb.RegisterResponse) -> Registration:
-        """What the scheduler answered."""
+        """Return the registration in the scheduler's answer."""
         return cls(
             response.run_id,
             response.member_id,
@@ -58,7 +58,7 @@ class Registration:
         )
 
     def caller(self) -> dict[str, Any]:
-        """The fields of a request that say who calls."""
+        """Return the fields of a request that identify the caller."""
         return {"run_id": self.run_id, "worker_id": self.worker_id, "incarnation": self.incarnation}
 
 
@@ -72,9 +72,9 @@ class Registrar:
         self._waits = waits
 
     async def register(self, timeout: float) -> pb.RegisterResponse:
-        """Registers for the first time.
+        """Register for the first time.
 
-        Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with.
+        Raises SchedulerUnreachableError after ``timeout`` seconds, and the scheduler's refusal.
         """
         target = self._target
         reason = f"for {self._connection.peer} (from {target.source}) to answer"
@@ -96,7 +96,7 @@ class Registrar:
         )
 
     async def register_again(self, mine: Registration) -> pb.RegisterResponse:
-        """Registers under the same id, however long that takes. Raises what the scheduler refuses with."""
+        """Register under the same id, however long that takes. Raises the scheduler's refusal."""
         rank: int | None = mine.rank
         backoff = Backoff(self._connection.rng)
         reason = f"for {self._connection.peer} to take {mine.worker_id} back"
@@ -109,9 +109,9 @@ class Registrar:
                 except DuplicateMemberError as error:
                     holder = error.details
                     if holder.get("member_id") != mine.worker_id:
-                        rank = None  # Another has it now.
+                        rank = None  # Another worker has it now.
                     elif (holder.get("host"), holder.get("pid")) != (socket.gethostname(), str(os.getpid())):
                         raise
-                    # Else this very process, by an answer that was lost: that incarnation has no session and ends soon.
+                    # Otherwise it is this process: its answer was lost. That incarnation soon ends without a session.
                     wait.update_reason(f"{reason}; last: {error.message}")
                 await asyncio.sleep(backoff.next_seconds())

@@ -1,6 +1,6 @@
-"""Calls to the scheduler, with its errors and with patience for a scheduler that is away.
+"""Calls to the scheduler, with its errors, and retries while it is unreachable.
 
-Not here: the session that keeps this worker a member (``scheduler_session``), what the calls mean.
+Not here: the session that keeps this worker a member (``scheduler_session``), the meaning of the calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class SchedulerCalls(MemberConnection):
-    """One client's calls. target: the scheduler, and who this client wants to be."""
+    """Calls of one client. target: the scheduler, and the identity that this client asks for."""
 
     def __init__(self, target: SchedulerTarget, membership: WorkerMembership, waits: WaitTracker, rng: Random) -> None:
         super().__init__(target.address, target.source, target.token, rng)
@@ -34,10 +34,12 @@ class SchedulerCalls(MemberConnection):
     async def call_until_answered(
         self, method: Any, make_request: Callable[[], Any], reason: str, incarnation: int | None = None
     ) -> Any:
-        """The same, but a scheduler that cannot be reached is asked again until it is back.
+        """Call ``method``, again while the scheduler cannot be reached.
 
-        make_request: makes the request of each attempt. reason: of the wait.
-        Raises what the scheduler refuses with; FencedError if ``incarnation`` has ended, ClosedError.
+        make_request: makes the request of each attempt.
+        reason: reason of the wait.
+
+        Raises the scheduler's refusal; FencedError if ``incarnation`` has ended, ClosedError.
         """
         backoff = Backoff(self.rng)
         with self._waits.open(reason) as wait:
@@ -58,10 +60,11 @@ class SchedulerCalls(MemberConnection):
         *,
         patient: bool = True,
     ) -> T:
-        """Reads what ``method`` answers ``request`` with until ``handle`` returns something, and returns that.
+        """Read the answers of ``method`` until ``handle`` returns a result, and return that.
 
-        Where the scheduler cannot be reached it is asked again, until it is back, or SchedulerUnreachableError is
-        raised if not ``patient``. Raises what it refuses with.
+        patient: True repeats the request while the scheduler cannot be reached; False raises SchedulerUnreachableError.
+
+        Raises the scheduler's refusal.
         """
         backoff = Backoff(self.rng)
         while True:
@@ -85,7 +88,7 @@ class SchedulerCalls(MemberConnection):
             await asyncio.sleep(backoff.next_seconds())
 
     async def confirm_membership(self, incarnation: int) -> None:
-        """Asks the scheduler, however long that takes, whether ``incarnation`` has ended. Raises FencedError then.
+        """Ask the scheduler, however long that takes, if ``incarnation`` has ended. Raises FencedError then.
 
         A server may learn of that before this client does.
         """

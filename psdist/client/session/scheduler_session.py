@@ -1,14 +1,14 @@
 """The client's session with the scheduler: registration, heartbeats, maps and commands.
 
-The session runs in a task of its own. Heartbeats and reports go up; maps and news of failures come down into
-``cluster_view``, commands into ``snapshot_participant`` and ``stopping``. A session that breaks is opened again, for
-ever, with the same incarnation. Pushes and pulls do not notice, because they go to the servers.
+The session runs in a task of its own. Heartbeats and reports are sent to the scheduler. Maps and news of failures are
+passed to ``cluster_view``, commands to ``snapshot_participant`` and ``stopping``. A broken session is opened again,
+forever, with the same incarnation. Pushes and pulls are not affected, because they go to the servers.
 
 A client that was expelled (it was silent for longer than its lease, or cut off), or whose run rolled back, registers
 again under its id as a new incarnation. Calls of the earlier incarnation end with FencedError, mostly inside the
-client: ``parameters`` rejoins and goes on.
+client: ``steps`` rejoins and continues.
 
-Not here: the data path (``delivery``), other calls to the scheduler (``scheduler_calls``).
+Not here: requests to servers (``delivery``), other calls to the scheduler (``scheduler_calls``).
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from psdist.wire.member_connection import SessionRequests, is_cancelled
 
 logger = logging.getLogger("psdist")
 
-#: Leaving waits no longer for an incarnation that is about to begin.
+#: Longest wait, when leaving, for an incarnation that is being registered.
 _SETTLE_SECONDS: Final = 1.0
-#: After one of these the scheduler will never take this member back.
+#: Errors after which the scheduler never takes this member back.
 _FINAL_ERRORS: Final = (FencedError, WrongRunError, UnauthenticatedError, ProtocolMismatchError, *RUN_ENDING)
 
 
 class WorkerSession:
     """One membership and its parts. ``connect`` once, ``close`` once; everything else in between.
 
-    connections: how the open handles reach servers, for heartbeats: server, parameter set, transport and why others
-        are not used.
-    rejoins: whether it registers again when it was expelled; else that is the end.
+    connections: returns how the open handles reach servers, for heartbeats: server, parameter set, transport and why
+        others are not used.
+    rejoins: True if it registers again after it was expelled; else that is the end.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class WorkerSession:
         self.calls = SchedulerCalls(target, self.membership, self.waits, rng)
         self.snapshots = SnapshotParticipant(self.calls, self.membership, self._send)
         iterations = Iterations(self._report_progress, lambda: self.is_heard)
-        self.stopping = Stopping(self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
-        self.activities = Activities(self.snapshots.marks, self.membership.view)
+        self.stopping = Stopping(lambda: self.snapshots.marks, self._report_stop, lambda: self.is_heard, iterations)
+        self.activities = Activities(lambda: self.snapshots.marks, self.membership.view)
         self._registrar = Registrar(target, version, self.calls, self.waits)
         self._connections = connections
         self._requests = SessionRequests()
         self._task: asyncio.Task[None] | None = None
         self._broken = False
-        #: A session was accepted, or there will be none.
+        #: Set once a session was accepted, or none can be.
         self._accepted = asyncio.Event()
         self._leaving = False
         #: Time of the last heartbeat, and the longest silence between two of this incarnation, in seconds.
@@ -97,16 +97,16 @@ class WorkerSession:
 
     @property
     def iterations(self) -> Iterations:
-        """The order of the script's pushes, and pushes that are held back."""
+        """Program order of the script's pushes, and the pushes that are held back."""
         return self.stopping.iterations
 
     # --- registration -------------------------------------------------------------------------------------------------
 
     async def connect(self, timeout: float) -> None:
-        """Registers and opens the session: from then on this worker may be busy for as long as its lease.
+        """Register and open the session. Returns once missing heartbeats are tolerated for the length of a lease.
 
-        Raises SchedulerUnreachableError after ``timeout`` seconds, and what the scheduler refuses with:
-        ProtocolMismatchError, WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
+        Raises SchedulerUnreachableError after ``timeout`` seconds, and the scheduler's refusal: ProtocolMismatchError,
+        WrongRunError, DuplicateMemberError, UnauthenticatedError, LimitExceededError.
         """
         until = asyncio.get_running_loop().time() + timeout
         self._start_incarnation(await self._registrar.register(timeout))
@@ -124,14 +124,14 @@ class WorkerSession:
     def _start_incarnation(self, response: scheduler_pb2.RegisterResponse) -> None:
         self._beaten, self._silence = asyncio.get_running_loop().time(), 0.0
         self.activities.reachability.set_lease(response.lease_seconds)
-        self.snapshots.marks.start_incarnation()
+        self.snapshots.start_incarnation()
         self.iterations.start_incarnation()
         self.membership.start_incarnation(response)
 
     async def _rejoin(self, fenced: FencedError) -> PsdistError | None:
-        """Registers again under the same id. Returns why that cannot be."""
+        """Register again under the same id. Returns the error if the scheduler refuses."""
         mine, peer = self.membership.registration, self.calls.peer
-        logger.warning("%s does not count %s any more (%s): joining again", peer, mine.worker_id, fenced)
+        logger.warning("%s expelled %s (%s); rejoining", peer, mine.worker_id, fenced)
         longest = max(self._silence, asyncio.get_running_loop().time() - self._beaten)
         self.membership.on_expelled(fenced, f"this process sent no sign of life for up to {longest:.1f} s")
         try:
@@ -140,17 +140,17 @@ class WorkerSession:
             return error
         self._start_incarnation(response)
         self.activities.reachability.restart()
-        logger.warning("%s is in the run again, as its incarnation %d", mine.worker_id, response.incarnation)
+        logger.warning("%s rejoined as incarnation %d", mine.worker_id, response.incarnation)
         return None
 
     # --- session ------------------------------------------------------------------------------------------------------
 
     async def _keep_session(self) -> None:
-        """Holds the session open until it is cancelled or the scheduler says that this member is out."""
+        """Hold the session open until it is cancelled or the scheduler ends the membership."""
         backoff = Backoff.of_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
         while True:
             error = await self._session_once(backoff)
-            if self._leaving:  # The scheduler ends the session of one that left.
+            if self._leaving:  # The scheduler ends the session of a worker that left.
                 return
             final = isinstance(error, _FINAL_ERRORS)
             if isinstance(error, FencedError) and self.membership.rejoins:
@@ -165,12 +165,14 @@ class WorkerSession:
                 self.membership.view.on_fatal(error)
                 return
             if not self._broken:
-                logger.warning("the session with %s broke (%s): trying again; training goes on", self.calls.peer, error)
+                logger.warning(
+                    "the session with %s broke (%s); reconnecting while training continues", self.calls.peer, error
+                )
             self._broken = True
             await asyncio.sleep(backoff.next_seconds())
 
     async def _session_once(self, backoff: Backoff) -> PsdistError:
-        """One session stream, to its end. Returns why it ended."""
+        """Run one session stream to its end. Returns why it ended."""
         mine = self.membership.registration
         requests = self._requests = SessionRequests()
         self.snapshots.session_began()
@@ -206,13 +208,14 @@ class WorkerSession:
             requests.close()
 
     def _session_ended(self, task: asyncio.Task[None]) -> None:
-        """A session that ends by a defect must not let calls wait for news that will not come."""
+        """End the membership if the session failed by a defect: calls must not wait for news that cannot arrive."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.membership.view.on_fatal(InternalError(f"the session with {self.calls.peer} failed: {error!r}"))
         self._accepted.set()
 
     def _heartbeats(self) -> Callable[[], scheduler_pb2.SessionRequest.Heartbeat]:
-        """Makes the heartbeats of one session. They report how servers are reached when that has changed."""
+        """Return a function that makes the heartbeats of one session. They report how servers are reached when that has
+        changed."""
         reported: scheduler_pb2.Connections | None = None
 
         def heartbeat() -> scheduler_pb2.SessionRequest.Heartbeat:
@@ -259,7 +262,7 @@ class WorkerSession:
                 raise _rolled_back(response.rolled_back, self.snapshots.marks.sessions)
 
     def _check_server(self, server: Replica) -> None:
-        """Answer the scheduler, on the session on which it asked, whether this worker reaches a server."""
+        """Answer the scheduler, on the session on which it asked, if this worker reaches a server."""
         requests, wired = self._requests, convert.replica_to_proto(server)
 
         def answer(reached: bool) -> None:
@@ -281,17 +284,17 @@ class WorkerSession:
 
     @property
     def is_connected(self) -> bool:
-        """Whether ``connect`` has registered this client."""
+        """True if ``connect`` has registered this client."""
         return self._task is not None
 
     @property
     def is_heard(self) -> bool:
-        """Whether this client is a member, as far as it knows, and the scheduler answers."""
+        """True if this client is a member, as far as it knows, and the scheduler answers."""
         view = self.membership.view
         return not self._broken and view.fatal is None and view.fenced is None
 
     async def close(self, reason: str = "closed") -> None:
-        """Leaves, if the scheduler answers within a second, and closes the channel."""
+        """Leave, if the scheduler answers within a second, and close the channel."""
         await self.snapshots.close()
         await self.activities.reachability.close()
         if self._task is not None:
@@ -308,8 +311,8 @@ class WorkerSession:
         await self.calls.close()
 
     async def _settle(self) -> None:
-        """Returns when an incarnation that is about to begin has begun, so that the newest one leaves: one that
-        registers and is not heard of again would be missed."""
+        """Wait for an incarnation that is being registered, so that the newest one leaves. Otherwise the scheduler
+        would miss a registered worker that is never heard of again."""
         view = self.membership.view
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_SECONDS):
@@ -318,14 +321,14 @@ class WorkerSession:
 
 
 def _rolled_back(news: scheduler_pb2.SessionResponse.RolledBack, sessions: Mapping[str, PushSequence]) -> FencedError:
-    """The error that ends this incarnation after a rollback. The log says what is lost."""
+    """Return the error that ends this incarnation after a rollback. Log what is lost."""
     lost = [text for part in news.lost if (text := _lost_steps(part, sessions.get(part.parameters)))]
     logger.warning("%s. Lost: %s", news.text.rstrip("."), ", ".join(lost) or "nothing")
     return FencedError(f"the run went back to snapshot {news.directory}", rolled_back=news.directory)
 
 
 def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost, session: PushSequence | None) -> str:
-    """ "steps 12 to 19 of 'mlp'"; empty for none. This worker may know of later ones than the scheduler."""
+    """Return "steps 12 to 19 of 'mlp'"; empty for none. This worker may know of later ones than the scheduler."""
     first, until = getattr(part, "from"), part.until
     if session is not None and session.synchronous:
         until = max(until, session.step)
@@ -335,6 +338,6 @@ def _lost_steps(part: scheduler_pb2.SessionResponse.RolledBack.Lost, session: Pu
 
 
 def _tell_launcher() -> None:
-    """Creates the file by which a launcher knows that this worker's script uses psdist."""
+    """Create the file that tells the launcher that this worker's script uses psdist."""
     if connected_file := os.environ.get("PSDIST_CONNECTED_FILE"):
         Path(connected_file).touch()

@@ -1,9 +1,9 @@
-"""This worker's part in snapshots: it answers the scheduler's commands at once, whatever the script is doing.
+"""This worker's part in snapshots: it answers the scheduler's commands immediately, whatever the script is doing.
 
-It joins three things: the numbers of the next pushes (``SnapshotMarks``), the states that the worker keeps itself
-(``WorkerStates``), and their way to the scheduler (``StateUploads``).
+It joins three parts: the numbers of the next pushes (``SnapshotMarks``), the worker-local states (``WorkerStates``),
+and their uploads to the scheduler (``StateUploads``).
 
-Not here: asking for a snapshot (``snapshots``), what servers write.
+Not here: asking for a snapshot (``snapshots``), the servers' part.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from psdist.wire import status
 
 
 class SnapshotParticipant:
-    """The snapshots of one client. send: puts a report on the session."""
+    """Snapshots of one client. send: puts a report on the session."""
 
     def __init__(
         self, calls: SchedulerCalls, membership: WorkerMembership, send: Callable[[pb.SessionRequest], None]
     ) -> None:
-        #: The next pushes of all of this worker's parameter sets.
+        #: Next pushes of all parameter sets of this incarnation.
         self.marks = SnapshotMarks()
         self._uploads = StateUploads(calls, membership, self._report_failed)
         self.states = WorkerStates(self._uploads.put, self._report_failed)
         self._send = send
 
+    def start_incarnation(self) -> None:
+        """Replace the marks: the snapshot attempts of the previous incarnation were abandoned."""
+        self.marks = SnapshotMarks(self.marks.dropped)
+
     def session_began(self) -> None:
-        """Reports what is true: the session before may have lost it."""
+        """Report again, because the previous session may have lost it."""
         self.report_kept()
         if (pending_answer := self.marks.pending_answer) is not None:
             self._report_marked(*pending_answer)
 
     def on_command(self, command: pb.SnapshotCommand) -> None:
-        """Carries a command of the scheduler out."""
+        """Carry out a command of the scheduler."""
         match command.WhichOneof("kind"):
             case "mark":
                 lowest = partial(self.states.mark, command.attempt, self.marks.sessions, command.mark.steps)
@@ -51,12 +55,12 @@ class SnapshotParticipant:
                 self._uploads.end(command.attempt)
 
     def report_kept(self) -> None:
-        """Says which parameter sets this worker keeps a state of."""
+        """Report the parameter sets for which this worker keeps a state."""
         if self.states.names:
             self._report(pb.SnapshotReport(keeps=pb.SnapshotReport.Keeps(parameters=self.states.names)))
 
     async def close(self) -> None:
-        """Ends the uploads under way."""
+        """Cancel the uploads under way."""
         await self._uploads.close()
 
     def _report_marked(self, attempt: int, answer: MarkAnswer) -> None:

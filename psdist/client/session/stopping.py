@@ -1,9 +1,9 @@
-"""The end of a worker that was asked to end, agreed with the others.
+"""Coordinated shutdown of workers, as one worker takes part in it.
 
-The last snapshot is then of a step that all workers have made. A worker that is asked to end reports it and trains on.
-If all workers were asked, the scheduler has them begin no more pushes (``hold``), has the last snapshot cut, and lets
-them leave. Pushes before the cut are then finished, and later ones are given up. If only some workers were asked, each
-of them leaves when its push is done. Everything here runs on the loop.
+A worker that is asked to end reports it and continues to train. Once all workers were asked, the scheduler stops them
+from starting pushes (``hold``), cuts the last snapshot at a step that all of them have made, and lets them leave.
+Pushes before the cut are then finished, and later ones are abandoned. If only some workers were asked, each of them
+leaves after its current push. Everything here runs on the loop.
 
 Not here: the signal (``sigterm``), leaving itself (``scheduler_session``).
 """
@@ -19,37 +19,39 @@ from psdist.client.core.snapshot_marks import SnapshotMarks
 from psdist.client.session.iterations import Iterations
 from psdist.v1 import scheduler_pb2 as pb
 
-#: A scheduler that is not heard for so long is not waited for: this worker leaves without it.
+#: Silence of the scheduler after which this worker leaves without it.
 ALONE_SECONDS: Final = 5.0
-#: A push that is not done by then, because others do not push, is given up.
+#: Time limit of the last push. It is abandoned if other workers do not push by then.
 FINISH_SECONDS: Final = 10.0
 
 
 class Stopping:
-    """The agreed end of one client.
+    """Coordinated shutdown of one client.
 
-    send: puts a report on the session. is_heard: whether the scheduler answers.
+    marks: returns the push sequences of this incarnation.
+    send: puts a report on the session.
+    is_heard: returns True if the scheduler answers.
     """
 
     def __init__(
         self,
-        pushes: SnapshotMarks,
+        marks: Callable[[], SnapshotMarks],
         send: Callable[[pb.StopReport], None],
         is_heard: Callable[[], bool],
         iterations: Iterations,
     ) -> None:
         #: The order of the script's pushes. A script with several parameter sets leaves between two iterations.
         self.iterations = iterations
-        self._pushes = pushes
+        self._marks = marks
         self._send = send
         self._is_heard = is_heard
-        #: This worker was asked to end.
+        #: True if this worker was asked to end.
         self.requested = False
-        #: No push is begun any more.
+        #: True if no push may begin.
         self.holding = False
-        #: All workers of the run end, and the last snapshot is taken for them.
+        #: True if all workers of the run end, with a last snapshot.
         self.together = False
-        #: Whether this worker was asked to end, also where nobody has said so yet.
+        #: Returns True if this worker was asked to end, even before ``request``.
         self.is_asked: Callable[[], bool] = lambda: False
         self._told = asyncio.Event()
         self._ends: dict[str, int] = {}
@@ -58,12 +60,12 @@ class Stopping:
     # --- the scheduler's side -----------------------------------------------------------------------------------------
 
     def session_began(self) -> None:
-        """Reports the wish to end again: the session before may have lost it."""
+        """Report the request to end again, because the previous session may have lost it."""
         if self.requested:
             self._send(pb.StopReport(stopping=True))
 
     def on_command(self, command: pb.StopCommand) -> None:
-        """Carries out a command of the scheduler."""
+        """Carry out a command of the scheduler."""
         if self.is_asked():
             self.request()
         match command.WhichOneof("kind"):
@@ -71,7 +73,7 @@ class Stopping:
                 self._send(pb.StopReport(number=command.number, stopping=self.requested))
             case "hold":
                 self.holding = self.together = True
-                self._send(pb.StopReport(number=command.number, stopping=True, holding=True, next=self._pushes.next()))
+                self._send(pb.StopReport(number=command.number, stopping=True, holding=True, next=self._marks().next()))
             case "leave":
                 self._ends = dict(command.leave.next)
                 self._told.set()
@@ -79,22 +81,22 @@ class Stopping:
     # --- this worker's side -------------------------------------------------------------------------------------------
 
     def request(self) -> None:
-        """Asks this worker to end."""
+        """Ask this worker to end."""
         if not self.requested:
             self.requested = True
             self._send(pb.StopReport(stopping=True))
 
     def push_ended(self) -> None:
-        """A push was answered or dropped."""
+        """Record that a push was answered or dropped."""
         self._changed.set()
 
     async def until_allowed(self) -> None:
-        """Returns when a push may be begun: at once, or never after ``hold``, because this worker leaves."""
+        """Return when a push may begin. Never returns after ``hold``, because this worker leaves."""
         while self.holding:
             await asyncio.get_running_loop().create_future()
 
     async def until_leaving(self) -> None:
-        """Returns when this worker may leave, or when the scheduler does not answer."""
+        """Return when this worker may leave, or when the scheduler does not answer."""
         loop = asyncio.get_running_loop()
         heard = loop.time()
         while not self._told.is_set() and loop.time() - heard < ALONE_SECONDS:
@@ -108,12 +110,12 @@ class Stopping:
                 if not self._ends:
                     await self.iterations.until_start()
                 self.holding = True
-                while any(self._is_awaited(name, session) for name, session in self._pushes.sessions.items()):
+                while any(self._is_awaited(name, session) for name, session in self._marks().sessions.items()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:
             self.holding = True
 
     def _is_awaited(self, name: str, session: PushSequence) -> bool:
-        """Whether a push is under way that is to be finished, and that was given as a whole."""
+        """Return True if a whole push is under way that must be finished."""
         return session.unfinished and session.step < self._ends.get(name, session.step + 1)

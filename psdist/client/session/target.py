@@ -1,4 +1,5 @@
-"""Which scheduler a client connects to, and as whom: from arguments, the environment, or a file that is waited for."""
+"""The scheduler that a client connects to, and the client's identity: from arguments, the environment, or a file that
+is waited for."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ async def find_target(
     transport: TransportName | None,
     timeout: float,
 ) -> tuple[SchedulerTarget, ClientSettings]:
-    """Where to connect, and the other settings. Arguments are those of ``AsyncClient``; timeout: seconds for the file.
+    """Return the scheduler's address with the identity, and the other settings. Arguments are those of ``AsyncClient``.
+
+    timeout: seconds for which to wait for the file.
 
     Raises InvalidArgumentError, InvalidNameError, ConfigurationError, SchedulerUnreachableError.
     """

@@ -2,8 +2,8 @@
 
 A reason completes a sentence that begins with "waiting", such as "for worker-1 (rank 1) to push step 12". Peers may
 change it. A reason is logged at INFO when it is first given, and at WARNING when the wait has lasted
-``limits.REPORT_WAIT_SECONDS``, once per reason and again each minute, however many calls wait for it. Heartbeats carry
-the open waits, so that ``psdist status`` shows them.
+``limits.REPORT_WAIT_SECONDS``. It is logged once per reason and again each minute, however many calls wait for it.
+Heartbeats carry the open waits, so that ``psdist status`` shows them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wait:
 
     @property
     def seconds(self) -> float:
-        """How long the wait has lasted."""
+        """Seconds that the wait has lasted."""
         return self._loop.time() - self._since
 
     @property
@@ -56,7 +56,7 @@ class Wait:
         return f"waiting {self.seconds:.0f} s {self.reason}"
 
     def update_reason(self, reason: str) -> None:
-        """Replaces the reason, as a peer reported."""
+        """Replace the reason, as a peer reported it."""
         if reason == self.reason:
             return
         self.reason = reason
@@ -66,12 +66,12 @@ class Wait:
             logger.info("waiting %s", reason)
 
     def sent(self) -> None:
-        """The gradient of the request that is waited for is handed over."""
+        """Record that the gradient of the request is handed over."""
         if self._request is not None:
             self._request.sent()
 
     def progress(self) -> None:
-        """Begins the silence anew, because something arrived."""
+        """Restart the time limit of silence, because something arrived."""
         if self._request is not None:
             self._request.answered()
         self._since = self._loop.time()
@@ -96,26 +96,26 @@ class Wait:
 
 
 class WaitTracker:
-    """The open waits of one client."""
+    """Open waits of one client."""
 
     def __init__(self) -> None:
-        #: Waits under way, by the identity of each.
+        #: Waits under way, by their object ids.
         self.open_waits: dict[int, Wait] = {}
         #: When each reason was logged last.
         self.reported: dict[str, float] = {}
-        #: What the script's time goes into.
+        #: Time that the script spends in each phase.
         self.phases = PhaseTimer()
 
     def open(self, reason: str) -> Wait:
-        """Opens a wait, for a ``with`` block, with its first reason."""
+        """Open a wait, for a ``with`` block, with its first reason."""
         return Wait(reason, self, asyncio.get_running_loop())
 
     def open_request(self, reason: str, *, sends: bool) -> Wait:
-        """Opens the wait for a server's answer to a request. sends: the request has a gradient."""
+        """Open the wait for a server's answer to a request. sends: the request has a gradient."""
         return Wait(reason, self, asyncio.get_running_loop(), self.phases.open_request(sends=sends))
 
     def sentences(self) -> list[str]:
-        """The reasons of waits that have lasted, and for how long, longest first."""
+        """Return the reasons of long waits with their durations, longest first."""
         long = [wait for wait in self.open_waits.values() if wait.seconds >= limits.REPORT_WAIT_SECONDS]
         long.sort(key=lambda wait: -wait.seconds)
         sentences: dict[str, str] = {}

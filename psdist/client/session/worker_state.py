@@ -1,12 +1,12 @@
-"""The state that a worker keeps itself and adds to snapshots, such as a codec's residual, which no server has.
+"""Worker-local state in snapshots, such as a codec's residual, which no server stores.
 
 A state belongs to one worker's pushes of one parameter set. A snapshot needs it as it is between the last push in the
 snapshot and the next one, whatever the script is doing. ``WorkerStates`` follows the pushes as they begin and end, and
-takes the state at that place. In BSP a worker may have begun the push after the cut, so the result of ``save`` at the
+copies the state at that place. In BSP a worker may have begun the push after the cut, so the result of ``save`` at the
 begin of a push is kept until the push is over.
 
-Invariants: a state is taken at exactly one place between two pushes, or not at all. A state that was taken for an
-attempt that is over is not sent for another.
+Invariants: a state is copied at exactly one place between two pushes, or not at all. A state that was copied for one
+attempt is not sent for another.
 
 Not here: the numbers of pushes (``push_sequence``), the files (the scheduler).
 """
@@ -44,9 +44,9 @@ State = dict[str, NDArray[Any]]
 
 
 class DeferredArray:
-    """``dtype``[size] that is read where a snapshot wants it, such as an array that lies in the memory of a device.
+    """``dtype``[size] that is read only if a snapshot needs it, such as an array in the memory of a device.
 
-    read: gives its values, in an array that nobody else has.
+    read: returns its values, in a new array.
     """
 
     dtype: ClassVar[np.dtype[Any]] = np.dtype(np.float32)
@@ -56,7 +56,7 @@ class DeferredArray:
         self._read = read
 
     def copy(self) -> NDArray[Any]:
-        """Its values."""
+        """Return its values."""
         return self._read()
 
 
@@ -68,16 +68,19 @@ Restore = Callable[[State], None]
 _PART_BYTES: Final = 1 << 20
 
 
-#: What psdist keeps itself, beside the user's state, has names that begin like this.
+#: Prefix of the names of psdist's own state.
 OWN: Final = "psdist."
 _RESERVED: Final = (OWN, BUFFERS)
 
 
 @dataclass(slots=True)
 class _Kept:
-    """The state of one parameter set. parts: how to save and to restore what has names with a prefix: psdist's own, and
-    "" for the user's. before: the state when the push under way began. wanted: the attempt that wants it, and the
-    number of the push before which it is wanted."""
+    """The state of one parameter set.
+
+    parts: functions that save and restore the names of one prefix: psdist's own, and "" for the user's.
+    before: the state when the push under way began.
+    wanted: the attempt that needs it, and the number of the push before which it is needed.
+    """
 
     parts: dict[str, tuple[Save, Restore]]
     session: PushSequence
@@ -86,10 +89,11 @@ class _Kept:
 
 
 class WorkerStates:
-    """The states that one client keeps.
+    """Worker-local states of one client.
 
-    hand_in: called with each state that was taken: attempt, parameter set, the number of the push before which it was
-    taken, and arrays that nobody else has. failed: called with the attempt and the error where a state cannot be taken.
+    hand_in: called with each copied state: attempt, parameter set, the number of the push before which it was copied,
+        and new arrays.
+    failed: called with the attempt and the error if a state cannot be copied.
     """
 
     def __init__(
@@ -101,16 +105,17 @@ class WorkerStates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameter sets of which a state is kept."""
+        """Parameter sets that have a state."""
         return tuple(self._kept)
 
     def keep(self, parameters: str, save: Save, restore: Restore, session: PushSequence, *, prefix: str = "") -> None:
-        """Keeps a state of this parameter set from now on. prefix: of what is psdist's own."""
+        """Register a state of this parameter set. prefix: prefix of psdist's own state."""
         kept = self._kept.setdefault(parameters, _Kept({}, session))
         kept.session, kept.parts[prefix] = session, (save, restore)
 
     def start_incarnation(self, parameters: str, session: PushSequence) -> Restore | None:
-        """Follows the pushes of a new incarnation. Returns the function that restores the state, where one is kept."""
+        """Follow the pushes of a new incarnation. Returns the function that restores the state; None if there is
+        none."""
         kept = self._kept.get(parameters)
         if kept is None:
             return None
@@ -124,23 +129,24 @@ class WorkerStates:
         return restore_all
 
     def push_started(self, parameters: str) -> None:
-        """Takes the state before a push is encoded for the first time."""
+        """Save the state before a push is encoded for the first time."""
         kept = self._kept.get(parameters)
         if kept is not None and not kept.session.unfinished:
             self._check(parameters, kept)
             kept.before = self._save(parameters, kept)
 
     def push_finished(self, parameters: str) -> None:
-        """Forgets the state before a push that is over."""
+        """Forget the state before a push that is over."""
         kept = self._kept.get(parameters)
         if kept is not None:
             kept.before = None
             self._check(parameters, kept)
 
     def mark(self, attempt: int, sessions: Mapping[str, PushSequence], steps: Mapping[str, int]) -> dict[str, int]:
-        """Has the states taken that an attempt wants. Returns the lowest push before which each can be had.
+        """Copy the states that an attempt needs, now or later. Returns the lowest push before which each is available.
 
-        sessions: the push sequences of this incarnation. steps: the cut, by BSP parameter set.
+        sessions: push sequences of this incarnation.
+        steps: the cut, by BSP parameter set.
         """
         lowest: dict[str, int] = {}
         for name, kept in self._kept.items():
@@ -155,13 +161,13 @@ class WorkerStates:
         return lowest
 
     def end(self, attempt: int) -> None:
-        """Forgets what an attempt that is over wants."""
+        """Forget the states that an attempt needed, because it is over."""
         for kept in self._kept.values():
             if kept.wanted is not None and kept.wanted[0] <= attempt:
                 kept.wanted = None
 
     def _check(self, name: str, kept: _Kept) -> None:
-        """Takes the state if it is wanted as it is now, or as it was when the push under way began."""
+        """Copy the state if it is needed as it is now, or as it was when the push under way began."""
         if kept.wanted is None:
             return
         (attempt, before), session = kept.wanted, kept.session
@@ -174,13 +180,13 @@ class WorkerStates:
             self._hand_in(attempt, name, before, {key: array.copy() for key, array in state.items()})
 
     def _save(self, name: str, kept: _Kept) -> SavedState | None:
-        """The state as it is; None where ``save`` cannot give one."""
+        """Return the current state; None if ``save`` fails."""
         try:
             state: SavedState = {}
             for prefix, (save, _) in kept.parts.items():
                 state |= {prefix + key: array for key, array in check_state(name, save()).items()}
             return check_size(name, state)
-        except Exception as error:  # The user's own function: training goes on without its state.
+        except Exception as error:  # The user's own function. Training continues without its state.
             logger.exception("the state of %r cannot be had", name)
             if kept.wanted is not None:
                 text = f"the state of {name!r} cannot be had: {type(error).__name__}: {error}"
@@ -190,7 +196,7 @@ class WorkerStates:
 
 
 def check_state(parameters: str, state: object) -> SavedState:
-    """Returns ``state`` if it can be one, else raises InvalidArgumentError."""
+    """Return ``state`` if it is valid, else raise InvalidArgumentError."""
     if not isinstance(state, Mapping):
         raise InvalidArgumentError(f"the state of {parameters!r} is {type(state).__name__}: give a dict of arrays")
     for name, array in state.items():
@@ -213,7 +219,7 @@ def check_state(parameters: str, state: object) -> SavedState:
 
 
 def check_size(parameters: str, state: SavedState) -> SavedState:
-    """Returns ``state`` if it is not too large, else raises InvalidArgumentError."""
+    """Return ``state`` if it is not too large, else raise InvalidArgumentError."""
     size = sum(array.nbytes for array in state.values())
     if size > limits.STATE_BYTES_MAX:
         raise InvalidArgumentError(
@@ -223,14 +229,14 @@ def check_size(parameters: str, state: SavedState) -> SavedState:
 
 
 def part_of(state: State, prefix: str) -> State:
-    """What of a state that came back is for the part with this prefix, by its own names."""
+    """Return the entries of a restored state that have this prefix, by their own names."""
     if prefix:
         return {name.removeprefix(prefix): array for name, array in state.items() if name.startswith(prefix)}
     return {name: array for name, array in state.items() if not name.startswith(_RESERVED)}
 
 
 class StateUploads:
-    """States that are on their way to the scheduler. failed: gets the attempt and the error where one is refused."""
+    """Uploads of states to the scheduler. failed: called with the attempt and the error if one is refused."""
 
     def __init__(
         self, calls: SchedulerCalls, membership: WorkerMembership, failed: Callable[[int, PsdistError], None]
@@ -242,20 +248,20 @@ class StateUploads:
         self._tasks: dict[str, tuple[int, asyncio.Task[None]]] = {}
 
     def put(self, attempt: int, parameters: str, before: int, state: State) -> None:
-        """Uploads a state, in a task."""
+        """Upload a state, in a task."""
         self.end(attempt - 1, parameters)
         task = asyncio.create_task(self._send(attempt, parameters, before, state), name="psdist state")
         self._tasks[parameters] = attempt, task
 
     def end(self, attempt: int, parameters: str | None = None) -> None:
-        """Stops the uploads of an attempt that is over."""
+        """Cancel the uploads of an attempt that is over."""
         for name, (number, task) in list(self._tasks.items()):
             if number <= attempt and parameters in (None, name):
                 task.cancel()
                 del self._tasks[name]
 
     async def close(self) -> None:
-        """Stops all uploads."""
+        """Cancel all uploads."""
         tasks = [task for _, task in self._tasks.values()]
         for task in tasks:
             task.cancel()
@@ -265,7 +271,7 @@ class StateUploads:
         try:  # The snapshot attempt ends with the incarnation.
             await run_in_incarnation(lambda: self._hand_in(attempt, parameters, before, state), drop_when_fenced)
         except PsdistError as error:
-            logger.warning("the state of %r is not taken for the snapshot: %s", parameters, error)
+            logger.warning("the state of %r was refused for the snapshot: %s", parameters, error)
             self._failed(attempt, error)
         except Exception as error:  # The scheduler would wait for a state that does not come.
             logger.exception("the state of %r cannot be handed in for the snapshot", parameters)
@@ -285,8 +291,8 @@ class StateUploads:
 
 
 async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: WaitTracker, parameters: str) -> State:
-    """The state that the worker of this rank handed in for the snapshot from which the parameter set began; empty if
-    there is none.
+    """Return the state that the worker of this rank handed in for the snapshot from which the parameter set began;
+    empty if there is none.
 
     Raises SnapshotCorruptError, StorageError, FencedError.
     """
@@ -298,13 +304,13 @@ async def fetch(calls: SchedulerCalls, membership: WorkerMembership, waits: Wait
 
 
 class _Received:
-    """Parts of a file; those that came before the stream broke are dropped with the first message of the next."""
+    """Parts of a file. The first message of a new stream discards those of a broken one."""
 
     def __init__(self) -> None:
         self._data, self._length, self._digest = bytearray(), 0, b""
 
     async def on_part(self, response: Any) -> bytes | None:
-        """Adds a part. Returns the whole with its last part."""
+        """Add a part. Returns the whole file with its last part."""
         if response.digest:
             if response.length > limits.STATE_BYTES_MAX:
                 raise InternalError(f"the scheduler has a state of {response.length} bytes")

@@ -1,4 +1,4 @@
-"""Delivery: a request to all of its servers at once, each slice answered exactly once.
+"""Delivery of a request to all of its servers together, each slice answered exactly once.
 
 ``Delivery.deliver`` sends every slice of a request along the routes of the newest map. Slices of a broken attempt are
 sent again under the same number. A stale route is planned again. A difference to an estimate that the server lost is
@@ -110,7 +110,7 @@ class Delivery:
                 raise
             raise WaitTimeoutError(
                 f"{request.title} took longer than request_timeout={limit:g} s: waiting {self._last_reason}. The "
-                "step was not advanced; calling again goes on with it"
+                "step was not advanced; calling again continues it"
             ) from None
 
     async def _wait_until_unpaused(self, request: PushRequest, pusher: Pusher) -> None:
@@ -211,7 +211,7 @@ async def running(coroutines: Sequence[Coroutine[Any, Any, None]]) -> AsyncItera
 
 
 async def all_or_first_error(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all coroutines at once. The first error cancels the others and is raised."""
+    """Run all coroutines concurrently. The first error cancels the others and is raised."""
     if len(coroutines) == 1:
         await coroutines[0]
     elif coroutines:

@@ -1,10 +1,10 @@
 """The requests behind the user's calls: pushes, pulls and initial values. They know no transport.
 
-A request says what is sent, to whom it was answered, and where an answer goes. A transport asks it for the payload of a
-slice, and gives it the answers. A slice is encoded when it is sent, so that only a few encoded slices exist at once.
+A request holds its payload, its unanswered slices, and the destination of its answers. A transport asks it for the
+payload of a slice, and passes the answers to it. A slice is encoded when it is sent, so that only a few encoded slices
+exist at a time.
 
-Not here: how a request is written to the wire (``grpc``, ``shm``), retries (``delivery``), its number
-(``push_sequence``).
+Not here: the wire format (``grpc``, ``shm``, ``tcp``), retries (``delivery``), its number (``push_sequence``).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from psdist.wire import convert
 
 @dataclass(frozen=True, slots=True)
 class RequestIdentity:
-    """Who sends, for the identity of each request."""
+    """Identity of the sender of requests."""
 
     run_id: str
     worker_id: str
@@ -37,7 +37,7 @@ class RequestIdentity:
     parameters: str
 
     def identity(self, epoch: int) -> server_pb2.Identity:
-        """The identity of a request that was routed by the map of ``epoch``."""
+        """Return the identity of a request that was routed by the map of ``epoch``."""
         return convert.identity_to_proto(
             Identity(self.run_id, self.worker_id, self.incarnation, epoch, self.parameters)
         )
@@ -55,8 +55,8 @@ class ByteCounters:
 class Request:
     """One call of the user, as the servers see it.
 
-    title: what the user did, for messages: "step 12 of 'mlp'".
-    progress: the number of the call, and the slices that are not answered yet.
+    title: the user's action, for messages: "step 12 of 'mlp'".
+    progress: number of the call, and its unanswered slices.
     """
 
     sender: RequestIdentity
@@ -65,32 +65,33 @@ class Request:
     title: str
 
     async def ready(self, index: int) -> None:
-        """Waits until a slice can be sent. Raises why it cannot be."""
+        """Wait until a slice can be sent. Raises why it cannot be."""
 
 
 class EncodedGradient(Protocol):
-    """A gradient that is encoded before it is sent, slice by slice. It stays the same until its push is over.
+    """A gradient that is encoded before it is sent, slice by slice. It does not change until its push is over.
 
-    is_raw: whether its payloads are elements in the wire's dtype, and no segments.
+    is_raw: True if its payloads are elements in the wire's dtype; False if they are segments.
     """
 
     is_raw: bool
 
     async def ready(self, index: int) -> None:
-        """Waits until a slice is encoded. Raises why it cannot be."""
+        """Wait until a slice is encoded. Raises why it cannot be."""
 
     def difference(self, slices: Sequence[int]) -> GradientDifference | None:
-        """What the payloads of ``slices``, which one server gets, are differences to; None where they are gradients."""
+        """Return the estimate that the payloads of ``slices``, for one server, are differences to; None if they are
+        gradients."""
 
     def send_whole(self, slices: Sequence[int]) -> None:
-        """A server does not keep what the payloads of ``slices`` are differences to: they become whole gradients.
-        Raises InternalError where they are that already."""
+        """Replace the differences of ``slices`` by whole gradients, because a server lost the estimate. Raises
+        InternalError if they are whole already."""
 
     def payload(self, index: int) -> memoryview:
-        """A slice as it is sent."""
+        """Return the bytes of a slice on the wire."""
 
     def decode_into(self, index: int, out: Flat) -> None:
-        """Writes a slice as a server decodes it."""
+        """Write a slice as a server decodes it."""
 
 
 @dataclass
@@ -99,9 +100,9 @@ class PushRequest(Request):
 
     versions: version of the weights that the gradient was computed on, by slice.
     flat: the gradient, which ``codec`` casts as it is sent.
-    encoded: the gradient where it was encoded before, in place of ``flat``. Without both the worker abstains.
-    target: where the new weights go; None if they are not asked for.
-    weight: what the gradient counts for in the mean of its step.
+    encoded: the gradient if it was encoded before, in place of ``flat``. Without both the worker abstains.
+    target: destination of the new weights; None if they are not asked for.
+    weight: weight of the gradient in the mean of its step.
     mark: the newest snapshot attempt that had marked this worker's pushes when this one began.
     """
 
@@ -118,23 +119,22 @@ class PushRequest(Request):
 
     @property
     def abstains(self) -> bool:
-        """Whether it has no gradient."""
+        """True if it has no gradient."""
         return self.flat is None and self.encoded is None
 
     async def ready(self, index: int) -> None:
-        """Waits until there is a payload of the slice. Raises why there is none."""
+        """Wait until the payload of a slice is available. Raises why there is none."""
         if self.encoded is not None:
             await self.encoded.ready(index)
 
     def payload(self, index: int) -> memoryview:
-        """The encoded gradient of a slice that is ready, valid until the next call; empty where this worker
-        abstains."""
+        """Return the encoded gradient of a ready slice, valid until the next call; empty if this worker abstains."""
         if self._scratch is None:
             self._scratch = self._memory(self.slicing.slice_elements if self.encoded is None else 0)
         return self._encode(index, self._scratch)
 
     def lasting_payload(self, index: int) -> memoryview:
-        """The same, valid as long as the gradient stays as it is."""
+        """Return the encoded gradient of a ready slice, valid as long as the gradient does not change."""
         return self._encode(index, self._memory(self.slicing.size(index) if self.encoded is None else 0))
 
     def _memory(self, elements: int) -> NDArray[Any]:
@@ -152,8 +152,8 @@ class PushRequest(Request):
         return payload
 
     def write_decoded(self, index: int, out: NDArray[Any]) -> None:
-        """Writes the gradient of a slice as servers take it into memory that is shared with them: float32 where it was
-        encoded in segments, else in the dtype of ``codec``."""
+        """Write the gradient of a slice to memory that is shared with servers: float32 if it was encoded in segments,
+        else in the dtype of ``codec``."""
         if self.encoded is not None:
             self.encoded.decode_into(index, out)
             return
@@ -166,7 +166,7 @@ class PushRequest(Request):
 
 @dataclass
 class PullRequest(Request):
-    """Weights into ``target``."""
+    """A pull of weights into ``target``."""
 
     target: PullTarget
     traffic: ByteCounters
@@ -176,19 +176,19 @@ class PullRequest(Request):
 class InstallRequest(Request):
     """Initial values, always float32. A server answers once, for all of its slices.
 
-    placed: gets the server of each slice that is answered.
+    placed: filled with the server of each answered slice.
     """
 
     flat: Flat
     placed: dict[int, Replica]
 
     def payload(self, index: int) -> memoryview:
-        """The values of a slice."""
+        """Return the values of a slice."""
         start, stop = self.slicing.bounds(index)
         return self.flat[start:stop].view(np.uint8).data
 
     def on_installed(self, server: Replica, slices: tuple[int, ...]) -> None:
-        """The server has ``slices``."""
+        """Record that the server stores ``slices``."""
         for index in slices:
             self.placed[index] = server
             self.progress.answer(index, 0)
@@ -197,10 +197,10 @@ class InstallRequest(Request):
 def write_weights(
     request: PushRequest | PullRequest, answer: server_pb2.SliceResult, payload: memoryview, peer: str
 ) -> None:
-    """Writes the weights of a slice that ``peer`` sent.
+    """Write the weights of a slice that ``peer`` sent.
 
-    Raises InternalError for a slice that is not asked for any more: a late answer must not overwrite a newer one; and
-    as ``PullTarget.write``.
+    Raises InternalError for a slice that is no longer asked for: a late answer must not overwrite a newer one; and as
+    ``PullTarget.write``.
     """
     index = answer.slice
     if index not in request.progress.pending or request.target is None:

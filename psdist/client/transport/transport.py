@@ -1,8 +1,8 @@
-"""What a transport is, and which of them carries a request to a server.
+"""The interface of a transport, and the choice of the transport that carries a request to a server.
 
 A handle has its transports in the order of preference. Before each call the missing ones are prepared, which may take a
-negotiation with servers. A request then goes by the first transport that is open to its server. gRPC is last, and is
-always open.
+negotiation with servers. A request then uses the first transport that is open to its server. gRPC is last, and always
+open.
 
 Not here: retries and routes (``delivery``).
 """
@@ -18,59 +18,61 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import Request
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
 
-#: Gets the error with which attempts on a server end.
+#: Receives the error that ends attempts on a server.
 Loss = asyncio.Future[PsdistError]
 
 
 def attempt_error(error: PsdistError) -> PsdistError:
-    """The error of a peer, as ``Transport.exchange`` raises it: one that closes is one that cannot be reached."""
+    """Return a peer's error as ``Transport.exchange`` raises it: a closing peer counts as unreachable."""
     return ServerUnreachableError(error.message) if isinstance(error, ClosedError) else error
 
 
 class Transport(ABC):
-    """A way to carry requests of one handle to servers. It is always open, unless a transport says otherwise."""
+    """Carries requests of one handle to servers. It is always open, unless a transport overrides that."""
 
     #: As ``Statistics.transports`` and ``psdist status`` show it.
     name: str
 
     def is_open(self, route: Route) -> bool:
-        """Whether a request can be carried to the route's server now."""
+        """Return True if it can carry a request to the route's server now."""
         return True
 
     def is_missing(self, route: Route) -> bool:
-        """Whether ``prepare`` would try to open it to the route's server."""
+        """Return True if ``prepare`` would try to open it to the route's server."""
         return False
 
     async def prepare(self, routes: Sequence[Route]) -> None:  # noqa: B027 - most need no preparation
-        """Opens it to the servers of ``routes`` where it is missing. Raises SharingUnavailableError or
-        TcpUnavailableError where the user insists on it and it cannot be opened."""
+        """Open it to the servers of ``routes`` if it is missing. Raises SharingUnavailableError or TcpUnavailableError
+        if the user requires it and it cannot be opened."""
 
     def why_closed(self, server_id: str) -> str:
-        """Why it is not used to a server; empty where it is open."""
+        """Return why it is not used to a server; empty if it is open."""
         return ""
 
     @abstractmethod
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
-        """One attempt to get the slices of ``route`` answered that are not.
+        """Make one attempt to get the unanswered slices of ``route`` answered.
 
-        wait: is given the server's reasons. loss: ends the attempt.
-        Raises StaleEpochError, StaleEstimateError and ServerUnreachableError where another attempt may go well, and
-        what the server refuses with; then some slices may be answered.
+        wait: receives the server's reasons.
+        loss: ends the attempt.
+
+        Raises StaleEpochError, StaleEstimateError and ServerUnreachableError if another attempt may succeed, and the
+        server's refusal; then some slices may be answered.
         """
 
 
 class Transports:
-    """The transports of one handle, the preferred one first. The last is always open."""
+    """Transports of one handle, the preferred one first. The last is always open."""
 
     def __init__(self, *transports: Transport) -> None:
         self._transports = transports
 
     def choose(self, route: Route) -> Transport:
-        """The one that carries requests to the route's server now."""
+        """Return the transport that carries requests to the route's server now."""
         return next(transport for transport in self._transports if transport.is_open(route))
 
     def is_missing(self, routes: Sequence[Route]) -> bool:
-        """Whether ``prepare`` would do anything. Call it before each call."""
+        """Return True if ``prepare`` has anything to do. Call it before each call."""
         return any(self._is_missing(route) for route in routes)
 
     def _is_missing(self, route: Route) -> bool:
@@ -82,8 +84,8 @@ class Transports:
         return False
 
     async def prepare(self, routes: Sequence[Route]) -> None:
-        """Opens the transports to the servers of ``routes`` where that was not tried yet, or they broke, and no
-        preferred one is open."""
+        """Open the transports to the servers of ``routes`` that were not tried yet, or broke, unless a preferred one is
+        open."""
         for transport in self._transports:
             if not routes:
                 return
@@ -91,7 +93,7 @@ class Transports:
             routes = [route for route in routes if not transport.is_open(route)]
 
     def statuses(self, servers: Iterable[str]) -> dict[str, str]:
-        """By server, the transport that is used, and why those before it are not: "shm", "grpc: too old a kernel"."""
+        """Return, by server, the transport in use, and why those before it are not: "shm", "grpc: too old a kernel"."""
         return {server_id: self._status(server_id) for server_id in servers}
 
     def _status(self, server_id: str) -> str:

@@ -39,7 +39,7 @@ class DataScheduler(FakeScheduler):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.data = Datasets((), Resume(RestorePoint()))
-        #: What was said of leases that ended: which, at which next pushes, and what the next ones are now.
+        #: Reports on ended leases: their numbers, the next pushes at their end, and the next pushes now.
         self.told: list[tuple[list[int], list[dict[str, int]], dict[str, int]]] = []
 
     def void(self) -> None:

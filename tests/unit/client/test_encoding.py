@@ -252,7 +252,7 @@ class TestSentMeanwhile:
             again["w"][0, 0] = np.nan
         await setup.weights.push(again, weight=float(how != "weight"))
         assert setup.weights.step == 2 and same_bytes(setup) and setup.weights.statistics().abstained == 1
-        weights, slicing = joined(await setup.weights.pull()), setup.weights._steps._exchange.slicing
+        weights, slicing = joined(await setup.weights.pull()), setup.weights._steps._servers.slicing
         given = joined(gradient(0)).astype(np.float64)
         part = slice(*slicing.bounds(0))
         given[part] += joined(gradient(1))[part]
@@ -283,7 +283,7 @@ class TestSentMeanwhile:
         setup = await start()
         await setup.weights.push_pull(gradient(0))
         first_sent.clear()
-        throughput, gate = setup.weights._steps._exchange._session.activities.throughput, Gate(setup, monkeypatch)
+        throughput, gate = setup.weights._steps._servers._session.activities.throughput, Gate(setup, monkeypatch)
         call = asyncio.create_task(setup.weights.push_pull(gradient(1)))
         assert await asyncio.to_thread(first_sent.wait, 60)
         assert not throughput._open

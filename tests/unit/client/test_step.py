@@ -36,7 +36,7 @@ class Setup:
         self.client = psdist.AsyncClient(self.scheduler.address, connect_timeout=60, **settings)
         await self.client.connect()
         self.handle = await self.client.parameters("p", INIT, psdist.optim.SGD())
-        self.handle.exchange.shared_memory.withdraw = self._withdraw
+        self.handle.servers.shared_memory.withdraw = self._withdraw
         return self
 
     async def _withdraw(self) -> None:

@@ -67,7 +67,7 @@ def test_a_push_of_each_parameter_set() -> None:
 @pytest.mark.asyncio(loop_scope="session")
 async def test_waits_for_others_count() -> None:
     clock = Clock()
-    activities = Activities(SnapshotMarks(), ClusterView())
+    activities = Activities(SnapshotMarks, ClusterView())
     activities.throughput = throughput = Throughput(clock)
     throughput.rates()
     with activities.waits(limited=True, call=True):

@@ -36,7 +36,7 @@ class Worker:
         self.session = PushSequence(1, psdist.BSP())
         pushes = SnapshotMarks()
         pushes.enter("p", self.session)
-        self.activities = Activities(pushes, ClusterView())
+        self.activities = Activities(lambda: pushes, ClusterView())
         self.activities.is_alone = lambda: True
         self.waits = asyncio.Event()
         self.end = asyncio.Event()
@@ -46,7 +46,7 @@ class Worker:
         with self.activities.waits(limited=False, step=STEP):
             self.waits.set()
             await self.end.wait()
-        return "goes on"
+        return "released"
 
     async def begin(self) -> asyncio.Task[str]:
         """The call, which waits."""
@@ -63,7 +63,7 @@ async def test_a_wait_is_reported_as_long_as_it_lasts() -> None:
     during = worker.activities.report()
     assert during == pb.Activity(sequence=during.sequence, next={"p": 0}, step=STEP)
     worker.end.set()
-    assert await task == "goes on"
+    assert await task == "released"
     after = worker.activities.report()
     assert after.WhichOneof("waits_for") is None
     # Of two that come by different calls the later one counts.
@@ -102,7 +102,7 @@ async def test_a_mutual_wait_ends_the_call() -> None:
     again.activities = worker.activities
     task = await again.begin()
     again.end.set()
-    assert await task == "goes on"
+    assert await task == "released"
 
 
 async def test_word_of_another_wait_ends_nothing() -> None:
@@ -113,9 +113,9 @@ async def test_word_of_another_wait_ends_nothing() -> None:
     for other in (sequence - 1, sequence + 1):
         worker.activities.on_mutual_wait(other, CIRCLE)
     worker.end.set()
-    assert await task == "goes on"
+    assert await task == "released"
     worker.activities.on_mutual_wait(sequence, CIRCLE)
-    assert await worker.wait() == "goes on"
+    assert await worker.wait() == "released"
 
 
 async def test_who_is_cancelled_as_well_is_cancelled() -> None:

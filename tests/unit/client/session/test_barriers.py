@@ -116,7 +116,7 @@ async def test_where_nobody_answers_the_next_call_finds_out(
         limits.expire()
     with pytest.raises(errors.WaitTimeoutError, match=r"not known \(the scheduler at .* does not answer\): the next"):
         await call
-    # The others have passed meanwhile, and it is let pass at once because of the number.
+    # The others have passed meanwhile, and it passes immediately because of the number.
     scheduler.barrier.set()
     await client.barrier("a")
     await client.barrier("a")

@@ -1,4 +1,4 @@
-"""Dropped pushes: what is told, counted and raised. That a push is dropped is in ``test_client_rejoin``."""
+"""Dropped pushes: reports, counters and errors. ``test_rejoin`` tests the decision to drop."""
 
 from __future__ import annotations
 

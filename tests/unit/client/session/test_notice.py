@@ -1,4 +1,4 @@
-"""What a worker's log says of a run that goes on with other settings, and how a script asks for a reset."""
+"""Notices in a worker's log about a run that resumes with other settings, and requests of a reset."""
 
 from __future__ import annotations
 

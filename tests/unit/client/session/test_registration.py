@@ -1,4 +1,4 @@
-"""Joining a run: ``connect`` returns with a membership that lasts, or raises what the scheduler says.
+"""Joining a run: ``connect`` returns with a membership that lasts, or raises the scheduler's refusal.
 
 Who finds no scheduler at all is in ``test_client_connection``, who is taken back in ``test_client_rejoin``.
 """

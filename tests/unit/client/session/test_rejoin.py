@@ -1,5 +1,5 @@
 """A client that was expelled while it lives: it joins again by itself. What it pushed at that time is finished where
-the scheduler lets it go on; else it is dropped and told. It never counts twice."""
+the scheduler lets it continue; else it is dropped and reported. It never counts twice."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def test_a_push_under_way_is_dropped(
     assert told.startswith("step 1 of 'p' was dropped: incarnation 1 ")
     assert re.search(r"this process sent no sign of life for up to \d+\.\d s", told), told
     assert told.endswith("this worker takes part again from step 5")
-    # And training goes on.
+    # Training continues.
     await setup.weights.push_pull(gradient())
     assert setup.servers[1].headers[-1].step == 5
     assert setup.servers[1].identities[-1].incarnation == setup.client.incarnation == 2
@@ -295,7 +295,7 @@ async def test_creation_is_begun_again(setup: Setup) -> None:
     setup.scheduler.forgets = "q"
     await setup.expelled()
     release.set()
-    # What ails another set (the fake has one at a time) is told by the next call of that one.
+    # Problems of another set (the fake has one at a time) are raised by the next call of that one.
     assert (await (await creating).pull())["w"].tolist() == [1.0] * 5
 
 
@@ -303,10 +303,10 @@ async def test_handles_rejoin_before_another_set_is_created(setup: Setup) -> Non
     """Else this worker would begin the new set, and the others would train the old one without it."""
     setup.expel(first_step=7)
     await setup.expelled()
-    assert setup.weights.exchange.participation.incarnation == 1, "it has made no call since"
+    assert setup.weights.servers.participation.incarnation == 1, "it has made no call since"
     setup.scheduler.forgets = "q"
     await setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD())
-    assert (setup.weights.exchange.participation.incarnation, setup.weights.first_step) == (2, 7)
+    assert (setup.weights.servers.participation.incarnation, setup.weights.first_step) == (2, 7)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ async def test_a_push_keeps_its_mark_until_it_is_answered() -> None:
     session.end_push(push, seen=False)
     assert pushes.next() == {"p": 1}
     assert session.send(pushes.mark) == 7
-    # Asked again about the same attempt, the answer is the same; a newer one asks anew, an older one comes late.
+    # Asked again about the same attempt, the answer is the same; a newer one is asked again, an older one is late.
     assert pushes.answer(7) == MarkAnswer({"p": 1}, {})
     assert pushes.answer(8, lambda: {"p": 2}) == MarkAnswer({"p": 2}, {"p": 2}) and pushes.answer(7) is None
 
@@ -410,14 +410,14 @@ async def test_one_that_does_not_rejoin_is_told_why() -> None:
         await setup.stop()
 
 
-# --- what a worker keeps ----------------------------------------------------------------------------------------------
+# --- worker state -----------------------------------------------------------------------------------------------------
 
 
 async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixture) -> None:
     setup = await Setup().start()
     scheduler, given = setup.scheduler, []
     residual = {"rest": np.zeros(300_000), "count": np.zeros(1, np.int64)}
-    session = setup.weights.exchange.participation.sequence
+    session = setup.weights.servers.participation.sequence
     send = session.send
 
     def encode(mark: int) -> int:
@@ -519,7 +519,7 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
     restored: list[object] = []
     await setup.weights.keep_state(dict, restored.append)
     await setup.weights.push_pull(gradient())
-    part, scheduler = setup.weights.exchange.participation, setup.scheduler
+    part, scheduler = setup.weights.servers.participation, setup.scheduler
     scheduler.restored, scheduler.generation = "000000000002-1-1-abcdef", scheduler.generation + 1
 
     async def expelled() -> dict[str, np.ndarray]:
@@ -540,7 +540,7 @@ async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
     weights, scheduler = setup.weights, setup.scheduler
     own, users = list[dict[str, np.ndarray]](), list[dict[str, np.ndarray]]()
     try:
-        part = weights.exchange.participation
+        part = weights.servers.participation
         await part.keep_state(lambda: {"rest": np.ones(3)}, own.append, prefix=OWN)
         await weights.keep_state(lambda: {"rest": np.zeros(2)}, users.append)
         scheduler.command(7, mark=pb.SnapshotCommand.Mark(steps={"p": 0}))
@@ -549,7 +549,7 @@ async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:
         await weights.push_pull(gradient())
         assert [state["rest"].tolist() for state in own] == [[1.0] * 3]
         assert [{name: a.tolist() for name, a in state.items()} for state in users] == [{"rest": [0.0] * 2}]
-        await weights.keep_state(lambda: {}, users.append)  # In a run that goes on from it, too.
+        await weights.keep_state(lambda: {}, users.append)  # Also in a run that resumes from it.
         assert len(users) == 2 and list(users[1]) == ["rest"] and users[1]["rest"].size == 2
         with pytest.raises(errors.InvalidArgumentError, match=r"'psdist\.rest' in the state of 'p' begins with"):
             await weights.keep_state(lambda: {"psdist.rest": np.zeros(2)}, users.append)

@@ -1,4 +1,4 @@
-"""The end of a worker that was asked to end: what it says, which pushes it finishes, and how long it waits for a word.
+"""Shutdown of a worker: its reports, the pushes that it finishes, and how long it waits for an answer.
 
 First ``Stopping`` alone, then a client and a fake scheduler.
 """
@@ -31,7 +31,7 @@ def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Worker:
-    """A worker with two parameters, of which nothing is pushed, and a scheduler that is heard."""
+    """A worker with two parameter sets and no pushes, and a scheduler that answers."""
 
     def __init__(self) -> None:
         self.sessions = {"a": PushSequence(1, psdist.BSP()), "b": PushSequence(1, psdist.ASP())}
@@ -44,7 +44,7 @@ class Worker:
         for name, session in self.sessions.items():
             self.marks.enter(name, session)
         self.stopping = Stopping(
-            self.marks, self.told.append, self._is_heard, Iterations(lambda report: None, self._is_heard)
+            lambda: self.marks, self.told.append, self._is_heard, Iterations(lambda report: None, self._is_heard)
         )
 
     def _is_heard(self) -> bool:
@@ -146,7 +146,7 @@ async def test_each_of_several_pushes_is_finished_or_dropped() -> None:
     assert not await is_over(leaves)
     worker.end("b")
     assert not await is_over(leaves)
-    worker.marks.start_incarnation()  # This worker was expelled, and the push dropped.
+    worker.marks = SnapshotMarks()  # This worker was expelled, and the push dropped.
     worker.stopping.push_ended()
     await leaves
 

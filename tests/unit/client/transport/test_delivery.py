@@ -1,4 +1,4 @@
-"""Pushes through broken streams, stale routes and lost servers: each slice exactly once, or a typed error at once."""
+"""Pushes through broken streams, stale routes and lost servers: each slice exactly once, or soon a typed error."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
     assert weights.step == 1
     # The same number to the new primary, and only for what the old one had not answered.
     assert [header.step for header in successor.headers] == [0, 0]
-    # Both calls to it may write at once, and the old one's answer for slice 1 may have been under way.
+    # Both calls to it may write concurrently, and the old one's answer for slice 1 may have been under way.
     sent = sorted(index for _, index in successor.requests)
     assert sent in ([0, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5])
     assert weights.statistics().ignored == lose_answer + (1 in sent)
@@ -167,7 +167,7 @@ async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
     await first.hanging.wait()
     setup.scheduler.promote(first, third)
     assert (await call)["w"].tolist() == [1.0] * ELEMENTS
-    # The map may come while the first of them are routed anew already: then they come in two requests. What was
+    # The map may come while the first of them are already routed again: then they come in two requests. What was
     # answered before its server died is not sent again.
     assert {step for step, _ in third.requests} == {0} and len(third.weights) == 6
 
@@ -287,7 +287,7 @@ async def test_a_dead_scheduler_does_not_disturb_pushes(setup: Setup) -> None:
     setup.scheduler.hello.clear()
     await setup.scheduler.start(port)
     await setup.scheduler.hello.wait()
-    assert len(setup.scheduler.registrations) == 1  # the session came back without registering anew
+    assert len(setup.scheduler.registrations) == 1  # The session came back without another registration.
     assert (await weights.push_pull(gradient()))["w"].tolist() == [2.0] * ELEMENTS
 
 

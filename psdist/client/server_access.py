@@ -1,9 +1,9 @@
-"""What one handle and its servers exchange: the requests of its push sequence, over its transports.
+"""Requests of one handle to its servers, and the transports that carry them.
 
-A request gets its number, its routes and its time limit here.
+A request gets its number and its routes here.
 
-Not here: the order of calls and what the user is given (``parameters``), the numbers (``participation``), attempts and
-retries (``delivery``).
+Not here: the order of calls and the results for the user (``parameters``), the numbers (``participation``), time
+limits, attempts and retries (``delivery``).
 """
 
 from __future__ import annotations
@@ -40,24 +40,26 @@ from psdist.types import DType
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What each worker chooses for itself. ``request_timeout`` is in seconds; None waits as long as it takes."""
+    """Choices of each worker for itself.
+
+    request_timeout: seconds; None waits as long as it takes.
+    reason: why the codec was chosen, if psdist chose it.
+    """
 
     codec: Codec
     pull_dtype: DType
     request_timeout: float | None = None
     transport: TransportName = "auto"
-    #: Why the codec was chosen, where psdist did that.
     reason: str = ""
 
     @property
     def cast(self) -> Cast:
-        """How gradients are cast for the wire, and for memory that is shared. A codec that compresses begins with
-        float32."""
+        """Cast of gradients for the wire and for shared memory. A codec that compresses starts from float32."""
         return self.codec if isinstance(self.codec, Cast) else Float32()
 
 
-class Exchange:
-    """The requests of one handle. grpc: the transport that all handles of a client share."""
+class ServerAccess:
+    """Requests of one handle. grpc: the transport that all handles of a client share."""
 
     def __init__(
         self, session: WorkerSession, grpc: GrpcTransport, participation: Participation, options: Options
@@ -81,20 +83,21 @@ class Exchange:
         pusher = participation if participation.is_member else None
         self.delivery = Delivery(session, self._transports, pusher, options.request_timeout)
         self._rejoining = asyncio.Lock()
-        #: All handles of this client that take part. They rejoin together: others may wait for any of them.
-        self.siblings: Callable[[], Iterable[Exchange]] = tuple
+        #: All handles of this client that take part. They rejoin together: other workers may wait for any of them.
+        self.siblings: Callable[[], Iterable[ServerAccess]] = tuple
 
     async def rejoin(self, fenced: FencedError, incarnation: int) -> bool:
-        """After ``fenced`` ended a call of ``incarnation``: takes part as the next one of this client.
+        """Take part in the next incarnation of this client, after ``fenced`` ended work of ``incarnation``.
 
-        Returns whether the push that was under way, or was to be made next, goes on: it is to be sent again, and slices
-        that have it ignore it. Else its place is taken, and it is dropped.
-        Raises what ends the membership for good, and WaitTimeoutError.
+        Returns True if the current or next push continues: it is sent again, and slices that have it ignore it.
+        Otherwise it is dropped, since its step was closed without it.
+
+        Raises the error that ends the membership for good, and WaitTimeoutError.
         """
         limit = self.options.request_timeout
         try:
             async with asyncio.timeout(limit), self._rejoining:
-                if self.participation.incarnation == incarnation:  # Else another call has done it.
+                if self.participation.incarnation == incarnation:  # Otherwise another call has rejoined.
                     await self._membership.wait_until_rejoined(fenced, incarnation)
                     others = [one for one in self.siblings() if one is not self]
                     mine = self._membership.retry_across_incarnations(self._start_incarnation)
@@ -102,7 +105,7 @@ class Exchange:
         except TimeoutError:
             raise WaitTimeoutError(
                 f"taking part in {self.participation.name!r} again took longer than request_timeout={limit:g} s: "
-                "calling again goes on with it"
+                "calling again continues"
             ) from None
         return self.participation.current.continues
 
@@ -123,7 +126,7 @@ class Exchange:
 
     @property
     def expulsion(self) -> Expulsion:
-        """How the incarnation before this one ended."""
+        """Why the previous incarnation ended."""
         return self._membership.expulsion
 
     def waiting(self, *, push: bool, reads: bool, limited: bool = False) -> ReportedWait:
@@ -133,15 +136,16 @@ class Exchange:
 
     @property
     def phases(self) -> PhaseTimer:
-        """The clock of the script's calls."""
+        """Clock of the script's calls."""
         return self._session.waits.phases
 
     def counted_wait(self) -> AbstractContextManager[None]:
-        """A wait of the script that counts in its share of waiting, where no other worker can end it by itself."""
+        """Return a context manager that counts its block as waiting. For waits that no other worker can end by
+        itself."""
         return self._session.activities.throughput.waiting()
 
     def transports(self) -> dict[str, str]:
-        """By server, the transport that is used, and why preferred ones are not: "shm", "grpc: the transport is
+        """Return, by server, the transport in use, and why preferred ones are not: "shm", "grpc: the transport is
         'grpc'"."""
         entry = self._membership.view.cluster.entry(self.participation.name) or self.participation.entry
         # A shard of few slices may have none.
@@ -151,15 +155,17 @@ class Exchange:
         return self._transports.statuses(servers)
 
     async def close(self) -> None:
-        """Ends the connections to servers that are this handle's own, and what is shared with them."""
+        """Close this handle's own connections to servers, and withdraw its shared memory."""
         await self.shared_memory.close()
         await self.tcp.close()
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Before each call: raises if this client is out (FencedError if only this incarnation has ended, see
-        ``rejoin``), and prepares transports where that was not tried."""
+        """Prepare missing transports. Called before each call.
+
+        Raises the reason if this client is out: FencedError if only this incarnation has ended, see ``rejoin``.
+        """
         routes = self._plan_all().routes
         if not self._transports.is_missing(routes):
             return
@@ -184,7 +190,7 @@ class Exchange:
 
         gradient: None abstains.
         target: where the new weights go; None if they are not asked for.
-        weight: what the gradient counts for in the mean of its step.
+        weight: weight of the gradient in the mean of its step.
         """
         flat, encoded = (gradient, None) if isinstance(gradient, np.ndarray) else (None, gradient)
         part = self.participation
@@ -197,7 +203,7 @@ class Exchange:
         return self.delivery.deliver(request, part.current.routes.plan)
 
     async def pull(self, target: PullTarget) -> None:
-        """Gets weights into ``target``."""
+        """Pull the weights into ``target``."""
         part = self.participation
         progress = part.sequence.begin_pull()
         title = f"the pull of {part.name!r}"
@@ -210,12 +216,12 @@ class Exchange:
         return self.participation.current.routes.plan(range(self.slicing.count))
 
     def remote_slices(self) -> list[tuple[int, ...]]:
-        """By server, the slices of those that share no memory with this worker."""
+        """Return, by server, the slices of servers that share no memory with this worker."""
         transports, routes = self.transports(), self._plan_all().routes
         return [route.slices for route in routes if transports.get(route.server_id) != "shm"]
 
     async def probe(self, slices: Sequence[int], target: PullTarget) -> None:
-        """Gets the weights of some slices, in any version: for the speed of the links."""
+        """Pull some slices, in any version, to measure the speed of the links."""
         part = self.participation
         progress = PendingRequest(0, set(slices))
         title = f"measuring the links of {part.name!r}"
