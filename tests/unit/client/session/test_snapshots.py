@@ -17,6 +17,7 @@ from psdist import errors
 from psdist.client.core.push_sequence import PendingRequest, PushSequence
 from psdist.client.core.snapshot_marks import MarkAnswer, SnapshotMarks
 from psdist.client.session import worker_state
+from psdist.client.session.snapshot_participant import SnapshotParticipant
 from psdist.client.session.worker_state import OWN, WorkerStates
 from psdist.consistency import ASP, BSP
 from psdist.v1 import scheduler_pb2 as pb
@@ -84,9 +85,17 @@ async def test_an_attempt_that_is_over_is_not_told_again() -> None:
     assert pushes.pending_answer == (7, MarkAnswer({}, {}))
     pushes.end(7)
     assert pushes.pending_answer is None and pushes.answer(7) is None
-    pushes.answer(8)
-    pushes.start_incarnation()
-    assert pushes.pending_answer is None and pushes.mark == 0
+
+
+async def test_the_next_incarnation_has_marks_of_its_own() -> None:
+    nobody: Any = None
+    participant = SnapshotParticipant(nobody, nobody, lambda _: None)
+    before = participant.marks
+    before.answer(8)
+    before.dropped = 2
+    participant.start_incarnation()
+    marks = participant.marks
+    assert marks is not before and marks.pending_answer is None and (marks.mark, marks.dropped) == (0, 2)
 
 
 async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:
