@@ -21,9 +21,9 @@ START, END = "<!-- codemap: python -m tests.codemap -->\n", "<!-- end of codemap
 #: Folders in the order in which a step passes them. A folder stands where the first of its parents stands; those that
 #: are not named come last.
 ORDER: Final = (
-    *("psdist/client", "psdist/wire", "servers/psdist_server", "servers/psdist_scheduler", "psdist/snapshots"),
-    *("psdist/compression", "psdist/gpu", "psdist/torch", "psdist/metrics", "psdist/trackers", "psdist/launch"),
-    *("psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
+    *("psdist/client", "psdist/link", "psdist/wire", "servers/psdist_server", "servers/psdist_scheduler"),
+    *("psdist/snapshots", "psdist/compression", "psdist/gpu", "psdist/torch", "psdist/metrics", "psdist/trackers"),
+    *("psdist/launch", "psdist/settings", "psdist/cli", "psdist", "psdist/chaos", "tests/simulation"),
 )
 _ROOTS: Final = ("psdist", "servers", "tests/simulation")
 

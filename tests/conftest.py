@@ -42,13 +42,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # this so that nothing lies about, but the kernels' cache does anyway.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
-    # Runs of tests that are about something else take no time for snapshots and leave none.
+    # Runs of tests about other subjects spend no time on snapshots and leave none.
     os.environ["PSDIST_STORAGE_PATH"] = "none"
     # The death of a process is seen by its connections. A server that lives is not to be lost because others had the
     # processor for some seconds; tests of silence say how long it is.
     os.environ["PSDIST_FAILURE_TIMEOUT"] = "10"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # As a shell starts what it starts in the background; children would inherit it, and never see an interrupt.
+        # A shell sets this for background processes; children would inherit it, and never see an interrupt.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         _take_shared_memory_apart()

@@ -41,7 +41,7 @@ A script that fails passes its own status on.
 #: The classes of ``psdist.errors``: tests may define others.
 ERRORS: Final = {code: cls for code, cls in BY_CODE.items() if cls.__module__ == "psdist.errors"}
 
-#: What the user should do, by code.
+#: Remedies for the user, by code.
 REMEDIES: Final = {
     "invalid_argument": "Correct the value that the message names.",
     "configuration": "Correct the flag, variable or file that the message names.",
@@ -53,7 +53,7 @@ REMEDIES: Final = {
     "non_finite_gradient": "Find the NaN or Inf, or open the parameters with `non_finite=\"skip\"`.",
     "unknown_codec": "Use a codec of [compression.md](compression.md#codecs).",
     "malformed_payload": "Report it, unless you wrote the client: see [payload-format.md](payload-format.md).",
-    "limit_exceeded": "Send less, or free what the message names.",
+    "limit_exceeded": "Send less, or free the resource that the message names.",
     "unauthenticated": "Set `PSDIST_TOKEN` or `--token-file` to the run's token.",
     "insecure_bind": "Bind to loopback, or pass `--insecure` and a token on a private network.",
     "protocol_mismatch": "Install the same release of psdist on both sides.",
@@ -74,7 +74,7 @@ REMEDIES: Final = {
     "server_unreachable": "Call again with the same gradients: slices that were taken count once.",
     "sharing_unavailable": "Use `transport=\"auto\"`, or remove the reason that the message names.",
     "tcp_unavailable": "Use `transport=\"auto\"`, or open the server's `--data-port`.",
-    "device_unavailable": "Install what the message names ([gpu.md](gpu.md#requirements)).",
+    "device_unavailable": "Install the part that the message names ([gpu.md](gpu.md#requirements)).",
     "device_lost": "Check the device (`nvidia-smi`, the kernel's log) and restart the process.",
     "stale_term": "Nothing: only servers see it, and the newer primary takes over.",
     "replica_mismatch": "Check the memory of both servers, and start the run from a snapshot.",

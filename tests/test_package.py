@@ -1,4 +1,4 @@
-"""What the wheel installs: the three import roots with their stubs and type marker, the commands, and nothing else."""
+"""The wheel installs the three import roots with their stubs and type marker, the commands, and nothing else."""
 
 from __future__ import annotations
 

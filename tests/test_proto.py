@@ -29,7 +29,7 @@ def test_stubs_are_those_of_the_protos(tmp_path: Path) -> None:
     fresh = {path.relative_to(tmp_path).as_posix(): _stub(path) for path in tmp_path.rglob("*_pb2*.py*")}
     committed = {path.relative_to(ROOT).as_posix(): _stub(path) for path in (ROOT / "psdist/v1").glob("*_pb2*.py*")}
     stale = sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
-    assert not stale, f"run 'make proto' and commit what it changes: {', '.join(stale)}"
+    assert not stale, f"run 'make proto' and commit its changes: {', '.join(stale)}"
 
 
 @pytest.mark.parametrize("name", PROTOS)

@@ -1,6 +1,6 @@
 """The shape of the product code: which modules and folders import which, one class per name, and how wide classes are.
 
-Only the syntax is read. What this needs of one module is taken from ``test_tidy``.
+Only the syntax is read. The reading of modules is shared with ``test_tidy``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LIMITS_ELSEWHERE = {
     "psdist.optim": {"_OVERRIDES_MAX"},
     "psdist.snapshots.format": {"_NUMBER_MAX"},
     "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},
-    # Bounds on what a process makes by itself, such as the text that it shows.
+    # Bounds on a process's own output, such as the text that it shows.
     "psdist.changes": {"_VALUE_CHARACTERS_MAX"},
     "psdist.chaos.proxy": {"_PIECES_MAX"},
     "psdist.chaos.run": {"_SLOTS_MAX"},
@@ -78,12 +78,12 @@ def imported(module: str, path: Path, *, with_typing: bool = False) -> set[str]:
 
 
 def folder(module: str) -> str:
-    """The package that a module lies in; a package lies in itself."""
+    """Return the package that contains a module; a package contains itself."""
     return module if PRODUCT[module].name == "__init__.py" else module.rpartition(".")[0]
 
 
 def circles(arrows: Mapping[str, Iterable[str]]) -> list[set[str]]:
-    """Sets of nodes each of which can be reached from all others of its set (Tarjan, 1972)."""
+    """Return the strongly connected components of two or more nodes (Tarjan, 1972)."""
     index: dict[str, int] = {}
     lowest: dict[str, int] = {}
     stack: list[str] = []
@@ -287,7 +287,7 @@ def defined(module: str) -> set[str]:
 
 
 def test_scripts_within_tests_use_what_there_is() -> None:
-    """Their imports, and what they use of an imported module, are text, which no other check reads."""
+    """Their imports, and their uses of an imported module, are text, which no other check reads."""
     pattern = re.compile(r"^\s*from (psdist[\w.]*) import ([\w, ]+)$", re.MULTILINE)
     complaints = []
     for path in MODULES:

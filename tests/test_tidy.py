@@ -210,7 +210,7 @@ def sizes(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def docstrings(module: str, tree: ast.Module) -> Iterator[str]:
-    """A module that holds anything says first what it is."""
+    """A module that is not empty starts with a description."""
     if tree.body and not ast.get_docstring(tree):
         yield "the module has no docstring"
 
@@ -299,7 +299,7 @@ GOOD: tuple[tuple[str, str], ...] = (
 )
 
 
-# --- the rules see what they should -----------------------------------------------------------------------------------
+# --- the rules see violations -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

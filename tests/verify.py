@@ -1,7 +1,7 @@
-"""``make verify``: everything there is, part by part, and one table at the end.
+"""``make verify``: all tests, part by part, and one table at the end.
 
-A part that fails stops no other; the exit status is 1 where any failed. The numbers here are chosen so that all of it
-takes about an hour on two cores; those in the environment, or given to make, count instead.
+A failed part stops no other; the exit status is 1 if any failed. The numbers here make the whole take about an hour on
+two cores; those of the environment, or passed to make, override them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-#: What the parts are given in this hour.
+#: Numbers of the parts, for one hour in all.
 NUMBERS: Final = {
     "SEEDS": "4000",
     "ORDINARY_SEEDS": "4000",
@@ -38,7 +38,7 @@ _SUMMARY: Final = re.compile(r"(\d+ (?:passed|failed|error).*?) in [\d.]+s")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A target of the Makefile; what it runs, with the names of ``NUMBERS`` in braces."""
+    """A target of the Makefile. what: its content, with names of ``NUMBERS`` in braces."""
 
     target: str
     what: str
@@ -69,7 +69,7 @@ class Result:
 
 
 def run(part: Part, environ: dict[str, str], command: Sequence[str] = ("make",)) -> Result:
-    """Runs a part to its end and shows what it prints."""
+    """Run a part to its end and show its output."""
     begin, counts = time.monotonic(), []
     process = subprocess.Popen(
         [*command, part.target],

@@ -1,5 +1,5 @@
-"""Each example, in each of its modes, with a worker that is frozen past its lease and continues: the run ends well, or
-with a typed error. Nobody waits forever.
+"""Each example, in each of its modes, with a worker that is frozen past its lease and goes on: the run ends, or it says
+by a typed error why not. Nobody waits for ever.
 
 ``SEED`` in the environment is which worker is frozen, and at which of its pushes.
 """
@@ -99,7 +99,7 @@ def test_a_run_with_a_frozen_worker_ends(tmp_path: Path, runs: list[Run], words:
     status, text = run.end(END_SECONDS)
     everything = "".join(run.seen) + text
     print(everything)
-    assert status != -signal.SIGKILL, f"a hang, {END_SECONDS:g} s after the worker continued:\n{everything}"
+    assert status != -signal.SIGKILL, f"a hang, {END_SECONDS:g} s after the worker went on:\n{everything}"
     if status:
         assert re.search(r"psdist\.errors\.\w+Error", everything), everything
     else:

@@ -1,5 +1,5 @@
-"""A worker whose interpreter is held is not lost, with real processes. If it is expelled because it was busy for longer
-than ``--worker-timeout``, its push counts once, or is reported as dropped."""
+"""A worker whose interpreter is held, with real processes: it is not gone. Where it is expelled all the same, because
+it was busy for longer than ``--worker-timeout``, its push counts once, or is told as dropped."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _cases(brief: tuple[str, str]) -> list[Any]:
 
 
 class Result:
-    """Return the last words of a run's workers."""
+    """What the workers of a run said at its end."""
 
     def __init__(self, run: Run) -> None:
         status, self.text = run.end()
@@ -149,7 +149,7 @@ def test_a_busy_worker_is_not_gone(start: Starts, mode: str, transport: str) -> 
 
 @pytest.mark.parametrize(("mode", "transport"), _cases(("asp", "grpc")))
 def test_what_an_expelled_worker_pushes_counts_once_or_is_told(start: Starts, mode: str, transport: str) -> None:
-    """The others continue without it. In BSP they have closed its step by then; otherwise its push is resumed."""
+    """The others go on without it. In BSP they have closed its step by then; else its push goes on."""
     what = "goes-on" if mode == "bsp" else "counts"
     result = start(mode, what, _BUSY_SECONDS, transport=transport, flags=("--worker-timeout", "1"))
     assert result.busy == 2 and int(result.of[1]["life"]) >= 3, result.text

@@ -75,7 +75,7 @@ class Project:
         return [int(code) for code in _run(["docker", "wait", *self.containers(service)], TRAIN_SECONDS).split()]
 
     def statuses(self) -> dict[str, list[int]]:
-        """Exit statuses of the containers of each service, once all have ended."""
+        """Exit codes of the containers of each service, all of which have ended."""
         services = ("scheduler", "server", "worker")
         states = {
             s: [_inspect(c, "{{.State.Status}} {{.State.ExitCode}}") for c in self.containers(s)] for s in services
@@ -83,11 +83,11 @@ class Project:
         return {service: [int(state.removeprefix("exited ")) for state in of] for service, of in states.items()}
 
     def logs(self, service: str) -> str:
-        """Return the output of a service's containers."""
+        """What a service's containers have printed."""
         return self.compose("logs", "--no-color", service)
 
     def follow(self, service: str) -> subprocess.Popen[str]:
-        """Command that follows the output of a service's containers until they end."""
+        """The command that prints what a service's containers print, until they end."""
         command = [*self._command, "logs", "--no-color", "--follow", service]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
@@ -102,7 +102,7 @@ def project(engine: list[str]) -> Iterator[Project]:
 
 
 def test_the_commands_of_the_file_in_their_order(project: Project) -> None:
-    """A run ends by itself, with all containers, and the next one resumes it with another number of workers."""
+    """A run ends by itself, with all containers, and the next one goes on from it with another number of workers."""
     for number, (workers, words) in enumerate(((2, ()), (4, ("--scale", "worker=4")), (4, ("--scale", "worker=4")))):
         if number == 2:
             project.compose("down")

@@ -133,7 +133,7 @@ class Worker:
         self._ids = 0
 
     async def ask(self, request: pb.ConnectRequest | bytes | None = None) -> pb.ConnectResponse:
-        """Send the stream's request and return the answer. Raises the error that ends the stream."""
+        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
         default = pb.ConnectRequest(identity=self.bench.identity(self.worker))
         await self.call.write(default if request is None else request)
         return await self.stream()

@@ -88,7 +88,7 @@ def start(path: Path, runs: list[Run], *arguments: object) -> Run:
 
 
 def used(text: str) -> Counter[tuple[int, int]]:
-    """Count the uses of each sample in each data epoch, from the workers' output."""
+    """How often each sample of each data epoch was used, by what the workers wrote."""
     counts: Counter[tuple[int, int]] = Counter()
     for epoch, samples in re.findall(r"data epoch (\d+) used ([\d ]+)", text):
         counts.update((int(epoch), int(sample)) for sample in samples.split())
@@ -146,7 +146,7 @@ def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, run
     assert status == 0, text
     assert "rejoined as incarnation 2" in text
     assert "rank 1 repeated 1 failed 0" in text
-    # Its push at the time of the freeze may have been dropped, or be a second use.
+    # What it was about to push when it was frozen may have been dropped, or be a second use.
     counts = Counter(uses(text))
     assert counts in (Counter({1: 300}), Counter({1: 295, 2: 5})), text
 

@@ -1,7 +1,7 @@
 """Servers and workers come and go while training runs: ``psdist scale``, ``psdist drain``, agents that join, workers
-that are asked to leave, an elastic run below its minimum, and runs that cannot continue.
+that are told to leave, an elastic run below its minimum, and runs that cannot go on.
 
-Each push adds one to every weight, so the weights say how often pushes were counted.
+Each push adds one to every weight, so what the weights are says how often pushes were counted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from psdist.cli.status import as_json
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth
 
-#: Trains until the file "stop" exists; all learn of it by the weights, so that in BSP all stop at one step. A step
+#: Trains until the file "stop" is there; all learn of it by the weights, so that in BSP all stop at one step. A step
 #: takes a while, as with a model: those who are waited for need the processors, too.
 _TRAIN = """
 import atexit, os, sys, time
@@ -83,7 +83,7 @@ class Stage:
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """Asks for the status until it is as it should be; the scheduler may be away meanwhile.
 
-        Polls from this process, ten times a second: more would take the cores from the polled processes.
+        Asked here and not by commands, and ten times a second: else who asks takes the cores from those who are asked.
         """
         deadline = time.monotonic() + 200
         process = self.agents[0] if self.run is None else self.run.process
@@ -162,7 +162,7 @@ def line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 
 
 def close(process: subprocess.Popen[str]) -> None:
-    """End a process of a test and its children."""
+    """Ends a process of a test with what it started."""
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -209,7 +209,7 @@ def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
     run.until("made step 10$")
     scaled = stage.psdist("scale", "servers", "3")
-    # Its message depends on the launcher, which listens from its third second on.
+    # What it says depends on whether the launcher listens already, which it does from its third second on.
     assert scaled.returncode == 0, scaled
     stage.until(lambda status: settled(status, "server-0", "server-1", "server-2"))
     drained = stage.psdist("drain", "server-0")
@@ -355,7 +355,7 @@ def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> Non
     versions = [-1]
 
     def stands(status: dict[str, Any]) -> bool:
-        """True if training advanced since the previous call. The servers report its last step a little later."""
+        """Whether training went on since this was asked before. The servers tell of its last step a little later."""
         versions.append(status["parameters"][0]["version_max"])
         return bool(versions[-1] == versions[-2])
 

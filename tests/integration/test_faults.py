@@ -122,7 +122,7 @@ def test_a_server_that_had_the_only_copy_ends_the_run(tmp_path: Path, runs: list
 
 @pytest.mark.parametrize(
     ("signum", "expected"),
-    # Each signal to a launcher is tested without training; this one follows a step.
+    # What a launcher does at each signal has tests without training; this one is the way through a step.
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
 )
 def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum: int, expected: int) -> None:

@@ -180,7 +180,7 @@ class Stage:
 
 @contextlib.contextmanager
 def on_stage(path: Path) -> Iterator[Stage]:
-    """A stage that leaves nothing behind."""
+    """A stage of which nothing is left at the end."""
     built = Stage(path)
     try:
         yield built
@@ -367,7 +367,7 @@ def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
     stage.assert_clean()
 
 
-#: An agent with given ranks, which asks no scheduler.
+#: An agent that is told its ranks, and asks no scheduler.
 _AGENT = ("--nnodes", "1", "--node-rank", "0", "--scheduler", "127.0.0.1:9")
 
 
@@ -381,7 +381,7 @@ def test_a_hangup_that_is_ignored_from_the_start_stays_ignored(
     run = stage.start_program(argv, {"PSDIST_TOKEN": "t" * 32})
     run.until(r"\[worker 0\] ready")
     run.process.send_signal(signal.SIGHUP)
-    # The worker continues only now, and opening both ends waits for nobody.
+    # The worker goes on only now, and opening both ends waits for nobody.
     meeting = os.open(stage.path / "work" / "meeting", os.O_RDWR)
     status, text = run.end()
     os.close(meeting)
@@ -438,7 +438,7 @@ def test_the_deaf_are_killed_after_the_grace(stage: Stage) -> None:
 
 
 def test_a_killed_launcher_leaves_no_process(stage: Stage) -> None:
-    """SIGKILL leaves no time for anything: the scripts' own children are gone too."""
+    """SIGKILL leaves no time for anything: also what the scripts had started is gone."""
     run = stage.start("--run-id", "killed", "--nproc-per-node", "2", "train.py", "connect", "deaf", "child", "wait")
     run.until(r"pid \d+", 2 * 2 + 2 + 1)
     assert len(stage.processes()) >= 1 + 4 + 2 + 1 + 1

@@ -21,7 +21,7 @@ _RUN = (sys.executable, "-m", "psdist.cli.main", "run")
 _VERSION = (sys.executable, "-m", "psdist.cli.main", "version")
 #: Python's streams hold back what could not be written, unless this is set.
 _BUFFERED = {"PYTHONUNBUFFERED": ""}
-#: Redirections of a program's standard streams, as a shell makes them.
+#: What a shell does with the standard streams of a program that it starts.
 _CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
 
 
@@ -199,7 +199,7 @@ def test_closed_streams_end_no_scheduler(streams: str) -> None:
 
 # --- the cluster of a script without a launcher -----------------------------------------------------------------------
 
-#: Prints the lifeline and the standard streams of a cluster's children.
+#: Prints what the children of a cluster have as their lifeline and their standard streams.
 _EMBEDDED = """
 import os, sys
 from psdist.launch.embedded import EmbeddedCluster

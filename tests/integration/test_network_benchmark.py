@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_by_an_interrupt(signum: int) -> None:
     command = [*COMMAND, "--rate", "100mbit", "--contender", "--rounds", "100000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "raw TCP" in process.stdout.readline()  # The hosts exist, and contenders start.
+        assert "raw TCP" in process.stdout.readline()  # The hosts are there, and contenders start.
         assert len(namespaces_of(process.pid)) == 3
         os.kill(process.pid, signum)
         process.wait(120)

@@ -1,6 +1,6 @@
-"""A run that resumes with other settings makes the very bytes of the numpy reference that changes them at that step.
-Another optimizer starts with new state if the script asks for it: later snapshots, a server that takes over and a run
-that rolls back know of it. Real processes.
+"""A run that goes on from its snapshot with other settings makes the very bytes of the numpy reference that changes
+them at that step. Another optimizer begins its state anew where that is said: later snapshots know it, and a server
+that takes over, and a run that goes back. Real processes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Reference:
         self.begin(spec)
 
     def begin(self, spec: Optimizer) -> None:
-        """Resume with another optimizer, whose state is reset."""
+        """Goes on with another optimizer, whose state begins anew."""
         self.spec, self.since, self.ranges = spec, self.step, group_ranges(spec)
         self.states = tuple(np.zeros(TOTAL, np.float32) for _ in spec.state_names)
         Rule(spec).initialize(self.weights, self.states, self.ranges)
 
     def change(self, spec: Optimizer) -> None:
-        """Resume with other settings and unchanged state."""
+        """Goes on with other settings, and the state as it is."""
         self.spec, self.ranges = spec, group_ranges(spec)
 
     def train(self) -> bytes:
@@ -81,7 +81,7 @@ async def life(storage: Path, workers: int = WORKERS, **settings: Any) -> AsyncI
 
 
 class Life:
-    """State of one life of the run."""
+    """What is there while it lasts."""
 
     def __init__(self, cluster: EmbeddedCluster, clients: list[AsyncClient]) -> None:
         self.cluster = cluster
@@ -90,7 +90,7 @@ class Life:
     async def open(
         self, name: str, spec: Optimizer, consistency: Consistency | None = None, **settings: Any
     ) -> list[AsyncParameters]:
-        """Open the parameters on all workers. Raises the error that refuses one of them."""
+        """The parameters of all workers. Raises what one of them is refused with."""
         given = split(initial())
         return await asyncio.gather(
             *(
@@ -115,7 +115,7 @@ class Life:
         await asyncio.gather(*(client.snapshot(timeout=60) for client in self.clients))
 
     async def events(self) -> list[str]:
-        """Return the scheduler's report for ``psdist status``."""
+        """What the scheduler tells by ``psdist status``."""
         return [event.text for event in (await self.clients[0].status()).events]
 
 
@@ -126,7 +126,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return found
 
 
-#: Settings before and after that keep the state, with every possible change together.
+#: Settings before and after that keep the state, every way to change them at once.
 CHANGED: dict[str, tuple[Optimizer, Optimizer]] = {
     "sgd": (
         optim.SGD(lr=0.1, momentum=0.9),
@@ -321,7 +321,7 @@ def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None
     assert started.result() == expected.train(6)
 
 
-# The tests above follow a reset without the launcher.
+# How a reset goes on is shown above without the launcher.
 @pytest.mark.long
 def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Run]) -> None:
     """The same command with another optimizer, which is refused and then reset; and the run goes back to before the

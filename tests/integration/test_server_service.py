@@ -61,7 +61,7 @@ def cluster_map(epoch: int, what: ParametersEntry, address: str = "", live: int 
 
 
 class Bench:
-    """One server on a free port, and a test's conversation with it."""
+    """One server on a free port and what a test says to it."""
 
     def __init__(self, host: ParameterServer, channel: grpc.aio.Channel) -> None:
         self.host = host

@@ -74,7 +74,7 @@ class Worker:
         return attached
 
     async def ask(self, request: pb.ShareRequest | bytes) -> pb.Attached:
-        """Send the stream's request and return the answer. Raises the error that ends the stream."""
+        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
         await self.call.write(request)
         response = await self.hear_stream()
         return response.attached

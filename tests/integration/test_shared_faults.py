@@ -1,4 +1,4 @@
-"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Training continues, or the
+"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Training goes on, or the
 error is clear; nothing is left in the shared-memory file system.
 
 Real scheduler, servers and worker processes. Each update adds 1 to every weight for a mean gradient of -1, so that the
@@ -339,7 +339,7 @@ while True:
 
 
 class Worker:
-    """A process that takes part as rank 1, and pushes without a pause on command."""
+    """A process that takes part as rank 1, and pushes without a pause once it is told to."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str) -> None:
         self.process = subprocess.Popen(
@@ -421,7 +421,7 @@ def under_way(handle: AsyncParameters) -> bool:
 
 
 async def test_a_killed_server_ends_calls_at_once() -> None:
-    # Not because of its silence.
+    # Not because it is silent for so long.
     lost = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=600.0)
     try:
         async with members(lost, {"transport": "shm"}, {"transport": "shm"}) as clients:

@@ -1,4 +1,4 @@
-"""``psdist run`` with real processes and a storage: saves at its end, resumes there, and refuses invalid storages.
+"""``psdist run`` with real processes and a storage: saves at its end, goes on where it was, and refuses what it must.
 
 Each run is a process tree of its own; scripts speak by lines, and tests wait for lines.
 """
@@ -215,7 +215,7 @@ def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_writt
     storage = mount.path / "psdist-runs" / "digits"
     assert text.count(f"training continues without: the storage {storage} cannot be written: Read-only") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
-    # Earlier snapshots still count.
+    # What is there already counts all the same.
     assert mount.remount("size=1m")
     assert stage.run(*command, cwd=mount.path)[0] == 0
     assert mount.remount("size=1m", readonly=True)

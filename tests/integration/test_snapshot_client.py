@@ -1,4 +1,4 @@
-"""Snapshots from a script's side, with real servers: they contain its pushes, each of them whole, and it resumes from
+"""Snapshots from a script's side, with real servers: what it pushed is in them, each push whole, and it goes on from
 one."""
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def gradients(init: dict[str, np.ndarray], count: int) -> list[dict[str, np.ndar
 
 
 class Rest:
-    """State like a codec's residual: it changes as a push is sent, and the rest belongs to the next one."""
+    """What a codec with a residual would keep: it changes as a push is sent, and the rest belongs to the next one."""
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
         self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()

@@ -235,7 +235,7 @@ def test_buffers_are_those_of_the_last_worker(everywhere: Callable[[Work], list[
         return model.state_dict()
 
     states = everywhere(worker)
-    # Two steps of rank 0, whose statistics all continue with, and two of rank 2.
+    # Two steps of rank 0, whose statistics all go on with, and two of rank 2.
     assert int(states[0]["layers.1.num_batches_tracked"]) == 4
     for state in states[1:]:
         assert all(torch.equal(state[key], states[0][key]) for key in state)

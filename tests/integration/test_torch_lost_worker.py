@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of a backward pass, with real processes: the others continue, and it comes back."""
+"""A worker that dies in the middle of a backward pass, with real processes: the others go on, and it comes back."""
 
 from __future__ import annotations
 

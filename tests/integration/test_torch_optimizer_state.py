@@ -1,4 +1,4 @@
-"""Training that continues without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
+"""Training that goes on without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
 
 from __future__ import annotations
 

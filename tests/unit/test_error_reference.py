@@ -1,4 +1,4 @@
-"""The page on errors and exit statuses has what the code declares."""
+"""The page on errors and exit statuses matches the code."""
 
 from __future__ import annotations
 

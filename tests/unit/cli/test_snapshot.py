@@ -1,4 +1,4 @@
-"""``psdist snapshot`` on a directory, without a run: all its commands, in words and as JSON, and its refusals."""
+"""``psdist snapshot`` on a directory, without a run: all its commands, in words and as JSON, and what it refuses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def call(*argv: str) -> int:
 
 
 def loaded(*argv: str, output: Output, status: int = 0) -> Any:
-    """Return the command's output, parsed as JSON."""
+    """What the command prints as JSON."""
     assert call(*argv) == status
     return json.loads(output.readouterr().out)
 

@@ -28,7 +28,7 @@ LONG = "the path to its arena cannot be mapped here because processes of another
 
 
 def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
-    """A run with unordered members, one of them restarting."""
+    """A run with members in no order, of which one is starting again."""
     report = pb.GetStatusResponse(
         run_id="digits", phase="training 'model' at version 1234", psdist_version="0.1.0", epoch=9, replicas=2
     )
@@ -53,7 +53,7 @@ def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
 
 
 class Terminal:
-    """A terminal emulator that a ``Screen`` writes to."""
+    """A terminal emulator with what a ``Screen`` writes to it."""
 
     def __init__(self) -> None:
         self._file = io.StringIO()
@@ -62,7 +62,7 @@ class Terminal:
         self.console = Console(file=self._file, force_terminal=True, width=WIDTH, height=HEIGHT, highlight=False)
 
     def read(self) -> tuple[str, list[str]]:
-        """Return the output since the last call, and the current screen."""
+        """What was written since this was called last, and what the terminal shows now."""
         written = self._file.getvalue()
         self._file.seek(0)
         self._file.truncate()

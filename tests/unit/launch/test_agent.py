@@ -1,4 +1,4 @@
-"""An agent's decisions and output before it starts workers, and its report to the scheduler at its end."""
+"""What an agent decides and prints before it starts workers, and what it tells the scheduler at its end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_agent_that_is_stopped_may_be_started_again() -> None:
 def test_files_of_a_run_lie_below_its_id(
     given: str, told: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of two runs are never mixed, even without the name of the run."""
+    """Those of two runs are never mixed, also if nobody says what the run is called."""
     started: list[tuple[str, str]] = []
 
     async def supervise(*arguments: Any) -> tuple[Finish, bool]:

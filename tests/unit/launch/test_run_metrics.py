@@ -1,4 +1,4 @@
-"""The launcher's combination of its workers' metrics, and the progress line on a terminal."""
+"""What the launcher makes of its workers' metrics, and the progress line on a terminal."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
     machine.on(Exited(W0, -15, True), 1.1)
     assert machine.on(Exited(W1, -15, True), 1.2) == [Start(SNAPSHOT, 0)]
     said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
-    # The snapshot reports its own end.
+    # The end of the snapshot is told by itself.
     assert said == Say("SIGINT again: all processes are killed")
     assert set(kills) == {Kill(key, signal.SIGKILL) for key in (S0, S1, SCHEDULER, SNAPSHOT)}
     machine = supervisor(saves=True)
@@ -164,7 +164,7 @@ def test_a_server_that_cannot_begin_ends_the_run_with_its_status(durable: bool) 
 def test_a_server_whose_device_was_lost_is_started_again_where_there_are_copies() -> None:
     machine = supervisor(durable=True)
     assert machine.on(Exited(S0, 71), 1.0)[1] == Start(S0, 1)
-    # The device did not come back: others may still hold the run's shards.
+    # The device did not come back: others may still have what the run needs.
     assert machine.on(Exited(S0, 78), 2.0)[1] == Start(S0, 2)
     assert not machine.stopping
 
@@ -324,7 +324,7 @@ def test_many_servers_are_started_a_few_at_a_time_and_the_newest_number_counts()
     assert machine.on(TimePassed(), 2.0)[1::2] == [Start(ProcessKey("server", n), 0) for n in range(6, 10)]
     assert machine.on(ServersWanted(3), 2.5) == []
     assert machine.on(TimePassed(), 3.0) == [] == machine.on(TimePassed(), 60.0)
-    # Ten are running.
+    # Ten are there.
     assert machine.on(ServersWanted(11), 61.0)[1::2] == [Start(ProcessKey("server", 10), 0)]
 
 
@@ -401,7 +401,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
     machine.on(Interrupted(signal.SIGTERM), 10.0)
     machine.on(Exited(W0, 0), 10.1)
     assert machine.on(TimePassed(), 14.9) == []
-    # Workers end in agreement: they get more time, and the message names them.
+    # Workers end in agreement: they are given longer, and it is told who is waited for.
     assert machine.on(TimePassed(), 15.0) == [Say("waiting for worker 1 to end; killed in 25 s")]
     assert machine.on(TimePassed(), 39.9) == []
     said, kill = machine.on(TimePassed(), 40.0)
