@@ -25,7 +25,7 @@ class ChaosSettings:
     mode: Mode = setting("bsp, ssp or asp", one_of(*get_args(Mode)), "bsp", "NAME", name="--consistency")
     servers: int = setting("servers", integer(1, 64), 3, "N", name="--nservers")
     workers: int = setting("workers", integer(1, 64), 2, "N", name="--nproc")
-    replicas: int = setting("copies of each shard", integer(1, 3), 2, "R")
+    replicas: int = setting("copies of each shard", integer(1, 2), 2, "R")
     lease_seconds: float = setting(
         "lease of servers, and of frozen workers", seconds(0.05), 2.0, name="--failure-timeout"
     )
