@@ -275,7 +275,7 @@ async def test_a_position_that_is_set_voids_leases(client: psdist.AsyncClient, n
         numbers.append((held.data_epoch, held.number))
     assert numbers == [(1, 0), (1, 1), (1, 5), (1, 6), (1, 7), (1, 8)]
     for position in (DataPosition(3), DataPosition(0, ((0, 21),)), DataPosition(0, ((0, 2), (2, 1)))):
-        with pytest.raises(errors.InvalidArgumentError, match="position is none"):
+        with pytest.raises(errors.InvalidArgumentError, match="position is not valid"):
             await data.set_position(position)
     assert await data.position() == DataPosition(2, (), 7, 1)
 
