@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import gpu_codecs, gpu_runs, gpu_updates
+from psdist.device.device import Device, open_device
 from psdist.errors import PsdistError
-from psdist.gpu.device import Device, open_device
 
 #: Cases in their order, with their functions.
 CASES: dict[str, Callable[[Device, argparse.Namespace], Iterable[dict[str, Any]]]] = {

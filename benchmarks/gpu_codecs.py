@@ -17,12 +17,12 @@ import numpy as np
 
 from benchmarks.gpu_updates import median_seconds
 from psdist.compression import ChunkedTopK, Codec, Compressor, Int2, Int4, Int8, OneBit, TopK
-from psdist.compression.gpu.coders import PushNumbers
-from psdist.compression.gpu.encoder import DeviceEncoder, DevicePush
-from psdist.compression.gpu.memory import DeviceVector, DoubleVector
-from psdist.compression.gpu.tables import SegmentRange
+from psdist.compression.device.coders import PushNumbers
+from psdist.compression.device.encoder import DeviceEncoder, DevicePush
+from psdist.compression.device.memory import DeviceVector, DoubleVector
+from psdist.compression.device.tables import SegmentRange
 from psdist.compression.regions import Region
-from psdist.gpu.device import Device
+from psdist.device.device import Device
 
 #: Codecs, and the target of their kernels in bytes of float32 per second.
 TARGETS: dict[type[Compressor], tuple[dict[str, Any], float | None]] = {

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gpu_updates import relative
-from psdist.gpu.device import Device
+from psdist.device.device import Device
 
 _ROOT = Path(__file__).resolve().parents[1]
 #: Time limits of a run, and of compiling all kernels of the processor.

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
-from psdist.gpu.compile import common_source
-from psdist.gpu.device import CudaDevice, Device
+from psdist.device.compile import common_source
+from psdist.device.device import CudaDevice, Device
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.source import ARRAYS, SCALARS, THREADS, element_of, optimizers, update_source

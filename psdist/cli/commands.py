@@ -88,7 +88,7 @@ def call(command: Any, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     except InvalidArgumentError as error:
         fail(line.program, str(error), exit_codes.USAGE)
     except (RunLostError, ServerLostError, RunNotStartedError) as error:
-        fail(line.program, str(error), exit_codes.of_ended_run(error))
+        fail(line.program, str(error), exit_codes.status_of_ended_run(error))
     except PsdistError as error:
         fail(line.program, str(error), exit_codes.FAILURE)
     return status

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from psdist.client.core.buckets import ReadySlices
-from psdist.client.core.partition import Flat, join_names
+from psdist.client.core.flat_vector import Flat, join_names
 from psdist.client.participation import Participation
 from psdist.client.process import codec_kernels
 from psdist.client.session.worker_state import OWN, SavedState, State
@@ -39,8 +39,8 @@ from psdist.wire.limits import STATE_BYTES_MAX
 if TYPE_CHECKING:
     from psdist.client.core.encoder import EncodedSlices, GradientEncoder
     from psdist.client.device.gradient_encoder import DeviceGradientEncoder
-    from psdist.compression.gpu.memory import DeviceVector
-    from psdist.gpu.device import Device
+    from psdist.compression.device.memory import DeviceVector
+    from psdist.device.device import Device
 
     #: Encoder of gradients on the host, or on a device.
     AnyEncoder = GradientEncoder | DeviceGradientEncoder
@@ -286,7 +286,7 @@ class Encoding:
     @cached_property
     def works_on_device(self) -> bool:
         """True if gradients on a device can be encoded there."""
-        from psdist.compression.gpu.encoder import can_encode
+        from psdist.compression.device.encoder import can_encode
 
         return can_encode(regions(self._layout.tensors, self._codec))
 

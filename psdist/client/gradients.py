@@ -15,18 +15,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client.core import partition
-from psdist.client.core.partition import Flat
+from psdist.client.core import flat_vector
+from psdist.client.core.flat_vector import Flat
 from psdist.client.stale_buffers import StaleBufferCheck
+from psdist.device.device import device_number
 from psdist.errors import InvalidArgumentError
-from psdist.gpu.device import device_number
 from psdist.off_loop import in_thread
 from psdist.types import DType, Layout, NonFinite, Slicing
 
 if TYPE_CHECKING:
     from psdist.client.device.cast_gradient import CastGradient
     from psdist.client.device.vectors import DeviceVectors
-    from psdist.compression.gpu.memory import DeviceVector
+    from psdist.compression.device.memory import DeviceVector
 
 
 class GradientVector:
@@ -85,7 +85,7 @@ class GradientVector:
         """Return views of the vector, by tensor name. is_checked: False ends the check for stale buffers."""
         if not is_checked:
             self._stale.stop()
-        self._buffers, self._buffers_on_device = self._buffers or partition.split(self._layout, self.vector), False
+        self._buffers, self._buffers_on_device = self._buffers or flat_vector.split(self._layout, self.vector), False
         return dict(self._buffers)
 
     def device_buffers(self, number: int) -> dict[str, Any]:
@@ -152,11 +152,11 @@ class GradientVector:
         elif self._are_buffers(gradients):
             self._stale.on_push(number, flat)
         else:
-            flat = partition.flatten(self._layout, gradients, flat)
-        if partition.is_finite(flat, self._dtype):
+            flat = flat_vector.flatten(self._layout, gradients, flat)
+        if flat_vector.is_finite(flat, self._dtype):
             return flat
         if self._non_finite == "reject":
-            raise partition.non_finite(self._layout, flat, self._dtype)
+            raise flat_vector.non_finite(self._layout, flat, self._dtype)
         return None
 
     def _is_finite_there(
@@ -168,7 +168,7 @@ class GradientVector:
         if self._non_finite == "reject":
             flat = np.empty(self._layout.total, np.float32)
             device.copy_out(vector, flat)
-            raise partition.non_finite(self._layout, flat, self._dtype, numbers)
+            raise flat_vector.non_finite(self._layout, flat, self._dtype, numbers)
         return False
 
     def _are_buffers(self, gradients: Mapping[str, ArrayLike]) -> bool:
@@ -214,7 +214,7 @@ class GradientVector:
         assert self._device is not None
         if device is None:
             if isinstance(gradients, Mapping):
-                partition.flatten_some(self._layout, numbers, gradients, self.vector)
+                flat_vector.flatten_some(self._layout, numbers, gradients, self.vector)
             self._device.copy_in(numbers, self.vector)
         return self._is_finite_there(self._device, step, numbers)
 
@@ -232,12 +232,12 @@ class GradientVector:
         if (device := self._device_of(gradients)) is not None:
             device.copy_out(device.gradients, self.vector, numbers)
         elif isinstance(gradients, Mapping):
-            partition.flatten_some(self._layout, numbers, gradients, self.vector)
+            flat_vector.flatten_some(self._layout, numbers, gradients, self.vector)
         for number in numbers:
             part = self.vector[self._layout.offsets[number] : self._layout.offsets[number + 1]]
-            if not partition.is_finite(part, self._dtype):
+            if not flat_vector.is_finite(part, self._dtype):
                 if self._non_finite == "reject":
-                    raise partition.non_finite(self._layout, self.vector, self._dtype, numbers)
+                    raise flat_vector.non_finite(self._layout, self.vector, self._dtype, numbers)
                 return False
         return True
 

@@ -11,7 +11,7 @@ from typing import Final
 from numpy.typing import ArrayLike
 
 from psdist.client.automatic_compression import choose_codec
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.parameters import AsyncParameters
 from psdist.client.participation import Participation
 from psdist.client.server_access import Options, ServerAccess
@@ -92,7 +92,7 @@ class Handles:
     ) -> AsyncParameters:
         """Return a handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
         # In threads: all of this grows with the number of tensors, or copies the whole model.
-        layout, options = await in_thread(partial(partition.layout_of, init)), choice.options
+        layout, options = await in_thread(partial(flat_vector.layout_of, init)), choice.options
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
             existing = self._by_name.get(spec.name)
             if existing is not None and existing.is_member:
@@ -100,7 +100,7 @@ class Handles:
                 _check_same(existing, spec, layout)
                 self._check_choice(existing, choice)
                 return existing
-            values, creator = await in_thread(partial(partition.flatten, layout, init)), self._creator()
+            values, creator = await in_thread(partial(flat_vector.flatten, layout, init)), self._creator()
 
             async def create(_: Registration) -> CreatedParameters:
                 await self._follow_rejoin()

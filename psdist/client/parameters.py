@@ -24,7 +24,7 @@ from typing import Any
 
 from numpy.typing import ArrayLike, NDArray
 
-from psdist.client.core.partition import Arrays
+from psdist.client.core.flat_vector import Arrays
 from psdist.client.encoding import Encoding
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.results import Wanted
@@ -166,7 +166,7 @@ class AsyncParameters(ProcessBound):
         TcpUnavailableError (transport "tcp"), MutualWaitError (only with ``Client``) if the other workers wait for this
         one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
         than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
-        ``partition.check_out`` for ``out``.
+        ``flat_vector.check_out`` for ``out``.
         """
         async with self._steps.call(Phase.WAIT):
             wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))

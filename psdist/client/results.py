@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from psdist.client.core import partition
-from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core import flat_vector
+from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.client.server_access import ServerAccess
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.client.transport.held_weights import HeldWeights
@@ -55,9 +55,9 @@ class Results:
         self._viewed: tuple[Flat, Arrays] | None = None
 
     def target(self, wanted: Wanted) -> PullTarget:
-        """Return the destination of a call's weights. Raises as ``partition.check_out``."""
+        """Return the destination of a call's weights. Raises as ``flat_vector.check_out``."""
         slicing, dtype, out = self._servers.slicing, self._servers.options.pull_dtype, wanted.out
-        mine = partition.check_out(self._layout, out) if out is not None else None
+        mine = flat_vector.check_out(self._layout, out) if out is not None else None
         if self._held is not None:
             return PullTarget(slicing, self._pool.kept, self._servers.shared_memory.weights, held=self._held)
         if out is not None:
@@ -78,24 +78,24 @@ class Results:
 
     def _host_arrays(self, target: PullTarget, out: Mapping[str, NDArray[Any]] | None, copy: bool) -> Arrays:
         if out is None and copy and target.held is None:
-            return partition.unflatten(self._layout, target.target)
+            return flat_vector.unflatten(self._layout, target.target)
         vector = target.vector(range(self._servers.slicing.count))
         if out is None and copy:
             fresh = self._pool.fresh()
             fresh[...] = vector
-            return partition.unflatten(self._layout, fresh)
+            return flat_vector.unflatten(self._layout, fresh)
         if out is not None:
             if target.target is self._pool.kept:
-                partition.copy_out(self._layout, vector, out)
+                flat_vector.copy_out(self._layout, vector, out)
             return {tensor.name: out[tensor.name] for tensor in self._layout.tensors}
         if self._viewed is None or self._viewed[0] is not vector or self._pool.converted:
             every = range(len(self._layout.tensors))
-            self._viewed = vector, partition.views(self._layout, every, vector, self._pool.converted)
+            self._viewed = vector, flat_vector.views(self._layout, every, vector, self._pool.converted)
         return {name: array.view() for name, array in self._viewed[1].items()}
 
     def bucket_arrays(self, target: PullTarget, numbers: tuple[int, ...], slices: frozenset[int]) -> Arrays:
         """Return read-only arrays of these tensors, whose ``slices`` have arrived."""
-        return partition.views(self._layout, numbers, target.vector(slices), self._pool.converted)
+        return flat_vector.views(self._layout, numbers, target.vector(slices), self._pool.converted)
 
     def release_memory(self) -> None:
         """Release the memory of results without a copy, unless it is the base of the servers' differences."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.participation import Participation

@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 
 logger = logging.getLogger("psdist")
 

@@ -19,9 +19,9 @@ from enum import Enum, auto
 from functools import partial
 from typing import Any, NoReturn
 
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.core.buckets import ReadySlices, SliceIndex, StepPlan
-from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush
 from psdist.client.results import Results, Wanted
@@ -321,7 +321,7 @@ class BucketStep(PushStep):
 
     async def wait(self, bucket: AsyncBucket, timeout: float | None) -> Arrays:
         """See ``AsyncBucket.wait``."""
-        names = partition.join_names(bucket.names)
+        names = flat_vector.join_names(bucket.names)
         if self.state is StepState.OVER and bucket.error is None:
             raise InvalidArgumentError(
                 f"the new weights of {names} are not valid any more: wait for a bucket before the next call on its "

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import numpy as np
 from numpy.typing import ArrayLike
 
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.core.buckets import SliceIndex, StepPlan
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.encoding import EncodedPush, Encoding
 from psdist.client.gradients import GradientVector
@@ -35,14 +35,14 @@ from psdist.client.stale_buffers import StaleBufferCheck
 from psdist.client.step import AsyncBucket, BucketStep, Gradient, PushStep, StepState
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.consistency import BSP, SSP, check_weight
+from psdist.device.device import device_number
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
-from psdist.gpu.device import device_number
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
 from psdist.types import Layout, ParametersSpec
 
 if TYPE_CHECKING:
-    from psdist.compression.gpu.memory import DeviceVector
+    from psdist.compression.device.memory import DeviceVector
 
 T = TypeVar("T")
 
@@ -355,7 +355,7 @@ class Steps:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
-        return flat, partition.grad_norm(flat, self._servers.slicing.slice_elements)
+        return flat, flat_vector.grad_norm(flat, self._servers.slicing.slice_elements)
 
     # --- another incarnation ------------------------------------------------------------------------------------------
 

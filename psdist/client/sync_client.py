@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from psdist.client.async_client import AsyncClient
-from psdist.client.core.partition import Arrays
+from psdist.client.core.flat_vector import Arrays
 from psdist.client.datasets import AsyncDataset, Range
 from psdist.client.parameters import AsyncParameters
 from psdist.client.process import loop
@@ -401,7 +401,7 @@ class Parameters(Blocking[AsyncParameters]):
         TcpUnavailableError (transport "tcp"), MutualWaitError if the other workers wait for this
         one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
         than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
-        ``partition.check_out`` for ``out``.
+        ``flat_vector.check_out`` for ``out``.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.pull(out, copy, device), reading=True)

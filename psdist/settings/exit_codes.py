@@ -38,7 +38,7 @@ CONFIGURATION: Final = 78
 SIGNAL_BASE: Final = 128
 
 
-def of_ended_run(error: BaseException) -> int:
+def status_of_ended_run(error: BaseException) -> int:
     """Return the exit status that every process of a run ends with after ``error``."""
     return NEVER_CONNECTED if isinstance(error, RunNotStartedError) else INFRASTRUCTURE
 

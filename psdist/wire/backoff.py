@@ -29,7 +29,7 @@ class Backoff:
         self._ceiling = min(FIRST_SECONDS, longest)
 
     @classmethod
-    def of_session(cls, rng: Random, heartbeat_seconds: float) -> Backoff:
+    def for_session(cls, rng: Random, heartbeat_seconds: float) -> Backoff:
         """Return the backoff of a member whose session broke. It allows several attempts within the lease."""
         return cls(rng, min(LONGEST_SECONDS, heartbeat_seconds))
 

@@ -146,7 +146,7 @@ async def _until_the_end(settings: SchedulerSettings, scheduler: Scheduler, addr
         logger.error("the scheduler exits because it cannot continue safely: %s", failure, exc_info=failure)
     if failures:
         return exit_codes.INFRASTRUCTURE
-    return exit_codes.OK if lost is None else exit_codes.of_ended_run(lost)
+    return exit_codes.OK if lost is None else exit_codes.status_of_ended_run(lost)
 
 
 async def _end_when_idle(scheduler: Scheduler) -> None:

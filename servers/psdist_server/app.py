@@ -23,8 +23,8 @@ from grpc_health.v1.health import aio as health
 
 from psdist import addresses, logs, loop_monitor
 from psdist.compression.background_compiler import BackgroundCompiler
+from psdist.device.device import open_device
 from psdist.errors import RUN_ENDING, DeviceLostError, DeviceUnavailableError, PsdistError, UnauthenticatedError
-from psdist.gpu.device import open_device
 from psdist.link.accepting import TcpListener
 from psdist.settings import exit_codes
 from psdist.settings.config import is_loopback
@@ -60,7 +60,7 @@ def main(settings: ServerSettings) -> int:
     except PsdistError as error:
         print(f"psdist-server: {error}", file=sys.stderr)
         if isinstance(error, RUN_ENDING):
-            return exit_codes.of_ended_run(error)
+            return exit_codes.status_of_ended_run(error)
         recurs = isinstance(error, UnauthenticatedError | DeviceUnavailableError)
         return exit_codes.CONFIGURATION if recurs else exit_codes.UNAVAILABLE
 
@@ -147,7 +147,7 @@ async def _until_stopped(
     code = 0
     if session.done() and (error := session.exception()):
         logger.error("the scheduler ended the membership of this server", reason=str(error))
-        code = exit_codes.of_ended_run(error)
+        code = exit_codes.status_of_ended_run(error)
     if code == 0 and not run_ended.done():
         draining = asyncio.create_task(link.drain(drain_timeout_seconds))
         await asyncio.wait({draining, session}, return_when=asyncio.FIRST_COMPLETED)

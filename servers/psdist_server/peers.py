@@ -104,7 +104,7 @@ class PeerServers:
             await channel.close()
 
 
-class NormExchange:
+class NormGatherer:
     """Computes the global gradient norms of steps aggregated here (BSP), by asking the parameter set's other servers
     for the squared norms of their slices.
 

@@ -97,7 +97,7 @@ class ServerSession:
     async def run(self, server: ParameterServer) -> None:
         """Maintain the session until it is cancelled or left. Raises FencedError or WrongRunError if the scheduler
         rejects this incarnation, and an error of RUN_ENDING if the run cannot continue."""
-        backoff, reason = Backoff.of_session(self._connection.rng, self.registration.heartbeat_seconds), ""
+        backoff, reason = Backoff.for_session(self._connection.rng, self.registration.heartbeat_seconds), ""
         while True:
             self.in_session = False
             server.snapshot_writer.session_ended()

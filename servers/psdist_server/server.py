@@ -29,7 +29,7 @@ from psdist_server.device.staging import Lanes
 from psdist_server.kernels import encoded
 from psdist_server.kernels.arrays import DenseParameters
 from psdist_server.kernels.pool import KernelPool
-from psdist_server.peers import NormExchange, PeerServers
+from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
 from psdist_server.store.parameter_store import ParameterStore
@@ -85,7 +85,7 @@ class ParameterServer:
             self.me, run_id, token, rng, registration.lease_seconds, lambda: self._report(), carriers
         )
         self.admission = Admission(run_id, self.stores, self.peers, compiler.loaded if compiler is not None else None)
-        self._norm_exchange = NormExchange(self.peers, lambda: self.admission.map)
+        self._norm_exchange = NormGatherer(self.peers, lambda: self.admission.map)
         opened = _opened_once(registration.storage, opener)
         self.snapshot_writer = SnapshotWriter(self.stores.get, opened, lambda report: self._report_snapshot(report))
         self.loader = SnapshotLoader(opened, lambda: self._report(), rng)

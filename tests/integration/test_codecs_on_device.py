@@ -12,9 +12,9 @@ from device_encoders import BothEncoders
 from psdist.client.device.arrays import CupyArrays, is_on_device
 from psdist.client.device.vectors import DeviceVectors
 from psdist.compression import Codec
+from psdist.device.device import CudaDevice, open_device
 from psdist.errors import DeviceUnavailableError
-from psdist.gpu.device import CudaDevice, open_device
-from tests.unit.compression.gpu.test_device_encoding import CODECS, LAYOUT, each_tensor, layout_of, worst_cases
+from tests.unit.compression.device.test_device_encoding import CODECS, LAYOUT, each_tensor, layout_of, worst_cases
 
 pytestmark = pytest.mark.gpu
 

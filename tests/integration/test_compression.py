@@ -18,7 +18,7 @@ from psdist import AsyncClient, AsyncParameters, off_loop, optim
 from psdist.cli import status_table
 from psdist.cli.status import as_json
 from psdist.client import automatic_compression, encoding
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
 from psdist.client.core.encoder import GradientEncoder
 from psdist.client.encoding import EncodedPush
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ADAM = optim.Adam(lr=1e-2)
 WORKERS, STEPS = 2, 4
-LAYOUT = partition.layout_of(split(initial()))
+LAYOUT = flat_vector.layout_of(split(initial()))
 SLICING = Slicing(TOTAL, SLICE)
 #: By name, the codec of each rank.
 CODECS: dict[str, tuple[Codec, Codec]] = {

@@ -16,7 +16,7 @@ import psdist
 from psdist import compression
 from psdist.cli import run
 from psdist.compression import pulls
-from psdist.compression.gpu.sparse_coders import coder_of
+from psdist.compression.device.sparse_coders import coder_of
 from psdist.launch.embedded import EmbeddedCluster
 from psdist.metrics.report import MEASURED
 from tests.flag_reference import time_limits

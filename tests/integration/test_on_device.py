@@ -11,8 +11,8 @@ import pytest
 from launched import Run
 
 from psdist import optim
+from psdist.device.device import CudaDevice, open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError
-from psdist.gpu.device import CudaDevice, open_device
 from psdist_server.kernels.arrays import Update
 from tests.integration.test_device_servers import _TRAIN, _digests, _ended
 from tests.property.test_device_updates import Both, entry_of, every_optimizer, gradients

@@ -20,8 +20,8 @@ from psdist import optim
 from psdist.client.context import Context
 from psdist.client.device import arrays as device_arrays
 from psdist.compression import ChunkedTopK, Codec, Int8, RandomK, TopK
+from psdist.device.device import open_device
 from psdist.errors import DeviceUnavailableError, LimitExceededError, NonFiniteGradientError, PsdistError
-from psdist.gpu.device import open_device
 from psdist.torch import DistributedDataParallel, DistributedOptimizer, gradient_memory
 from tests.support.torch_models import MODELS, loss_of
 

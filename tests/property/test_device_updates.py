@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from psdist import BSP, optim
 from psdist.compression import Int8
 from psdist.compression.pulls import pull_codec_to_text
-from psdist.gpu.device import Device
+from psdist.device.device import Device
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes

@@ -12,8 +12,8 @@ from psdist.client.core.encoder import GradientEncoder
 from psdist.client.device.gradient_encoder import DeviceGradientEncoder
 from psdist.client.session.worker_state import DeferredArray
 from psdist.compression import Codec
-from psdist.compression.gpu.memory import DeviceVector
-from psdist.gpu.device import Device
+from psdist.compression.device.memory import DeviceVector
+from psdist.device.device import Device
 from psdist.types import Layout, Slicing
 
 Floats = NDArray[np.float32]

@@ -1,4 +1,4 @@
-"""Fake of the part of CuPy that ``psdist.gpu.device`` uses, in host memory, for tests of that module.
+"""Fake of the part of CuPy that ``psdist.device.device`` uses, in host memory, for tests of that module.
 
 Its functions have the names, argument order and results of CuPy 14. Kernels are not run; their calls are recorded. Any
 function can be made to fail with a CUDA error.

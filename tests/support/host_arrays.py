@@ -12,8 +12,8 @@ from host_device import HostDevice
 from numpy.typing import NDArray
 
 from psdist.client.device.arrays import TakenArray
+from psdist.compression.device.memory import DeviceVector
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.gpu.memory import DeviceVector
 from psdist.types import DType
 
 

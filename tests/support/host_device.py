@@ -1,4 +1,4 @@
-"""A ``psdist.gpu.device.Device`` on the CPU, for machines without a GPU: the same sources, compiled by g++.
+"""A ``psdist.device.device.Device`` on the CPU, for machines without a GPU: the same sources, compiled by g++.
 
 Its memory is host memory. Work on a stream is done immediately, so a missing wait does not show here. Tests can check
 arithmetic, barriers within a block (threads run in ascending or descending order), argument types, and allocations.

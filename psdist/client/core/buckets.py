@@ -6,7 +6,7 @@ touches it was given, so slices are sent while the rest of the gradient is still
 Invariants: A slice becomes ready once, after the last of its tensors was given. If its bucket fails before the slice is
 answered, the slice becomes ready again when all of its tensors are given again.
 
-Not here: values (``partition``), sending (``step``).
+Not here: values (``flat_vector``), sending (``step``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from psdist.client.core.partition import join_names, tensor_names
+from psdist.client.core.flat_vector import join_names, tensor_names
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Layout, Slicing
 

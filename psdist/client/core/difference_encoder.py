@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.encoder import DoubleBuffer, EncodedSlices, GradientEncoder, State
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.compression import Codec, Float32, segments
 from psdist.compression.regions import Region, regions, send_differences
 from psdist.errors import InternalError, NonFiniteGradientError

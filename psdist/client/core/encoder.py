@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.buckets import ReadySlices
-from psdist.client.core.partition import Flat, grad_norm
+from psdist.client.core.flat_vector import Flat, grad_norm
 from psdist.compression import Chain, Codec, Compressor, Float32, TopK, segments
 from psdist.compression.regions import Region, regions
 from psdist.errors import InternalError

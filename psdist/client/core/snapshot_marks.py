@@ -40,24 +40,24 @@ class SnapshotMarks:
         #: Newest snapshot attempt whose Mark was answered; 0 for none.
         self.mark = 0
         self.dropped = dropped
-        self.sessions: dict[str, PushSequence] = {}
+        self.sequences: dict[str, PushSequence] = {}
         self._answer: MarkAnswer | None = None
 
     def enter(self, parameters: str, sequence: PushSequence) -> None:
         """Add the push sequence of a parameter set that this worker trains."""
-        self.sessions[parameters] = sequence
+        self.sequences[parameters] = sequence
 
     def next(self) -> dict[str, int]:
         """Return the number of each set's next push; one under way counts as made."""
-        return {name: sequence.next for name, sequence in self.sessions.items()}
+        return {name: sequence.next for name, sequence in self.sequences.items()}
 
     def next_whole(self) -> dict[str, int]:
         """Return the number of each set's next push that was not sent completely."""
-        return {name: sequence.next_whole for name, sequence in self.sessions.items()}
+        return {name: sequence.next_whole for name, sequence in self.sequences.items()}
 
     def partial(self) -> list[str]:
         """Return the parameter sets whose next push was sent in part."""
-        return [name for name, sequence in self.sessions.items() if sequence.unfinished and sequence.partial]
+        return [name for name, sequence in self.sequences.items() if sequence.unfinished and sequence.partial]
 
     def answer(self, attempt: int, keeps: Callable[[], dict[str, int]] = dict) -> MarkAnswer | None:
         """Return the answer to Mark, or None if the request is late. Pushes carry the mark from now on.

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.memory import DeviceVector
+from psdist.compression.device.tables import TILE
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector
-from psdist.compression.gpu.tables import TILE
+from psdist.device.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -27,7 +28,6 @@ from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
 )
-from psdist.gpu.device import Device, current_device, device_number, is_out_of_memory, open_device
 from psdist.types import DType
 
 #: DLPack's device types of CUDA and CUDA's managed memory.

@@ -3,7 +3,7 @@
 The residual of gradients stays on the device, and so does the velocity of a codec with momentum. Both are read when a
 snapshot needs them; the residual is also read for its norm.
 
-Not here: kernels and bytes (``psdist.compression.gpu``).
+Not here: kernels and bytes (``psdist.compression.device``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.client.core.encoder import EncodedSlices, Totals
-from psdist.client.core.partition import Flat, grad_norm
+from psdist.client.core.flat_vector import Flat, grad_norm
 from psdist.client.session.worker_state import DeferredArray, SavedState, State
 from psdist.compression import Codec
-from psdist.compression.gpu.coders import PushNumbers
-from psdist.compression.gpu.encoder import DeviceEncoder, DevicePush
-from psdist.compression.gpu.memory import DeviceVector, DoubleVector
-from psdist.compression.gpu.tables import SegmentRange, table
+from psdist.compression.device.coders import PushNumbers
+from psdist.compression.device.encoder import DeviceEncoder, DevicePush
+from psdist.compression.device.memory import DeviceVector, DoubleVector
+from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.regions import Region, regions
-from psdist.gpu.device import Device
+from psdist.device.device import Device
 from psdist.types import Layout, Slicing
 
 _NOTHING: Final = np.empty(0)

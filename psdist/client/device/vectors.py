@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.core import partition
-from psdist.client.core.partition import Flat
+from psdist.client.core import flat_vector
+from psdist.client.core.flat_vector import Flat
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.arrays import DeviceArrays, TakenArray, is_on_device
+from psdist.compression.device.coders import CastCoder
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.memory import DeviceVector, PinnedPool
+from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.gpu.coders import CastCoder
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector, PinnedPool
-from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.regions import Region
 from psdist.compression.specifications import Float32
+from psdist.device.device import Device
 from psdist.errors import DeviceLostError
-from psdist.gpu.device import Device
 from psdist.types import DType, Layout, TensorSpec
 
 _U32, _U64, _F32 = np.uint32, np.uint64, np.float32
@@ -80,7 +80,7 @@ class DeviceVectors:
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, InvalidArgumentError.
         """
-        partition.check_names(self._layout, gradients)
+        flat_vector.check_names(self._layout, gradients)
         tensors = self._layout.tensors
         taken = self._take(tensors, gradients)
         shared = _shared_address(tensors, taken)
@@ -107,11 +107,11 @@ class DeviceVectors:
             value = gradients[tensor.name]
             if is_on_device(value):
                 array = self._arrays.take(tensor.name, value)
-                partition.check_shape(tensor, array.shape)
+                flat_vector.check_shape(tensor, array.shape)
                 found.append(array)
             else:
-                host = partition.as_float(tensor.name, value)
-                partition.check_shape(tensor, host.shape)
+                host = flat_vector.as_float(tensor.name, value)
+                flat_vector.check_shape(tensor, host.shape)
                 with np.errstate(over="ignore"):  # Becomes Inf, which is checked later.
                     found.append(np.ascontiguousarray(host, np.float32))
         self.synchronize()  # Converted arrays.
@@ -150,7 +150,7 @@ class DeviceVectors:
         flags = np.zeros(2, np.uint32)  # The flag, and an empty set of reset residuals.
         at = self._run.upload(flags)
         rows = _U64(self._run.upload(found.rows)), _U64(len(found.rows))
-        limit = np.float32(partition.OVERFLOW[dtype]).view(np.uint32)
+        limit = np.float32(flat_vector.OVERFLOW[dtype]).view(np.uint32)
         self._run.launch(
             *("check_finite", found.tasks, 256, _U64(vector.address), _U64(0), *rows, _U64(at), _U64(at + 4)),
             *(_F32(1.0), _U64(0), _F32(0), limit),

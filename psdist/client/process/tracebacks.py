@@ -62,7 +62,7 @@ def status_of(error: BaseException) -> int:
     for each in _chain(error):  # The script may have raised its own error from it.
         if isinstance(each, RUN_ENDING):
             # The next attempt finds a run that resumed from a snapshot.
-            return 0 if "snapshot" in each.details else exit_codes.of_ended_run(each)
+            return 0 if "snapshot" in each.details else exit_codes.status_of_ended_run(each)
     return exit_codes.CONFIGURATION if would_recur(error) else 0
 
 

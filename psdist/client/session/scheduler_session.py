@@ -147,7 +147,7 @@ class WorkerSession:
 
     async def _keep_session(self) -> None:
         """Hold the session open until it is cancelled or the scheduler ends the membership."""
-        backoff = Backoff.of_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
+        backoff = Backoff.for_session(self.calls.rng, self.membership.registration.heartbeat_seconds)
         while True:
             error = await self._session_once(backoff)
             if self._leaving:  # The scheduler ends the session of a worker that left.
@@ -259,7 +259,7 @@ class WorkerSession:
                 error = status.from_detail(response.mutual_wait.error)
                 self.activities.on_mutual_wait(response.mutual_wait.sequence, error)
             case "rolled_back":
-                raise _rolled_back(response.rolled_back, self.snapshots.marks.sessions)
+                raise _rolled_back(response.rolled_back, self.snapshots.marks.sequences)
 
     def _check_server(self, server: Replica) -> None:
         """Answer the scheduler, on the session on which it asked, if this worker reaches a server."""

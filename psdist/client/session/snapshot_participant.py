@@ -46,7 +46,7 @@ class SnapshotParticipant:
         """Carry out a command of the scheduler."""
         match command.WhichOneof("kind"):
             case "mark":
-                lowest = partial(self.states.mark, command.attempt, self.marks.sessions, command.mark.steps)
+                lowest = partial(self.states.mark, command.attempt, self.marks.sequences, command.mark.steps)
                 if (answer := self.marks.answer(command.attempt, lowest)) is not None:
                     self._report_marked(command.attempt, answer)
             case "end":

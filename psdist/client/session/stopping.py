@@ -110,7 +110,7 @@ class Stopping:
                 if not self._ends:
                     await self.iterations.until_start()
                 self.holding = True
-                while any(self._is_awaited(name, session) for name, session in self._marks().sessions.items()):
+                while any(self._is_awaited(name, session) for name, session in self._marks().sequences.items()):
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -2,7 +2,7 @@
 
 The kernel clears each new page on first touch. For a large model this takes longer than copying it.
 
-``attachment`` manages memory shared with servers, and ``partition`` maps tensors to the flat vector.
+``attachment`` manages memory shared with servers, and ``flat_vector`` maps tensors to the flat vector.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from psdist.address_range import AddressRange
-from psdist.client.core.partition import Arrays, Flat
+from psdist.client.core.flat_vector import Arrays, Flat
 from psdist.client.transport.held_weights import HeldWeights
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES

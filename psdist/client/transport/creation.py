@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from psdist.client.core import partition, routing
-from psdist.client.core.partition import Flat
+from psdist.client.core import flat_vector, routing
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.core.routing import RoutingPlan
 from psdist.client.session.scheduler_session import WorkerSession
@@ -91,7 +91,7 @@ class ParametersCreator:
                 if values is None:
                     raise UnknownParametersError(f"{peer} no longer knows {spec.name!r}: restart the run")
                 # In a thread, to keep heartbeats running. Values that are not uploaded need not be finite.
-                await in_thread(partial(partition.check_initial, layout, values))
+                await in_thread(partial(flat_vector.check_initial, layout, values))
                 await self._upload(spec.name, values, placed)
                 # If a server with some of the values is gone, the scheduler asks again. A server that restarted without
                 # its record does not know the parameters; the session then ends the run.

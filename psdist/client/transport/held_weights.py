@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.process import codec_kernels
 from psdist.errors import InternalError
 from psdist.types import Slicing

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.push_sequence import PendingRequest
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.compression import Cast

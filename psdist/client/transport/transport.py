@@ -19,7 +19,7 @@ from psdist.client.transport.requests import Request
 from psdist.errors import ClosedError, PsdistError, ServerUnreachableError
 
 #: Receives the error that ends attempts on a server.
-Loss = asyncio.Future[PsdistError]
+ServerLoss = asyncio.Future[PsdistError]
 
 
 def attempt_error(error: PsdistError) -> PsdistError:
@@ -50,7 +50,7 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one attempt to get the unanswered slices of ``route`` answered.
 
         wait: receives the server's reasons.

@@ -20,8 +20,8 @@ from typing import Final
 
 import numpy as np
 
+from psdist.device.device import Allocation, DeviceKernel
 from psdist.errors import DeviceLostError
-from psdist.gpu.device import Allocation, DeviceKernel
 from psdist.types import ParametersEntry
 from psdist_server.device.source import ARRAYS, SCALARS, THREADS
 from psdist_server.device.staging import Lane, Lanes, StagingArea, piece_elements

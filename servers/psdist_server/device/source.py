@@ -19,8 +19,8 @@ from typing import Any, Final
 import numpy as np
 
 from psdist.compression.compiled import Kernel
+from psdist.device.compile import common_source
 from psdist.errors import InternalError
-from psdist.gpu.compile import common_source
 from psdist_server.kernels import fused
 from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
 

@@ -19,8 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.device.device import Device, DeviceKernel
 from psdist.errors import DeviceLostError
-from psdist.gpu.device import Device, DeviceKernel
 from psdist_server.device.source import optimizers, update_source
 from psdist_server.kernels.interpreted import BLOCK, CODES, SUM_LANES, AnyArray
 

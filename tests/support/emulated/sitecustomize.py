@@ -19,7 +19,7 @@ def _is_device_server() -> bool:
 
 
 def _install() -> None:
-    from psdist.gpu import device
+    from psdist.device import device
     from tests.support.host_device import HostDevice
 
     class ServerDevice(HostDevice):

@@ -24,7 +24,7 @@ from psdist.types import (
     WorkerEntry,
 )
 from psdist_server.device.staging import Lanes
-from psdist_server.peers import NormExchange, PeerServers
+from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.store.global_norm import NormBoard
 from psdist_server.store.parameter_store import ParameterStore
@@ -35,7 +35,7 @@ from tests.support.host_device import HostDevice, needs_compiler
 async def test_a_slice_that_is_aggregated_as_the_norm_becomes_known_is_not_forgotten() -> None:
     """After a promotion the squares of a step are known already, so each of its slices asks for the norm."""
     nobody = cast(PeerServers, None)  # All squares are known.
-    exchange = NormExchange(nobody, lambda: ClusterMap("run", 0))
+    exchange = NormGatherer(nobody, lambda: ClusterMap("run", 0))
     loop, told = asyncio.get_running_loop(), list[float]()
 
     def norm_known(step: int, norm: float) -> None:

@@ -19,7 +19,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
-from psdist.client.transport.transport import Loss, Transport, attempt_error
+from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
 from psdist.errors import ClosedError, ServerUnreachableError, again
 from psdist.wire import channels, limits, status
 
@@ -70,7 +70,7 @@ class GrpcTransport(Transport):
                 error = status.from_call(failure, f"the server at {address}")
                 raise ServerUnreachableError(error.message) from None
 
-    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Run one stream to its end. See ``Transport.exchange``."""
         call = self.open_stream(route.address, messages.method_of(request))
         send = asyncio.create_task(_send(call, request, route, self._write_queues[route.address], wait))
@@ -122,7 +122,7 @@ async def _receive(call: Any, request: Request, route: Route, wait: Wait) -> Non
             wait.progress()
 
 
-async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None], loss: Loss) -> None:
+async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None], loss: ServerLoss) -> None:
     """Wait until ``receive`` completes. Raises its error, an error of ``send``, or the loss."""
     waiting: set[asyncio.Future[Any]] = {receive, send, loss}
     while not receive.done():

@@ -23,7 +23,7 @@ from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest, Request
-from psdist.client.transport.transport import Loss, attempt_error
+from psdist.client.transport.transport import ServerLoss, attempt_error
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError, again
 from psdist.link.dialing import Link
 from psdist.types import Slicing
@@ -79,7 +79,7 @@ class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
 
     message_type = server_pb2.ShareResponse
 
-    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss, *, has_payloads: bool) -> None:
+    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: ServerLoss, *, has_payloads: bool) -> None:
         super().__init__(call, route.peer, has_payloads=has_payloads)
         self.incarnation = route.incarnation
         #: Unfinished calls, by number.
@@ -158,7 +158,7 @@ class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
     def error_of(self, failure: grpc.aio.AioRpcError) -> PsdistError:
         return attempt_error(super().error_of(failure))
 
-    def _on_loss(self, loss: Loss) -> None:
+    def _on_loss(self, loss: ServerLoss) -> None:
         self.break_off(loss.result())
 
     def break_off(self, error: PsdistError) -> None:

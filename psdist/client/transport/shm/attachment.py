@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from numpy.typing import NDArray
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.routing import Route
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.wait_tracker import Wait, WaitTracker
@@ -30,7 +30,7 @@ from psdist.client.transport.requests import Request, RequestIdentity
 from psdist.client.transport.shm.offered_arena import OfferedArena
 from psdist.client.transport.shm.stream import SharedStream, attach
 from psdist.client.transport.shm.weights_view import WeightsView
-from psdist.client.transport.transport import Loss
+from psdist.client.transport.transport import ServerLoss
 from psdist.errors import SharingUnavailableError
 from psdist.off_loop import off_loop
 from psdist.types import DType, ParametersEntry, Replica
@@ -86,7 +86,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
         self._is_view_stale = False
         self._showing = asyncio.Lock()
 
-    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one call on the stream of the route's server. See ``Transport.exchange``."""
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"

@@ -23,13 +23,13 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.buffer_pool import PullTarget
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, ask, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
-from psdist.client.transport.transport import Loss
+from psdist.client.transport.transport import ServerLoss
 from psdist.compression import payloads
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import (
@@ -143,7 +143,7 @@ class SharedStream(CallConnection[PendingCall]):
         arena: GradientArena,
         weights: WeightsArena,
         slicing: Slicing,
-        loss: Loss,
+        loss: ServerLoss,
         stable: bool,
     ) -> None:
         super().__init__(call, route, slicing, loss, has_payloads=False)

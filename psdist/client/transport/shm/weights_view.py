@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from psdist.client.core.partition import Flat
+from psdist.client.core.flat_vector import Flat
 from psdist.client.transport.shm.stream import SharedStream
 from psdist.types import ParametersEntry, Replica
 from psdist.wire.shm import MappedVector, Piece, WeightsArena, reason_of

@@ -16,7 +16,7 @@ from psdist.client.transport.negotiated.calls import ask
 from psdist.client.transport.negotiated.connections import NegotiatedTransport
 from psdist.client.transport.requests import Request
 from psdist.client.transport.tcp.stream import TcpStream
-from psdist.client.transport.transport import Loss
+from psdist.client.transport.transport import ServerLoss
 from psdist.errors import TcpUnavailableError
 from psdist.settings.config import parse_address
 from psdist.v1 import server_pb2
@@ -29,7 +29,7 @@ class TcpTransport(NegotiatedTransport[TcpStream]):
     method = "Connect"
     unavailable = TcpUnavailableError
 
-    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one call on the connection to the route's server. See ``Transport.exchange``."""
         stream = self._stream_of(route)
         assert stream is not None, "a transport that is not open was chosen"

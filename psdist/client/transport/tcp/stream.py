@@ -25,7 +25,7 @@ from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.negotiated.calls import CallConnection, PendingCall, encode_pull
 from psdist.client.transport.requests import PullRequest, PushRequest, Request
-from psdist.client.transport.transport import Loss
+from psdist.client.transport.transport import ServerLoss
 from psdist.errors import InternalError, PsdistError, ServerUnreachableError
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
@@ -85,7 +85,7 @@ class TcpCall(PendingCall):
 class TcpStream(CallConnection[TcpCall]):
     """Connection to one server. Usable once ``dial`` returns."""
 
-    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: Loss) -> None:
+    def __init__(self, call: Any, route: Route, slicing: Slicing, loss: ServerLoss) -> None:
         super().__init__(call, route, slicing, loss, has_payloads=True)
         self._writes = WriteQueue()
         #: Slice being received: its call, and the buffer of its payload.

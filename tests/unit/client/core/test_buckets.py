@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.core.buckets import SliceIndex, StepPlan
 from psdist.errors import InvalidArgumentError, UnknownTensorError
 from psdist.types import Slicing
 
 
 def make_cut(sizes: list[int], slice_elements: int) -> SliceIndex:
-    layout = partition.layout_of({f"t{number}": np.zeros(size, np.float32) for number, size in enumerate(sizes)})
+    layout = flat_vector.layout_of({f"t{number}": np.zeros(size, np.float32) for number, size in enumerate(sizes)})
     return SliceIndex(layout, Slicing(layout.total, slice_elements))
 
 

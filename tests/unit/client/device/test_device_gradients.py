@@ -17,7 +17,7 @@ from host_arrays import HostArray, HostArrays
 from host_device import needs_compiler
 
 from psdist import errors
-from psdist.client.core.partition import layout_of
+from psdist.client.core.flat_vector import layout_of
 from psdist.client.device import arrays as device_arrays
 from psdist.client.device.vectors import DeviceVectors
 from psdist.client.gradients import GradientVector

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 import psdist
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.process import tracebacks
 from psdist.errors import (
     ClosedError,
@@ -124,21 +124,21 @@ def test_frames_of_a_callback_are_kept_and_those_between_left_out() -> None:
 
 
 def test_what_may_be_a_defect_is_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "_shared_vector", None)
-    text = printed(lambda: partition.flatten(LAYOUT, {"w": np.zeros(4, np.float32)}))
-    assert "partition.py" in text and "left out" not in text
+    monkeypatch.setattr(flat_vector, "_shared_vector", None)
+    text = printed(lambda: flat_vector.flatten(LAYOUT, {"w": np.zeros(4, np.float32)}))
+    assert "flat_vector.py" in text and "left out" not in text
 
 
 def test_internal_errors_are_printed_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "ShapeMismatchError", InternalError)
-    text = printed(lambda: partition.flatten(LAYOUT, {"w": [1.0]}))
-    assert "partition.py" in text and "left out" not in text
+    monkeypatch.setattr(flat_vector, "ShapeMismatchError", InternalError)
+    text = printed(lambda: flat_vector.flatten(LAYOUT, {"w": [1.0]}))
+    assert "flat_vector.py" in text and "left out" not in text
 
 
 def test_causes_are_shortened_too() -> None:
     def script() -> None:
         try:
-            partition.flatten(LAYOUT, {"w": [1.0]})
+            flat_vector.flatten(LAYOUT, {"w": [1.0]})
         except ShapeMismatchError as error:
             raise RuntimeError("my own") from error
 

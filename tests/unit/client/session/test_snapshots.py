@@ -122,7 +122,7 @@ class Kept:
         self.taken.append((attempt, before, int(state["encoded"][0])))
 
     def mark(self, attempt: int, **steps: int) -> dict[str, int]:
-        return self.states.mark(attempt, self.pushes.sessions, steps)
+        return self.states.mark(attempt, self.pushes.sequences, steps)
 
     def begin(self) -> PendingRequest:
         self.states.push_started("p")

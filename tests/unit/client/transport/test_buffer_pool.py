@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from psdist.client.core import partition
+from psdist.client.core import flat_vector
 from psdist.client.transport.buffer_pool import BufferPool, PullTarget
 from psdist.errors import InternalError
 from psdist.types import Slicing
 from psdist.v1.server_pb2 import SliceResult
 
-LAYOUT = partition.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
+LAYOUT = flat_vector.layout_of({"a": np.zeros((2, 3), np.float32), "b": np.zeros(2, np.float32)})
 
 
 def test_a_vector_is_used_again_when_the_last_array_of_it_is_gone() -> None:
     buffer_pool = BufferPool(LAYOUT)
-    arrays = partition.unflatten(LAYOUT, buffer_pool.fresh())
+    arrays = flat_vector.unflatten(LAYOUT, buffer_pool.fresh())
     address = arrays["a"].ctypes.data
     part = arrays["a"][0][1:]  # a view of a view keeps it, too
     del arrays
@@ -30,7 +30,7 @@ def test_a_loop_that_assigns_its_result_alternates_between_two() -> None:
     buffer_pool = BufferPool(LAYOUT)
     addresses = set()
     for _ in range(10):
-        values = partition.unflatten(LAYOUT, buffer_pool.fresh())
+        values = flat_vector.unflatten(LAYOUT, buffer_pool.fresh())
         addresses.add(values["a"].ctypes.data)
     assert len(addresses) == 2
 
@@ -49,7 +49,7 @@ def test_results_that_are_kept_stay_as_they_are() -> None:
 
 
 def test_no_elements() -> None:
-    assert BufferPool(partition.layout_of({"e": np.zeros(0)})).fresh().size == 0
+    assert BufferPool(flat_vector.layout_of({"e": np.zeros(0)})).fresh().size == 0
 
 
 def test_weights_that_lie_in_two_places_are_brought_together() -> None:

@@ -9,7 +9,7 @@ import pytest
 from psdist.client.core.routing import Route
 from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import Request
-from psdist.client.transport.transport import Loss, Transport, Transports
+from psdist.client.transport.transport import ServerLoss, Transport, Transports
 
 ROUTES = [Route(f"server-{number}", 1, f"host-{number}:1", 1, (number,)) for number in range(3)]
 
@@ -37,7 +37,7 @@ class Fake(Transport):
     def why_closed(self, server_id: str) -> str:
         return "" if server_id in self.open else self._reason
 
-    async def exchange(self, request: Request, route: Route, wait: Wait, loss: Loss) -> None:
+    async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         raise AssertionError
 
 

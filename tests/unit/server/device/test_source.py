@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from psdist.device.compile import ARCHITECTURES, compile_source
 from psdist.errors import InternalError
-from psdist.gpu.compile import ARCHITECTURES, compile_source
 from psdist_server.device import source
 from psdist_server.device.source import ARRAYS, SCALARS, element_of, optimizers, update_source
 

@@ -17,15 +17,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.gpu.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, Selected
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector, DoubleVector, GrowingBuffer, PinnedPool
-from psdist.compression.gpu.sparse_coders import coder_of
-from psdist.compression.gpu.tables import SegmentRange, uncovered_parts
+from psdist.compression.device.coders import Coder, PlacedSegments, PushMemory, PushNumbers, SegmentHeader, Selected
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.memory import DeviceVector, DoubleVector, GrowingBuffer, PinnedPool
+from psdist.compression.device.sparse_coders import coder_of
+from psdist.compression.device.tables import SegmentRange, uncovered_parts
 from psdist.compression.regions import Region
 from psdist.compression.segments.format import HEADER, HEADER_BYTES, padded
 from psdist.compression.segments.prepared import non_finite
-from psdist.gpu.device import Device
+from psdist.device.device import Device
 
 #: One number per region.
 Words = NDArray[np.uint32]

@@ -32,8 +32,8 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.device.compile import OPTIONS, compile_source, nvrtc
 from psdist.errors import DeviceLostError, DeviceUnavailableError, InvalidArgumentError, LimitExceededError
-from psdist.gpu.compile import OPTIONS, compile_source, nvrtc
 
 AnyArray = NDArray[Any]
 #: Stream of a device, opaque to callers.

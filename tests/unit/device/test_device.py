@@ -10,6 +10,9 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from psdist.device import compile as compiling
+from psdist.device.compile import compile_source
+from psdist.device.device import CudaDevice, device_number, open_device
 from psdist.errors import (
     DeviceLostError,
     DeviceUnavailableError,
@@ -17,9 +20,6 @@ from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
 )
-from psdist.gpu import compile as compiling
-from psdist.gpu.compile import compile_source
-from psdist.gpu.device import CudaDevice, device_number, open_device
 from tests.support.fake_cupy import FakeCudaError, FakeCupy
 
 
@@ -142,7 +142,7 @@ def test_a_source_is_compiled_once_and_its_kernels_get_what_was_given(
     assert cupy.calls == [("twice", (5,), (128,), arguments, stream)]
     (file,) = (tmp_path / "cache").iterdir()
     assert file.suffix == ".cubin" and file.read_bytes()[:4] == b"\x7fELF"
-    monkeypatch.setattr("psdist.gpu.device.compile_source", lambda *_: pytest.fail("it is cached"))
+    monkeypatch.setattr("psdist.device.device.compile_source", lambda *_: pytest.fail("it is cached"))
     assert CudaDevice(FakeCupy(), 0).kernels(_SOURCE)("twice") is not None
 
 

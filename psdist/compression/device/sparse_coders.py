@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from psdist.compression.gpu.coders import (
+from psdist.compression.device.coders import (
     CastCoder,
     Coder,
     IntegerCoder,
@@ -19,8 +19,8 @@ from psdist.compression.gpu.coders import (
     Selected,
     SignCoder,
 )
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.tables import TILE, SegmentRange, Table, table
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.tables import TILE, SegmentRange, Table, table
 from psdist.compression.segments.format import Kind
 from psdist.compression.specifications import Cast, ChunkedTopK, Codec, Compressor, Integers, OneBit, TopK
 

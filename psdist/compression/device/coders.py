@@ -13,10 +13,10 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.memory import DeviceVector, DoubleVector
+from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.dtypes import NUMPY_DTYPES
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.memory import DeviceVector, DoubleVector
-from psdist.compression.gpu.tables import SegmentRange, table
 from psdist.compression.segments import random_numbers
 from psdist.compression.segments.format import Kind
 from psdist.compression.specifications import Cast, Codec, Compressor, Integers, OneBit, TopK

@@ -9,7 +9,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.gpu.device import Allocation, Device, Stream
+from psdist.device.device import Allocation, Device, Stream
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

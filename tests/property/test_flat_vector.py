@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from psdist.client.core import partition, routing
+from psdist.client.core import flat_vector, routing
 from psdist.consistency import BSP
 from psdist.optim import SGD
 from psdist.types import ClusterMap, ParametersEntry, ParametersSpec, Replica, ServerEntry, Shard, Slicing
@@ -44,21 +44,21 @@ def _same(given: Mapping[str, np.ndarray], back: Mapping[str, np.ndarray]) -> No
 
 @given(tensors())
 def test_there_and_back(values: dict[str, np.ndarray]) -> None:
-    layout = partition.layout_of(values)
-    flat = partition.flatten(layout, values)
+    layout = flat_vector.layout_of(values)
+    flat = flat_vector.flatten(layout, values)
     assert flat.dtype == np.float32 and flat.shape == (layout.total,)
-    _same(values, partition.unflatten(layout, flat))
+    _same(values, flat_vector.unflatten(layout, flat))
 
 
 @given(tensors())
 def test_into_the_callers_arrays(values: dict[str, np.ndarray]) -> None:
     values = {name: array.astype(array.dtype.newbyteorder("=")) for name, array in values.items()}
-    layout = partition.layout_of(values)
+    layout = flat_vector.layout_of(values)
     out = {name: np.empty_like(array) for name, array in values.items()}
-    shared = partition.check_out(layout, out)
-    flat = partition.flatten(layout, values)
+    shared = flat_vector.check_out(layout, out)
+    flat = flat_vector.flatten(layout, values)
     if shared is None:
-        partition.copy_out(layout, flat, out)
+        flat_vector.copy_out(layout, flat, out)
     else:
         shared[...] = flat
     _same(values, out)
@@ -74,7 +74,7 @@ def test_views_of_one_vector_are_not_copied(sides: list[tuple[int, ...]], data: 
         f"t{i}": vector[start : start + size].reshape(shape)
         for i, (start, size, shape) in enumerate(zip(cuts, sizes, sides, strict=False))
     }
-    flat = partition.flatten(partition.layout_of(views), views)
+    flat = flat_vector.flatten(flat_vector.layout_of(views), views)
     assert np.array_equal(flat, vector[lead:-1])
     assert not flat.size or np.shares_memory(flat, vector)
 
@@ -118,5 +118,5 @@ def test_finite_means_finite_after_the_cast(values: np.ndarray, dtype: str) -> N
 
     with np.errstate(over="ignore"):
         cast = values.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
-    assert partition.is_finite(values, dtype) == bool(np.isfinite(cast).all())
-    assert partition.is_finite(values, "float32") == bool(np.isfinite(values).all())
+    assert flat_vector.is_finite(values, dtype) == bool(np.isfinite(cast).all())
+    assert flat_vector.is_finite(values, "float32") == bool(np.isfinite(values).all())

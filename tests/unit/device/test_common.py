@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from psdist.gpu.compile import ARCHITECTURES, common_source, compile_source, nvrtc
+from psdist.device.compile import ARCHITECTURES, common_source, compile_source, nvrtc
 from tests.support.host_device import HostDevice, needs_compiler
 
 SOURCE = """

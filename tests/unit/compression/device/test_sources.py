@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from psdist.compression.gpu.launcher import codec_source
-from psdist.gpu.compile import ARCHITECTURES, compile_source, nvrtc
+from psdist.compression.device.launcher import codec_source
+from psdist.device.compile import ARCHITECTURES, compile_source, nvrtc
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

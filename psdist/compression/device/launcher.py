@@ -9,9 +9,9 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.gpu.memory import DeviceVector, GrowingBuffer
-from psdist.gpu.compile import common_source
-from psdist.gpu.device import Device
+from psdist.compression.device.memory import DeviceVector, GrowingBuffer
+from psdist.device.compile import common_source
+from psdist.device.device import Device
 
 _FOLDER: Final = Path(__file__).parent
 _FILES: Final = ("segments.cu", "dense.cu", "sparse.cu")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist.compression import BFloat16, ChunkedTopK, Codec, Float16, Float32, Int2, Int4, Int8, OneBit, PerTensor, TopK
-from psdist.compression.gpu.launcher import Launcher
-from psdist.compression.gpu.tables import SegmentRange, table
+from psdist.compression.device.launcher import Launcher
+from psdist.compression.device.tables import SegmentRange, table
 from psdist.compression.regions import Region
 from psdist.errors import NonFiniteGradientError
 from psdist.types import Layout, TensorSpec
