@@ -1,7 +1,7 @@
 """``compression="auto"``: choose the codec with the shortest pushes, given the speed of links and encoder. Pure.
 
-The candidates are those that train as well as float32 (docs/compression.md): none, Int8 and Int4, with error feedback.
-Sparse codecs delay part of the gradient for longer, so they are left to the user.
+The candidates are those that train as well as float32 (docs/compression-results.md): none, Int8 and Int4, with error
+feedback. Sparse codecs delay part of the gradient for longer, so they are left to the user.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Exit statuses of all programs of psdist. The numbers are stable; 64 and up follow ``sysexits.h``.
 
 If a worker's script fails, its own status is passed on instead; for a worker killed by signal n that is 128 + n.
-``TABLE`` lists for each status the programs that end with it, the cause and the remedy; docs/use.md shows the same
+``TABLE`` lists for each status the programs that end with it, the cause and the remedy; docs/errors.md shows the same
 table.
 """
 

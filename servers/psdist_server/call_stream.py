@@ -36,7 +36,7 @@ from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import Call, CallState, SliceAnswer, one_for_each
 
-log = logging.getLogger("psdist.server")
+logger = logging.getLogger("psdist.server")
 
 
 @dataclass
@@ -199,7 +199,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
                 await self.store.replicator.confirm(request.pull.slices)
                 self._server.admission.check_live(self.admitted)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
-            self._refuse(call, as_psdist_error(error, "admitting a call", log))
+            self._refuse(call, as_psdist_error(error, "admitting a call", logger))
         else:
             if call.call_id in self.calls:  # Otherwise it was cancelled.
                 self._carry_out(call, request)
@@ -230,7 +230,7 @@ class CallStream(MessageReceiver[server_pb2.ShareRequest]):
             else:
                 self._pull(call, request.pull)
         except Exception as error:  # Without this the worker would wait for an answer that never comes.
-            call.fail(as_psdist_error(error, "executing a call", log))
+            call.fail(as_psdist_error(error, "executing a call", logger))
         if not call.expected:
             call.asked_all()
         if call.state is not CallState.ENDED:

@@ -19,7 +19,7 @@ from psdist.wire import auth, channels
 from psdist_server.store.global_norm import global_norm
 from psdist_server.store.parameter_store import ParameterStore
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 _RETRY_SECONDS: Final = 0.05
 
@@ -173,7 +173,7 @@ class NormGatherer:
             except (grpc.aio.AioRpcError, PsdistError) as error:
                 if logged != str(error):
                     logged = str(error)
-                    _log.warning(
+                    logger.warning(
                         "could not fetch gradient norms", server=str(server), parameters=name, step=step, reason=logged
                     )
                 await asyncio.sleep(_RETRY_SECONDS)

@@ -37,7 +37,7 @@ from psdist.wire.shm import PAGE, GradientArena
 from psdist_server.server import ParameterServer
 from psdist_server.store.parameter_store import ParameterStore
 
-log = logging.getLogger("psdist.server")
+logger = logging.getLogger("psdist.server")
 
 _NOTHING: Final = memoryview(b"")
 
@@ -112,7 +112,7 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
                     self._handle(frame)
             self.answers.put_nowait(None)
         except Exception as error:  # ``serve`` raises it, and would wait forever otherwise.
-            self.answers.put_nowait(as_psdist_error(error, "reading an update", log))
+            self.answers.put_nowait(as_psdist_error(error, "reading an update", logger))
         except asyncio.CancelledError:
             self.answers.put_nowait(None)
             raise
@@ -269,13 +269,13 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
         try:
             self._handle(Frame(message, payload))
         except Exception as error:  # Only a PsdistError ends the connection.
-            raise as_psdist_error(error, "applying an update", log) from None
+            raise as_psdist_error(error, "applying an update", logger) from None
 
     async def _admit_later(self, connection: FrameConnection, hello: pb.ReplicateRequest.Hello) -> None:
         try:
             await self._admit(hello)
         except Exception as error:  # Without an answer the sender would wait forever.
-            self.connection_ended(as_psdist_error(error, "admitting a server", log))
+            self.connection_ended(as_psdist_error(error, "admitting a server", logger))
         else:
             connection.release()
 

@@ -40,7 +40,7 @@ from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.rpc_call import CallState, SliceAnswer, fenced
 from psdist_server.store.slice_reads import Weights
 
-log = logging.getLogger("psdist.server")
+logger = logging.getLogger("psdist.server")
 
 _BYTES: Final = np.dtype(np.uint8)
 
@@ -159,7 +159,7 @@ class TcpCallStream(CallStream):
             self.store.router.push_unchecked(call, index, base, values, is_shared=False)
             self.store.counters.of(call.identity.worker_id).push_bytes += values.nbytes
         except Exception as error:  # Without an answer the worker would wait forever.
-            call.fail(as_psdist_error(error, "accepting a slice", log))
+            call.fail(as_psdist_error(error, "accepting a slice", logger))
 
     def slice_answered(self, call: StreamCall, answer: SliceAnswer) -> None:
         self._answers.put_nowait((call, answer))
@@ -194,7 +194,7 @@ class TcpCallStream(CallStream):
                 elif call.error is None:
                     await self._send_answer(connection, call, answer)
         except Exception as error:  # Without an answer the worker would wait forever.
-            self.connection_ended(as_psdist_error(error, "sending an answer", log))
+            self.connection_ended(as_psdist_error(error, "sending an answer", logger))
 
     async def _send_answer(self, connection: FrameConnection, call: StreamCall, answer: SliceAnswer) -> None:
         weights = Weights(answer.version, b"")

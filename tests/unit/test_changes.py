@@ -109,7 +109,7 @@ SHARED: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.kind)
 def test_every_field_of_every_optimizer(kind: type[optim.Optimizer]) -> None:
-    """A new field must be decided here, and in the table of docs/use.md."""
+    """A new field must be decided here, and in the table of docs/snapshots.md."""
     assert FIELDS[kind].keys() | SHARED.keys() == {field.name for field in fields(kind)}
     for name, (value, needs_reset) in FIELDS[kind].items():
         # Nesterov needs momentum before and after.

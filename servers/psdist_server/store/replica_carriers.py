@@ -42,7 +42,7 @@ from psdist.wire.rpc_handlers import as_psdist_error
 from psdist.wire.shm import GradientArena
 from psdist_server.store.replica_memory import UpdateMemory
 
-log = logging.getLogger("psdist.server")
+logger = logging.getLogger("psdist.server")
 
 #: Size of the write queue below which the next slice is copied.
 COPY_AHEAD_BYTES: Final = 4 << 20
@@ -194,7 +194,7 @@ class FrameCarrier(Link[pb.ReplicateResponse], Carrier):
         try:
             self._on_response(response)
         except Exception as error:  # Only a PsdistError ends the connection.
-            raise as_psdist_error(error, "processing a replica's answer", log) from None
+            raise as_psdist_error(error, "processing a replica's answer", logger) from None
 
 
 @dataclass(slots=True)

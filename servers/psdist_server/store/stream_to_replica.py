@@ -35,7 +35,7 @@ from psdist_server.store.replica_carriers import Carrier, Offer, negotiate
 from psdist_server.store.replica_memory import UpdateMemory
 from psdist_server.store.slice_contents import SliceContents
 
-_log = structlog.get_logger("psdist.server")
+logger = structlog.get_logger("psdist.server")
 
 METHOD: Final = "/psdist.v1.ServerService/Replicate"
 _RETRY_MIN_SECONDS: Final = 0.02
@@ -198,7 +198,7 @@ class StreamToReplica:
                 self.reason = f"server {self.replica} ended the stream while it was written to"
             except Exception as error:  # Log defects, and keep retrying.
                 self.reason = f"internal error: {error!r}"
-                _log.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
+                logger.error("the stream to a replica failed", server=str(self.replica), exc_info=error)
             finally:
                 delay = _RETRY_MIN_SECONDS if self._ended() else min(_RETRY_MAX_SECONDS, 2 * delay)
             await asyncio.sleep(delay * self._replicator.network.rng.uniform(0.5, 1.0))
