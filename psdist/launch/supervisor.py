@@ -126,7 +126,7 @@ class ServerScaling:
         effects: list[Effect] = []
         for key in (ProcessKey("server", number) for number in event.stop):
             if key in self._table and key not in self._stopping.keys:
-                effects += self._stopping.stop(key, now + self._grace_seconds, "no longer holds any shard: stopped")
+                effects += self._stopping.stop(key, now + self._grace_seconds, "holds nothing: stopped")
         self._pending = event
         return effects + self.on_time(now)
 

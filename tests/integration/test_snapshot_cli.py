@@ -153,7 +153,7 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
 
     status, text = stage.train("--fresh", "train.py")
     assert status == 2 and "has 3 snapshots" in text and "--fresh" in text, text
-    assert "the run goes on" not in text and "begins at" not in text
+    assert "the run continues" not in text and "begins at" not in text
 
 
 def test_another_script_under_a_run_id_with_snapshots_is_refused_at_its_start(stage: Stage) -> None:
