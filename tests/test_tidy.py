@@ -250,7 +250,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     arrows: (
         ("psdist.client.core", "import psdist_server.core.shard"),
         ("psdist.launch.local", "def f():\n    from psdist_scheduler import app"),
-        ("psdist_server.app", "from psdist_scheduler.store import Store"),
+        ("psdist_server.app", "from psdist_scheduler.sqlite_store import Store"),
         ("psdist_scheduler.app", "import psdist_server"),
     ),
     purity: (
@@ -258,7 +258,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
         ("psdist_server.core.gates", "from grpc import aio"),
         ("psdist_scheduler.members.membership", "import random"),
         ("psdist_scheduler.placement.placement", "from psdist.v1 import common_pb2"),
-        ("psdist_scheduler.placement.placement", "from psdist_scheduler.store import Store"),
+        ("psdist_scheduler.placement.placement", "from psdist_scheduler.sqlite_store import Store"),
         ("psdist.client.core.flat_vector", "import numpy as np\nx = np.random.default_rng()"),
         ("psdist.client.core.push_sequence", "def f():\n    return open('x')"),
     ),

@@ -115,7 +115,7 @@ class WorkerMembership:
         if self.view.fenced is not None:
             raise again(self.view.fenced)
         if incarnation != self.registration.incarnation:
-            raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} does not count any more")
+            raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} was fenced")
 
     async def wait_until_rejoined(self, fenced: FencedError, incarnation: int) -> bool:
         """Wait for the next incarnation after ``fenced`` ended work of ``incarnation``. Returns True.
