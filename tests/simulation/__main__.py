@@ -1,6 +1,8 @@
-"""``python -m tests.simulation [KIND]``: many seeds, or one with its trace. KIND: "snapshots", "ordinary" for runs of
-ordinary life, "lost" for runs that lose the scheduler's store or their snapshots, or "sets" for scripts that train
-several parameter sets."""
+"""``python -m tests.simulation [KIND]``: run many seeds, or one with its trace.
+
+KIND: "snapshots"; "ordinary" for runs of ordinary life; "lost" for runs that lose the scheduler's store or their
+snapshots; or "sets" for scripts that train several parameter sets.
+"""
 
 from __future__ import annotations
 

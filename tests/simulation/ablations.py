@@ -1,7 +1,7 @@
-"""Ablations: the proof that the simulation sees something. Each takes one safeguard of production code away.
+"""Ablations: proof that the simulation detects faults. Each one disables one safeguard of production code.
 
-``ABLATIONS`` names them; ``hunt`` runs seeds until one is caught, which must be within ``SEEDS``. An ablation names the
-options that make its fault likely; everything else of a run is drawn as ever.
+``ABLATIONS`` lists them. ``hunt`` runs seeds until one catches the ablation, which must happen within ``SEEDS`` seeds.
+An ablation sets the options that make its fault likely; all other options are drawn as usual.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from psdist_server.store import (
 from tests.simulation import scenario
 from tests.simulation.options import CUT_OFF, Options
 
-#: An ablation must be caught within so many seeds.
+#: Number of seeds within which an ablation must be caught.
 SEEDS = 400
 
 Put = Callable[[Any, str, Any], None]
@@ -53,7 +53,7 @@ Put = Callable[[Any, str, Any], None]
 
 @dataclass(frozen=True)
 class Ablation:
-    """A safeguard, how it is taken away, and the options that bring its fault."""
+    """One safeguard, the way to disable it, and the options that provoke its fault."""
 
     name: str
     apply: Callable[[Put], None]
@@ -64,14 +64,14 @@ ABLATIONS: dict[str, Ablation] = {}
 
 
 class Noted(Protocol):
-    """See ``noted_in``."""
+    """Decorator factory returned by ``noted_in``."""
 
     def __call__(self, name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
-        """Notes an ablation. focus: options that its runs have."""
+        """Register an ablation. focus: options of its runs."""
 
 
 def noted_in(table: dict[str, Ablation]) -> Noted:
-    """A decorator that notes ablations in ``table``."""
+    """Return a decorator that registers ablations in ``table``."""
 
     def ablation(name: str, **focus: Any) -> Callable[[Callable[[Put], None]], Callable[[Put], None]]:
         def note(apply: Callable[[Put], None]) -> Callable[[Put], None]:
@@ -88,7 +88,7 @@ _ablation = noted_in(ABLATIONS)
 
 @contextmanager
 def applied(ablation: Ablation) -> Iterator[None]:
-    """The safeguard is away while this lasts."""
+    """Disable the safeguard inside the ``with`` block."""
     undo: list[tuple[Any, str, Any, bool]] = []
 
     def put(owner: Any, attribute: str, value: Any) -> None:
@@ -110,7 +110,7 @@ def applied(ablation: Ablation) -> Iterator[None]:
 
 
 def search(ablation: Ablation, runs: Any, seeds: int) -> tuple[int, str]:
-    """The number of seeds that it took to catch the ablation, and what was seen; 0 where it was not.
+    """Return the number of seeds that it took to catch the ablation (0 if none did), and the violation found.
 
     runs: the module with ``run`` and ``draw`` of its kind.
     """
@@ -146,7 +146,7 @@ def _no_duplicates_bsp(put: Put) -> None:
     pushed = bsp_shard.BspShard._pushed
 
     def again(self: Any, state: Any, event: Any, producer: Any) -> Any:
-        if event.step < state.step:  # What comes again counts in the step that is open.
+        if event.step < state.step:  # A repeat counts in the open step.
             event = replace(event, step=state.step)
         return pushed(self, state, event, producer)
 
@@ -288,7 +288,7 @@ def _reused_epoch(put: Put) -> None:
 
     def forgetful(self: Any, settings: Any, stored: Any, now: float) -> None:
         begin(self, settings, stored, now)
-        self.epoch = max(0, self.epoch - 2)  # One less would be the map that was published last, again.
+        self.epoch = max(0, self.epoch - 2)  # One less would publish the last map again.
 
     put(scheduler_cluster.Cluster, "__init__", forgetful)
 
@@ -349,7 +349,7 @@ def _impatient(put: Put) -> None:
     put(replication.Peer, "required", property(lambda self: (self.in_sync or self.filled) and self.is_open))
 
 
-# A server that others hear is expelled after three leases only.
+# A server that others can hear is expelled only after three leases.
 @_ablation(
     "a replica refuses an old term",
     **{**_STALE, "steps": 24, "fault_seconds": 8.0, "fault_count": 12, "servers": 4},
@@ -498,7 +498,7 @@ def _joins_without_a_path(put: Put) -> None:
 
 @_ablation("a path that is back is reported", **_CUT_OFF)
 def _path_stays_lost(put: Put) -> None:
-    """A worker reports for ever what it could not reach once."""
+    """Make a worker report forever a server that it could not reach once."""
     watch = reachability.Reachability._watch
 
     async def for_ever(self: Any, server: Any, unreachable: Any) -> None:

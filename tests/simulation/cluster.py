@@ -1,7 +1,7 @@
-"""The cluster of a simulated run: the real scheduler, the real servers and the real client library, one node each.
+"""Cluster of a simulated run: the real scheduler, the real servers and the real client library, one node each.
 
-``World`` starts, kills and restarts them as a launcher would. What a worker does, its script, is here too; which faults
-come when is not (``nemesis``).
+``World`` starts, kills and restarts these processes as a launcher would. It also holds the workers' script. ``nemesis``
+decides which faults happen and when.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ RUN = "run-sim"
 NAME = "p"
 SCHEDULER = "10.0.0.1:7000"
 KERNEL_THREADS = 2
-#: How often a worker may be expelled because of one cut.
+#: Largest number of times that one cut path may get a worker expelled.
 PATH_LOSSES_MAX = 3
-#: Number of the worker that only reads.
+#: Number of the read-only worker.
 READER = 90
 
 
 class World:
-    """One run. ``options`` says what it is made of; everything else comes from the seed."""
+    """One run. ``options`` configures it; everything else follows from the seed."""
 
     def __init__(self, loop: RunLoop, options: Options) -> None:
         self.loop = loop
@@ -75,25 +75,25 @@ class World:
         self.stopped_servers: set[int] = set()
         self.worker_nodes: dict[int, Node] = {}
         self.lives: list[Life] = []
-        #: Lives that are promised to workers that are about to be started again.
+        #: Lives reserved for workers that are about to be restarted.
         self.promised_lives = 0
-        #: By the number of the life that uses it.
+        #: Clients by the number of the life that uses them.
         self.clients: dict[int, AsyncClient] = {}
-        #: Numbers of workers that have nothing more to do, or are gone for good.
+        #: Numbers of workers that have finished their work or are gone for good.
         self.finished: set[int] = set()
         self.created = False
-        #: Servers may be lost without the run being over.
+        #: True if the run survives the loss of a server.
         self.lossy = options.replicas > 1
-        #: How often members were lost for a path that was cut, by id.
+        #: Number of members lost because of a cut path, by member id.
         self._without_path: Counter[str] = Counter()
-        #: The run cannot go on, and workers were told.
+        #: Errors of workers that learned that the run is lost.
         self.doomed: list[str] = []
         self._changed = asyncio.Event()
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 
     def start_scheduler(self) -> None:
-        """A scheduler with what is on the disk."""
+        """Start a scheduler from the contents of the disk."""
         self.scheduler_node = node = self.loop.node("scheduler", "host-s")
         self.loop.start(node, self._schedule(node))
 
@@ -118,8 +118,8 @@ class World:
         ticks.cancel()
 
     def _note_loss(self, news: MemberLost) -> None:
-        """A worker that cannot reach a server is expelled once, and joins when it can. Once more if its server was
-        replaced meanwhile by one that it cannot reach either."""
+        """Count a loss caused by a cut path. A worker that cannot reach a server is expelled once and rejoins when it
+        can. It may be expelled once more if its server was replaced meanwhile by another one that it cannot reach."""
         if "cannot reach" not in news.reason:
             return
         self.counts[f"{news.role} lost: no path"] += 1
@@ -128,21 +128,21 @@ class World:
             self.oracle.violation(f"{news.member_id} joined again and again without a path: {news.reason}")
 
     def _check_loss(self, news: MemberLost) -> None:
-        """Nobody who takes part is lost by silence alone."""
+        """Check that silence alone never causes the loss of a participant."""
         self.counts[f"lost: {news.role}"] += 1
         workers = {life.worker_id for life in self.lives if not life.over}
         assert self.scheduler is not None
         entries = self.scheduler.calls.published.cluster.parameters
         holders = {r.server_id for e in entries if e.ready for s in e.shards for r in (s.primary, *s.backups)}
         runs = news.member_id in workers | holders
-        # One that never had a session takes part in nothing, and a path that is cut has a rule of its own.
+        # A member that never opened a session does not participate. ``_note_loss`` checks cut paths.
         runs = runs and not news.reason.startswith("opened no session") and "cannot reach" not in news.reason
         if self.options.faults and runs and HARMLESS.issuperset(self.options.faults):
             self.oracle.violation(f"{news.member_id} was expelled though it was only silent: {news.reason}")
 
     @property
     def settings(self) -> ClusterSettings:
-        """Of the scheduler."""
+        """Settings of the scheduler."""
         options = self.options
         return ClusterSettings(
             run_id=RUN,
@@ -155,11 +155,11 @@ class World:
         )
 
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
-        """A scheduler that goes on from its store."""
+        """Return a scheduler that resumes from its store."""
         return Scheduler(Cluster(self.settings, store.load(), self.loop.time()), store)
 
     def start_server(self, number: int) -> None:
-        """A server, in a new life if there was one of this number."""
+        """Start a server, as a new life if this number was used before."""
         self.hosts.pop(number, None)
         self.server_nodes[number] = node = self.loop.node(f"server-{number}", f"host-{number % self.options.hosts}")
         self.loop.start(node, self._serve(node, number))
@@ -182,24 +182,24 @@ class World:
             self.loop.world_soon(self.server_ended, number, node)
 
     def judge_server_end(self, node: Node, error: PsdistError) -> None:
-        """A server may end by itself if the scheduler does not know it any more."""
+        """Check the error that ended a server: it may exit by itself only if the scheduler no longer knows it."""
         if not isinstance(error, FencedError | DuplicateMemberError):
             self.oracle.violation(f"{node.name} ended: {error!r}{where(error)}")
 
     def make_host(self, link: ServerSession) -> ParameterServer:
-        """The host of a registered server."""
+        """Return the host of a registered server."""
         return ParameterServer(link.registration, "", KERNEL_THREADS)
 
     def server_ended(self, number: int, node: Node) -> None:
-        """The process of a server ended by itself; a launcher starts another."""
+        """Restart a server whose process exited by itself, as a launcher would."""
         if not node.dead:
             self.kill(node, silent=False)
             if number not in self.stopped_servers:
                 self.start_server(number)
 
     def can_lose(self, server: int, targeted: set[int]) -> bool:
-        """Whether ``server`` would be the only one that is gone: all other copies are at servers that live and are not
-        ``targeted``. A silent server that nobody missed yet counts as gone too."""
+        """True if ``server`` would be the only loss: all other copies are on live servers that are not ``targeted``. A
+        silent server counts as lost even before the scheduler notices."""
         if self.scheduler is None or server not in self.hosts:
             return False
         me = self.hosts[server].me
@@ -213,7 +213,7 @@ class World:
         return all(others and good.issuperset(others) for others in left)
 
     def drain(self, server: int) -> bool:
-        """Asks for ``server`` to be emptied, and stops it then."""
+        """Ask the scheduler to drain ``server``, then stop it. Returns False if it cannot be drained now."""
         if len(self.server_nodes) - len(self.stopped_servers) <= self.options.replicas + 1:
             return False
         if server not in self.hosts or server in self.stopped_servers:
@@ -230,7 +230,7 @@ class World:
                 async for response in stub.Drain(scheduler_pb2.DrainRequest(run_id=RUN, server_id=server_id)):
                     members = self.scheduler.cluster.members if self.scheduler is not None else None
                     if response.drained and (members is None or not (members.workers or members.staying)):
-                        break  # With its last server a run ends when its work is done. Here others will be back.
+                        break  # A run whose work is done ends with its last server. Here other workers will return.
                     if response.drained:
                         self.counts["drained"] += 1
                         self.loop.world_soon(self._stop_server, server)
@@ -248,7 +248,7 @@ class World:
             self.kill(node, silent=False)
 
     def kill(self, node: Node, *, silent: bool) -> None:
-        """Ends a process as SIGKILL does, or (``silent``) its host."""
+        """Kill a process (SIGKILL) or, if ``silent``, its host."""
         self.loop.trace(f"kill {node.name}")
         self.loop.crash(node)
         self.network.process_died(node, silent=silent)
@@ -257,7 +257,7 @@ class World:
             self.scheduler = None
 
     def begin(self) -> None:
-        """All processes of a new run."""
+        """Start all processes of a new run."""
         self.start_scheduler()
         for number in range(self.options.servers):
             self.start_server(number)
@@ -265,7 +265,7 @@ class World:
             self.start_worker(worker)
 
     def start_worker(self, worker: int) -> None:
-        """A process of this worker."""
+        """Start a process of this worker."""
         number = len(self.lives)
         steps = self.options.steps
         slots = range(number * steps, (number + 1) * steps)
@@ -276,11 +276,11 @@ class World:
 
     @property
     def can_start_worker(self) -> bool:
-        """Whether there are slots for another life."""
+        """True if there are slots for another life."""
         return len(self.lives) + self.promised_lives < self.options.lives
 
     def steps_left(self, worker: int) -> int:
-        """What a new life of the worker has to do."""
+        """Return the number of steps that a new life of the worker has to make."""
         done = sum(len(life.pushes) for life in self.lives if life.worker == worker)
         return max(1, self.options.steps - done)
 
@@ -299,7 +299,7 @@ class World:
             self._end_worker(node, life, for_good=True)
 
     def _end_worker(self, node: Node, life: Life, *, for_good: bool) -> None:
-        """The process ends; a launcher starts a failed one anew."""
+        """End the worker's process. A launcher restarts a failed one."""
         life.over = True
         self.loop.world_soon(self._worker_ended, node, life.worker, for_good)
 
@@ -312,12 +312,12 @@ class World:
             self.finish(worker)
 
     def finish(self, worker: int) -> None:
-        """This worker does nothing more."""
+        """Mark this worker as finished."""
         self.finished.add(worker)
         self._changed.set()
 
     async def all_finished(self) -> None:
-        """Returns when no worker has anything to do."""
+        """Wait until every worker is finished."""
         while not {life.worker for life in self.lives} <= self.finished:
             self._changed.clear()
             await self._changed.wait()
@@ -329,7 +329,7 @@ class World:
             )
             try:
                 return await client.connect()
-            except DuplicateMemberError:  # Its life before is not known to be over.
+            except DuplicateMemberError:  # The scheduler does not know yet that the previous life is over.
                 self.counts["registered too early"] += 1
                 await self.loop.after(0.3)
 
@@ -357,7 +357,7 @@ class World:
         await client.close()
 
     def start_reader(self) -> None:
-        """A process that takes no part and reads all the time."""
+        """Start a process that does not participate and reads continually."""
         life = Life(READER, -1, range(0))
         self.worker_nodes[READER] = node = self.loop.node(life.worker_id, "host-r")
         self.loop.start(node, self._follow(life))
@@ -378,7 +378,7 @@ class World:
         self.counts["joined"] += 1
 
     def _clock(self, life: Life) -> int | None:
-        """The clock that the worker joined at, if the scheduler knows it still."""
+        """Return the clock at which the worker joined, or None if the scheduler no longer knows it."""
         entry = self.scheduler.cluster.map.entry(NAME) if self.scheduler is not None else None
         for member in entry.members if entry is not None else ():
             if (member.worker_id, member.incarnation) == (life.worker_id, life.incarnation):
@@ -386,7 +386,7 @@ class World:
         return None
 
     async def _step(self, client: AsyncClient, life: Life, handle: AsyncParameters) -> None:
-        """One push, and what belongs to it."""
+        """Make one push, with the reads and bookkeeping around it."""
         how = self.workload.random()
         if how < self.options.pulls:
             await self._read(client, life, handle)
@@ -415,7 +415,7 @@ class World:
             self._saw(life, handle, weights, others, acked)
 
     def _acked(self, life: Life, handle: AsyncParameters, push: Push, ignored: int) -> None:
-        # A slice whose answer was lost says "ignored" to its repeat, and has the push all the same.
+        # After a lost answer, a slice answers the repeated push with "ignored" although it has applied the push.
         self.counts["said to be ignored"] += ignored > 0
         self.oracle.answered(push, 0)
         self.counts["resent"] += handle.statistics().resent > 0
@@ -431,16 +431,16 @@ class World:
     def _saw(
         self, life: Life, handle: AsyncParameters, weights: Any, others: list[tuple[Life, int]], acked: list[Push]
     ) -> None:
-        # A script that was held may look at its weights long after they came, when others have joined again.
+        # A paused script may look at its weights long after they arrived, when others have rejoined.
         now = self.members_beside(life, self.scheduler.cluster.map) if self.scheduler is not None else []
         still = [other for other, incarnation in others if (other, incarnation) in now]
         self.oracle.saw(life, handle.servers.participation.sequence.versions, weights, still, acked)
 
     def members_beside(self, life: Life, cluster: ClusterMap) -> list[tuple[Life, int]]:
-        """Other lives that take part by a map, and as which incarnations.
+        """Return the other lives that participate according to a map, with their incarnations.
 
-        A worker that asks is promised what members of its own map have pushed. A server that has not heard of a newer
-        member either answers without it.
+        A worker that reads is promised the pushes of the members of its own map. A server that has not heard of a newer
+        member either answers without that member's pushes.
         """
         entry = cluster.entry(NAME)
         now = {member.worker_id: member.incarnation for member in entry.members} if entry is not None else {}
@@ -453,7 +453,7 @@ class World:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     async def final_read(self) -> None:
-        """Somebody who took no part looks at the weights."""
+        """Read and check the final weights through a client that did not participate."""
         node = self.loop.node("reader", "host-r")
         await self.loop.start(node, self._final_read())
         while self.scheduler is None or (self.options.replicas > 1 and not self.is_whole()):
@@ -461,7 +461,7 @@ class World:
         self.check_copies()
 
     def is_whole(self) -> bool:
-        """Whether each shard has all of its copies, and servers know it."""
+        """True if each shard has all of its copies and all servers follow the current map."""
         if self.scheduler is None:
             return False
         cluster = self.scheduler.cluster.map
@@ -469,7 +469,7 @@ class World:
         whole = all(len(shard.backups) == self.options.replicas - 1 and not shard.filling for shard in shards)
         living = [host for number, host in self.hosts.items() if not self.server_nodes[number].dead]
         holders = {replica for shard in shards for replica in shard.replicas}
-        # A server may be dead that the scheduler does not miss yet.
+        # A server may be dead before the scheduler notices.
         return (
             whole
             and holders <= {host.me for host in living}
@@ -477,7 +477,7 @@ class World:
         )
 
     def check_copies(self) -> None:
-        """All copies of a shard are equal, byte for byte, and so are their tables."""
+        """Check that all copies of a shard, and their tables, are equal byte for byte."""
         self.check_copies_of(NAME)
 
     def check_copies_of(self, name: str) -> None:
@@ -499,8 +499,8 @@ class World:
                     )
 
     def check_tables(self, primary: ParameterStore, index: int) -> None:
-        """While workers are there: what a copy knows of a slice that stands still is what its primary knows, where
-        both have the same updates of it, by the same members."""
+        """Compare the records of an idle slice at its primary and at each copy while workers are running. Records must
+        agree if both sides have applied the same updates by the same members."""
         number = index % len(primary.entry.shards)
         shard, machine = primary.router.machines[number], primary.replicator.machines[number]
         if shard.slices[index].busy:
@@ -518,7 +518,8 @@ class World:
                 self._check_records(index, mine, other, primary.entry)
 
     def _check_records(self, index: int, mine: SliceRecord, machine: BackupReplication, entry: ParametersEntry) -> None:
-        """What is known of pushes that may go on; of others nothing has to be."""
+        """Compare the records of two replicas about producers that may continue; those about other producers may
+        differ."""
         other = machine.records[index]
         known = entry.producers
         tables = [{key: n for key, n in r.producers.items() if key in known} for r in (mine, other)]
@@ -533,12 +534,13 @@ class World:
         await client.close()
 
     def _may_cut(self, client: str, server: str, method: str) -> bool:
-        """A session is a membership: with it goes what its member holds."""
+        """True if a stream of this method may be cut. Sessions may not: a session is a membership, and its end frees
+        everything that the member holds."""
         if method.endswith("/Session") or client == "reader":
             return False
         return not (method.endswith("/Register") and client.startswith("server"))
 
 
 def _incarnation(handle: AsyncParameters) -> int:
-    """The life in which the handle pushes; the client's may be a newer one already."""
+    """Return the incarnation in which the handle pushes; the client's may already be newer."""
     return handle.servers.participation.incarnation

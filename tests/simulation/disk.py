@@ -1,8 +1,8 @@
-"""The simulated disk: what the scheduler wrote, of which a crash leaves a prefix.
+"""Simulated disk of the scheduler: a crash leaves a prefix of its writes.
 
-A write takes virtual time, and is durable when it is done. A process that is killed meanwhile may leave the write that
-was under way on the disk, or not; a transaction is there whole or not at all, which is what SQLite promises. A
-scheduler that starts again reads all that is durable back through the real store.
+A write takes virtual time, and is durable when it is done. If the process is killed meanwhile, the write in progress
+may or may not be on the disk. A transaction is stored whole or not at all, as SQLite promises. A restarted scheduler
+reads all durable changes back through the real store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Disk:
         self.lost = 0
 
     def crash(self) -> None:
-        """The process that writes was killed."""
+        """Handle the death of the writing process."""
         for writing in self.under_way:
             writing.over = True
             if self.rng.random() < 0.5:
@@ -42,7 +42,7 @@ class Disk:
 
 
 class Writing:
-    """A write under way. ``SimLoop.run_in_executor`` begins it."""
+    """A write in progress. ``SimLoop.run_in_executor`` begins it."""
 
     def __init__(self, disk: Disk, changes: Persist) -> None:
         self.changes = changes
@@ -50,7 +50,7 @@ class Writing:
         self._disk = disk
 
     def begin(self, loop: SimLoop, node: Node, future: asyncio.Future[Any]) -> None:
-        """Ends ``future`` when it is durable."""
+        """Complete ``future`` when the write is durable."""
         disk = self._disk
         disk.under_way.append(self)
         delay = disk.rng.uniform(*disk.seconds)
@@ -72,7 +72,7 @@ class DiskStore:
         self._disk = disk
 
     def load(self) -> StoredState | None:
-        """What is durable, read by the real store."""
+        """Return the durable state, read by the real store."""
         store = SqliteStore(Path(":memory:"), self._disk.run_id)
         try:
             for changes in self._disk.durable:
@@ -82,8 +82,8 @@ class DiskStore:
             store.close()
 
     def write(self, changes: Persist) -> Any:
-        """Begins a write."""
+        """Begin a write."""
         return Writing(self._disk, changes)
 
     def close(self) -> None:
-        """Does nothing."""
+        """Do nothing."""

@@ -1,10 +1,10 @@
-"""The environment: production code runs unchanged, but for what it gets from outside.
+"""Simulated environment: production code runs unchanged, except for everything that it gets from outside.
 
-``install`` puts the simulation in the place of clocks, chance, host names, process ids, channels, threads and shared
-memory, in all modules of psdist that are loaded. Each stand-in asks the running loop, so that one installation serves
-all runs of a process. It stays: a process that simulates does nothing else.
+``install`` replaces clocks, random numbers, host names, process ids, channels, threads and shared memory in all loaded
+modules of psdist. Each stand-in asks the running loop, so one installation serves all runs of a process. It is
+permanent: a simulating process does nothing else.
 
-Besides, the oracle hears here of what servers do, and the paths that runs take are counted.
+The hooks installed here also report the servers' actions to the oracle and count the code paths that runs take.
 """
 
 from __future__ import annotations
@@ -49,40 +49,40 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.rpc import SimChannel
 
 _PACKAGES = ("psdist", "psdist_server", "psdist_scheduler")
-#: Modules that deal with the processes of this machine, also in a simulation: kernels are compiled by several at once.
+#: Modules that use the real processes of this machine even in a simulation: several processes compile kernels together.
 _REAL = ("psdist.wire.shm", "psdist.link.fd_passing", "psdist.compression.compiled")
 
 
 class RunLoop(SimLoop):
-    """The loop of a run, with what the stand-ins need of it. What they keep is kept here, and ends with the run."""
+    """Event loop of a run, with the state of the stand-ins. That state ends with the run."""
 
     def __init__(self, rng: random.Random, handle_seconds: float = 0.0) -> None:
         super().__init__(rng, handle_seconds)
-        #: Cluster maps that were read, by their message.
+        #: Cluster maps that were already parsed, by their message.
         self.maps: dict[bytes, Any] = {}
 
     network: Network
-    #: Chance for production code.
+    #: Random numbers for production code.
     entropy: random.Random
     oracle: Oracle
-    #: Chance for how long kernels take.
+    #: Random numbers for the duration of kernels.
     kernels: random.Random
-    #: Told of each answer of a primary: its store, and the slice.
+    #: Called for each answer of a primary, with its store and the slice.
     answered: Callable[[ParameterStore, int], None]
-    #: Told of each worker that the scheduler lets pass a barrier, and of workers that it says wait for each other.
+    #: Called for each worker that the scheduler lets pass a barrier, and for each deadlock of workers that it reports.
     barrier_opened: Callable[[str, Any], None] = staticmethod(lambda name, arrival: None)
     circle_found: Callable[[Sequence[Any]], None] = staticmethod(lambda circle: None)
 
 
 def running() -> RunLoop:
-    """The loop that runs."""
+    """Return the running loop."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, RunLoop)
     return loop
 
 
 class _Time:
-    """Stands for the module ``time``."""
+    """Stand-in for the module ``time``."""
 
     def monotonic(self) -> float:
         return running().time()
@@ -96,7 +96,7 @@ class _Time:
 
 
 class _Random:
-    """Stands for the module ``random``."""
+    """Stand-in for the module ``random``."""
 
     def random(self) -> float:
         return running().entropy.random()
@@ -112,7 +112,7 @@ class _Random:
 
 
 class _Os:
-    """Stands for the module ``os``, for its process id."""
+    """Stand-in for the module ``os``, for its process id."""
 
     def getpid(self) -> int:
         return 1
@@ -122,7 +122,7 @@ class _Os:
 
 
 class _Socket:
-    """Stands for the module ``socket``, for its host name."""
+    """Stand-in for the module ``socket``, for its host name."""
 
     def gethostname(self) -> str:
         return running().current().host
@@ -132,7 +132,7 @@ class _Socket:
 
 
 class _Psutil:
-    """Stands for the module ``psutil``."""
+    """Stand-in for the module ``psutil``."""
 
     def Process(self, pid: int) -> _Psutil:
         return self
@@ -144,8 +144,8 @@ class _Psutil:
 
 
 class InlinePool:
-    """Stands for ``psdist_server.kernels.pool.KernelPool``: a kernel runs whole, at the beginning or at the end of the
-    time that it takes, and so many run at once."""
+    """Stand-in for ``psdist_server.kernels.pool.KernelPool``. A kernel runs whole, at the beginning or at the end of
+    its simulated time, and at most ``threads`` of them run together."""
 
     def __init__(self, threads: int) -> None:
         self._free = threads
@@ -186,12 +186,12 @@ class InlinePool:
 
 
 class InlineExecutor:
-    """Stands for ThreadPoolExecutor: ``SimLoop.run_in_executor`` does the work."""
+    """Stand-in for ThreadPoolExecutor: ``SimLoop.run_in_executor`` does the work."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def shutdown(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left."""
+        """Do nothing: no work is pending."""
 
 
 def _open_channel(address: str, message_bytes: int = 0, silence_seconds: float = 0.0) -> SimChannel:
@@ -199,7 +199,7 @@ def _open_channel(address: str, message_bytes: int = 0, silence_seconds: float =
 
 
 async def _probe(address: str, timeout: float) -> str:
-    """Stands for ``psdist_scheduler.probe.probe``."""
+    """Stand-in for ``psdist_scheduler.probe.probe``."""
     loop = running()
     result: asyncio.Future[str] = loop.create_future()
     loop.network.probe(loop.current(), address, lambda met: result.done() or result.set_result(met))
@@ -209,8 +209,8 @@ async def _probe(address: str, timeout: float) -> str:
 
 
 class _MapReader:
-    """``convert.map_from_proto`` that reads a map once for all nodes: it is a frozen value, and costs as much as the
-    rest of its publication."""
+    """``convert.map_from_proto`` that parses a map once for all nodes. The result is a frozen value, and parsing it
+    costs as much as the rest of its publication."""
 
     def __init__(self, read: Callable[[Any], Any]) -> None:
         self._read = read
@@ -227,7 +227,8 @@ def _no_arena(*args: Any, **kwargs: Any) -> Any:
 
 
 def _watch(machine: Any) -> Any:
-    """The machine's ``_pushed``, of which the oracle hears: it runs where a contribution is not refused."""
+    """Wrap the machine's ``_pushed`` to report contributions to the oracle. It runs only for contributions that are not
+    refused."""
     pushed = machine._pushed
 
     def watched(self: Any, state: Any, event: SlicePushed, producer: Any) -> Any:
@@ -239,7 +240,7 @@ def _watch(machine: Any) -> Any:
 
 
 def _name_store(make: Any) -> Any:
-    """``ParameterStore.__init__``, whose replicator leads to its store (for ``_watch_reply``)."""
+    """Wrap ``ParameterStore.__init__`` to link the replicator to its store (for ``_watch_reply``)."""
 
     def named(self: Any, *args: Any) -> None:
         make(self, *args)
@@ -249,7 +250,7 @@ def _name_store(make: Any) -> Any:
 
 
 def _watch_reply(reply: Any) -> Any:
-    """``EffectRunner._reply``, of which the oracle hears."""
+    """Wrap ``EffectRunner._reply`` to report answers to the oracle."""
 
     def watched(self: Any, effect: Any) -> None:
         store = self.replicator.store
@@ -264,7 +265,7 @@ def _watch_reply(reply: Any) -> Any:
 
 
 def _watch_barriers(progress: Any) -> Any:
-    """``Barriers.progress``, of which the run hears whom it lets pass."""
+    """Wrap ``Barriers.progress`` to report the workers that pass a barrier to the run."""
 
     def watched(self: Barriers) -> Any:
         waiting = list(self.arrivals)
@@ -279,7 +280,7 @@ def _watch_barriers(progress: Any) -> Any:
 
 
 def _watch_circles(text: Any) -> Any:
-    """What names workers that wait for each other, of which the run hears."""
+    """Wrap the function that describes a deadlock of workers, to report the deadlock to the run."""
 
     def watched(circle: Any) -> str:
         running().circle_found(circle)
@@ -290,7 +291,7 @@ def _watch_circles(text: Any) -> Any:
 
 
 def _counted(function: Any, text: str, happened: Callable[[Any, Any], bool] = lambda args, result: True) -> Any:
-    """``function``, whose calls are counted under ``text`` where something ``happened``."""
+    """Wrap ``function`` to count the calls for which ``happened`` is true, under ``text``."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -302,7 +303,7 @@ def _counted(function: Any, text: str, happened: Callable[[Any, Any], bool] = la
 
 
 def _told(to_detail: Any) -> Any:
-    """``status.to_detail``, which every error passes on its way to a peer."""
+    """Wrap ``status.to_detail``, which every error passes on its way to a peer."""
 
     def told(error: Any) -> Any:
         running().network.counts[f"told: {type(error).__name__}"] += 1
@@ -312,7 +313,7 @@ def _told(to_detail: Any) -> Any:
 
 
 def _watch_maps(follow: Any) -> Any:
-    """``FollowedMap.follow``, of whose maps the oracle hears."""
+    """Wrap ``FollowedMap.follow`` to report its maps to the oracle."""
 
     def watched(self: FollowedMap, response: Any) -> Any:
         cluster = follow(self, response)
@@ -323,7 +324,7 @@ def _watch_maps(follow: Any) -> Any:
     return watched
 
 
-#: Paths that a suite must have taken: owner, function, what is counted, and when.
+#: Code paths that a suite must have taken: owner, function, label to count, and condition.
 _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "start_copy", "a copy began", lambda args, result: True),
     (PrimaryReplication, "_resumable", "a stream went on from what was held", lambda args, lsn: lsn is not None),
@@ -342,12 +343,12 @@ _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
 
 
 def _again(effects: Sequence[Any]) -> bool:
-    """Whether a machine took nothing of what came."""
+    """True if a machine rejected its whole input."""
     return bool(effects) and isinstance(effects[0], Forget)
 
 
 def install() -> None:
-    """Replaces what production code gets from outside, for good."""
+    """Replace, permanently, everything that production code gets from outside."""
     put = setattr
 
     stands: dict[int, Any] = {id(time): _Time(), id(random): _Random(), id(os): _Os(), id(socket): _Socket()}

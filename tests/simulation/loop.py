@@ -1,16 +1,17 @@
-"""The simulated event loop: one thread, virtual time, many nodes, and a seed that decides all that is open.
+"""Simulated event loop: one thread, virtual time, many nodes, and a seed that decides every open choice.
 
 Each handle belongs to the node (a process of the simulated cluster) whose context scheduled it. A node runs its own
-handles in the order in which they were scheduled, as a real loop does; which node runs next is drawn. A handle takes a
-little virtual time, so that what arrives meanwhile comes between two handles. When nothing is ready the clock jumps to
+handles in the order in which they were scheduled, as a real loop does; the next node to run is drawn. A handle takes a
+little virtual time, so events that arrive meanwhile come between two handles. When nothing is ready, the clock jumps to
 the next timer.
 
-A node that crashes loses its handles at once: nothing of it runs again, not even ``finally``. Handles of a paused
-node wait. Work for threads and executors runs on the spot.
+A node that crashes loses its handles immediately: nothing of it runs again, not even ``finally``. Handles of a paused
+node wait. Work for threads and executors runs synchronously.
 
-What it is not: a loop with files or sockets. Not here: the network (``network``) and the disk (``disk``).
+The loop has no files or sockets. The network is in ``network``, the disk in ``disk``.
 
-Invariants: the same seed gives the same trace. Nothing ready, no timer and no end is a ``Deadlock``.
+Invariants: The same seed gives the same trace. If nothing is ready, no timer is set and the run is not over, that is a
+``Deadlock``.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from weakref import WeakSet
 T = TypeVar("T")
 
 _CURRENT: ContextVar[Node | None] = ContextVar("node", default=None)
-#: Virtual seconds that a handle takes are drawn once, for so many handles in turn.
+#: Number of drawn handle durations (virtual seconds), used in turn.
 _COSTS = 256
-#: Handles that run at most once the run is over.
+#: Largest number of handles that run after the run is over.
 _SETTLING = 10_000
-#: Messages of at most so many bytes may hold maps.
+#: Size limit in bytes of messages that may contain maps.
 _SMALL_BYTES = 4096
 
 
 class Deadlock(AssertionError):
-    """Everybody waits, and no time will change that."""
+    """All nodes are waiting, and no timer will wake them."""
 
 
 class TooLong(AssertionError):
-    """The virtual time that was allowed is over."""
+    """The run exceeded its limit of virtual time."""
 
 
 class Failed(AssertionError):
-    """Something failed that nobody caught: the first of ``failures``."""
+    """An error was not caught: the first of ``failures``."""
 
 
 class Handle:
-    """A callback that is to run, and may be cancelled."""
+    """A scheduled callback that can be cancelled."""
 
     __slots__ = ("args", "callback", "cancelled_", "context", "node", "when_")
 
@@ -67,16 +68,16 @@ class Handle:
         self.cancelled_ = False
 
     def cancel(self) -> None:
-        """It is not to run any more."""
+        """Cancel the callback."""
         self.cancelled_ = True
         self.args = ()
 
     def cancelled(self) -> bool:
-        """Whether it was cancelled."""
+        """True if it was cancelled."""
         return self.cancelled_
 
     def when(self) -> float:
-        """When it is due."""
+        """Return the time at which it is due."""
         return self.when_
 
 
@@ -89,7 +90,7 @@ class Node:
         self.dead = False
         self.paused = False
         self.paused_since = 0.0
-        #: Virtual seconds for which it gets no processor after each handle; and whether it has none now.
+        #: Virtual seconds without a processor after each handle; ``resting`` is true during these.
         self.starved_seconds = 0.0
         self.resting = False
         self.ready: deque[Handle] = deque()
@@ -102,9 +103,10 @@ class Node:
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """A loop for one simulated run.
+    """Event loop of one simulated run.
 
-    rng: the stream of the schedule. handle_seconds: virtual time that a handle takes on average.
+    rng: random stream of the schedule.
+    handle_seconds: mean virtual time of a handle.
     """
 
     def __init__(self, rng: random.Random, handle_seconds: float = 0.0) -> None:
@@ -118,12 +120,12 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._closed = False
         self._running = False
         self._stop = False
-        #: Pending tasks of crashed nodes: while they are referred to, nothing of them runs.
+        #: Pending tasks of crashed nodes: holding a reference keeps their code from running.
         self._graveyard: list[asyncio.Task[Any]] = []
         self._hash = hashlib.blake2b(digest_size=16)
-        #: What nobody caught: where, and the error.
+        #: Uncaught errors, with their place.
         self.failures: list[str] = []
-        #: Handles that ran.
+        #: Number of handles that ran.
         self.steps = 0
         self.lines: list[str] | None = None
         self.world = self.node("world", "world")
@@ -131,17 +133,17 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- nodes --------------------------------------------------------------------------------------------------------
 
     def node(self, name: str, host: str) -> Node:
-        """A new node; its process starts with ``start``."""
+        """Return a new node; its process starts with ``start``."""
         node = Node(name, host)
         self._nodes.append(node)
         return node
 
     def current(self) -> Node:
-        """The node that runs."""
+        """Return the running node."""
         return _CURRENT.get() or self.world
 
     def start(self, node: Node, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Runs ``work`` in ``node``. Its error fails the run."""
+        """Run ``work`` in ``node``. Its error fails the run."""
         task = self.create_task(work, context=node.context)
         task.add_done_callback(self._main_ended, context=node.context)
         return task
@@ -151,15 +153,15 @@ class SimLoop(asyncio.AbstractEventLoop):
             self.call_exception_handler({"message": "a process failed", "exception": error})
 
     def call_on(self, node: Node, callback: Callable[..., Any], *args: Any) -> None:
-        """Runs ``callback`` in ``node`` as soon as it can."""
+        """Run ``callback`` in ``node`` as soon as possible."""
         self.call_soon(callback, *args, context=node.context)
 
     def world_soon(self, callback: Callable[..., Any], *args: Any) -> None:
-        """Runs ``callback`` outside of all nodes."""
+        """Run ``callback`` outside all nodes."""
         self.call_on(self.world, callback, *args)
 
     def crash(self, node: Node) -> None:
-        """Ends ``node`` between two handles, without ``finally``."""
+        """End ``node`` between two handles, without ``finally``."""
         node.dead = True
         self._graveyard += [task for task in node.tasks if not task.done()]
         node.ready.clear()
@@ -167,19 +169,19 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._runnable.remove(node)
 
     def pause(self, node: Node) -> None:
-        """``node`` stands still."""
+        """Pause ``node``."""
         node.paused, node.paused_since = True, self._now
         if node in self._runnable:
             self._runnable.remove(node)
 
     def resume(self, node: Node) -> None:
-        """``node`` goes on, and finds all that came meanwhile."""
+        """Resume ``node``. It finds everything that arrived meanwhile."""
         node.paused = False
         if node.ready and not node.dead and not node.resting:
             self._runnable.append(node)
 
     def _rest(self, node: Node) -> None:
-        """A starved node waits for the processor before its next handle."""
+        """Let a starved node wait for the processor before its next handle."""
         node.resting = True
         if node in self._runnable:
             self._runnable.remove(node)
@@ -193,11 +195,11 @@ class SimLoop(asyncio.AbstractEventLoop):
     # --- time and trace -----------------------------------------------------------------------------------------------
 
     def time(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual time in seconds."""
         return self._now
 
     async def after(self, seconds: float) -> None:
-        """Returns after so many virtual seconds."""
+        """Wait for ``seconds`` of virtual time."""
         future = self.create_future()
         timer = self.call_later(seconds, _set_done, future)
         try:
@@ -206,30 +208,30 @@ class SimLoop(asyncio.AbstractEventLoop):
             timer.cancel()
 
     def trace(self, text: str, data: bytes = b"") -> None:
-        """Something that happened, with its time, becomes part of what the run is recognized by."""
+        """Add an event, with its time, to the trace that identifies the run."""
         line = f"{self._now:.9f} {text} {len(data)}"
         self._hash.update(line.encode())
-        # protobuf writes maps, which small messages have, in any order.
+        # protobuf serializes maps in any order, and small messages contain maps.
         self._hash.update(bytes(sorted(data)) if len(data) <= _SMALL_BYTES else data)
         if self.lines is not None:
             self.lines.append(f"{line} {zlib.crc32(bytes(sorted(data))):08x}" if data else line)
 
     @property
     def trace_hash(self) -> str:
-        """Recognizes the run up to now."""
+        """Digest of the trace so far."""
         return self._hash.hexdigest()
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Runs until ``work`` is done. Raises Deadlock, Failed, TooLong after ``seconds`` of virtual time, and what
-        ``work`` raises."""
+        """Run until ``work`` is done. Raises Deadlock, Failed, TooLong (after ``seconds`` of virtual time), and the
+        errors of ``work``."""
         hooks = sys.get_asyncgen_hooks()
         sys.set_asyncgen_hooks(firstiter=None, finalizer=self._finalize)
         asyncio._set_running_loop(self)
         self._running = True
         collects = gc.isenabled()
-        gc.disable()  # What died at a time of its own would be no part of the seed.
+        gc.disable()  # Garbage collection at arbitrary times would not follow from the seed.
         deadline = self._now + seconds
         try:
             main = self.create_task(work, context=self.world.context)
@@ -247,7 +249,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             sys.set_asyncgen_hooks(*hooks)
 
     def _turn(self, deadline: float) -> None:
-        """Runs one handle."""
+        """Run one handle."""
         timers, runnable = self._timers, self._runnable
         if not runnable:
             self._jump()
@@ -259,14 +261,14 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._run_next()
 
     def _settle(self) -> None:
-        """Runs what is ready, at most so many handles: an error may be on its way to the task that waits for it."""
+        """Run ready handles, at most ``_SETTLING``: an error may be on its way to the task that awaits it."""
         for _ in range(_SETTLING):
             if not self._runnable:
                 return
             self._run_next()
 
     def _run_next(self) -> None:
-        """Runs the next handle of any node that has one ready."""
+        """Run the next handle of a random node that has one ready."""
         runnable = self._runnable
         number = int(self._rng.random() * len(runnable)) if len(runnable) > 1 else 0
         node = runnable[number]
@@ -286,7 +288,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._rest(node)
 
     def _jump(self) -> None:
-        """Nothing is ready: the next timer is due."""
+        """Advance the clock to the next timer, as nothing is ready."""
         timers = self._timers
         while timers and (timers[0][2].cancelled_ or timers[0][2].node.dead):
             heapq.heappop(timers)
@@ -302,7 +304,7 @@ class SimLoop(asyncio.AbstractEventLoop):
             self._runnable.append(node)
         node.ready.append(handle)
 
-    # --- what asyncio asks for ----------------------------------------------------------------------------------------
+    # --- interface of asyncio -----------------------------------------------------------------------------------------
 
     def call_soon(self, callback: Callable[..., Any], *args: Any, context: Context | None = None) -> Any:
         """See asyncio."""
@@ -343,7 +345,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Runs ``func`` now. A result that has ``begin`` (a write to a disk) ends when it says so."""
+        """Run ``func`` now. A result with ``begin`` (a write to a disk) completes the future itself."""
         future = self.create_future()
         try:
             result = func(*args)
@@ -357,27 +359,27 @@ class SimLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Nobody caught this: the run fails."""
+        """Fail the run with an uncaught error."""
         node = self.current()
         if not self._closed and not node.dead:
             error = context.get("exception")
             self.failures.append(f"{context.get('message')}: {error!r:.400}{where(error)}")
 
     def get_debug(self) -> bool:
-        """Never."""
+        """Return False: debug mode is never on."""
         return False
 
     def is_running(self) -> bool:
-        """Whether ``run`` is under way."""
+        """True while ``run`` is running."""
         return self._running
 
     def is_closed(self) -> bool:
-        """Whether it was closed."""
+        """True if the loop was closed."""
         return self._closed
 
     def close(self) -> None:
-        """Drops everything. What dies now finds a loop that takes nothing. Errors that nobody asked for
-        are failures."""
+        """Drop everything. Objects that die later find a loop that accepts no callbacks. Errors of tasks that nobody
+        awaited are failures."""
         done = [node for node in self._nodes if not node.dead and not node.ready]
         for task in [task for node in done for task in node.tasks]:
             if task._log_traceback and not task.cancelled():
@@ -410,7 +412,7 @@ def _set_error(future: asyncio.Future[Any], error: BaseException) -> None:
 
 
 def where(error: BaseException | None) -> str:
-    """The innermost lines of an error's traceback."""
+    """Return the innermost lines of an error's traceback."""
     trace = error.__traceback__ if error is not None else None
     lines = []
     while trace is not None:

@@ -1,7 +1,6 @@
-"""Safeguards of runs that lose their record or their snapshots, taken away one at a time: the proof that the runs of
-``lost_runs`` see something.
+"""Ablations of runs that lose their record or their snapshots: proof that ``lost_runs`` detects faults.
 
-As ``ablations``; ``hunt`` runs seeds until one is caught.
+They work like those of ``ablations``; ``hunt`` runs seeds until one catches the ablation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from psdist_scheduler.sqlite_store import SqliteStore
 from tests.simulation import lost_runs
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 
-#: An ablation must be caught within so many seeds.
+#: Number of seeds within which an ablation must be caught.
 SEEDS = 100
 
 ABLATIONS: dict[str, Ablation] = {}

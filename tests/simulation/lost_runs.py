@@ -1,13 +1,13 @@
-"""Runs that lose what the scheduler or the storage keeps: they end everywhere, with the documented error, or continue
+"""Runs that lose the scheduler's record or their snapshots: they end everywhere with the documented error, or continue
 from a snapshot, and nothing in between.
 
-Members train, and at some moment (``KINDS``) the scheduler is killed and started again with an empty store or an older
-copy of it; or snapshots become unreadable (``DAMAGES``) and the run needs one, because the servers that hold the only
-copies die or because everything is started again. Faults of other runs come before that.
+Members train, and at some moment a loss happens (``KINDS``). Either the scheduler is killed and restarted with an empty
+store or an older copy of it. Or snapshots become unreadable (``DAMAGES``) and the run needs one, because the servers
+with the only copies die or everything is restarted. Faults of other runs come before that.
 
-A run that cannot continue must have ended everywhere within ``END_SECONDS``. Afterwards it is started again: the
-scheduler whose store is empty must remember why it ended, and a run whose store or files are put back must continue
-from the newest snapshot. ``snapshot_oracle`` checks what continues.
+A run that cannot continue must have ended everywhere within ``END_SECONDS``. Afterwards it is started again. A
+scheduler whose store is empty must remember why it ended. A run whose store or files are restored must continue from
+the newest snapshot. ``snapshot_oracle`` checks the runs that continue.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.simulation.oracle import Life
 from tests.simulation.snapshots import URL, SnapshotNemesis, SnapshotOptions, SnapshotWorld
 from tests.simulation.storage import DAMAGES
 
-#: What is lost, and when a snapshot is needed.
+#: Lost things, and the moment at which a snapshot is needed.
 KINDS: Final = (
     "store lost",
     "older store",
@@ -51,23 +51,27 @@ KINDS: Final = (
     "started again, snapshots damaged",
     "started again with its store, snapshots damaged",
 )
-#: A run that cannot continue has ended everywhere this long after its scheduler was started again, or its servers died.
+#: Seconds from the restart of its scheduler, or the death of its servers, within which a run that cannot continue has
+#: ended everywhere.
 END_SECONDS: Final = 10.0
-#: Faults that come before: none of them keeps a member from the scheduler for long.
+#: Faults before the loss: none of them keeps a member from the scheduler for long.
 _FAULTS: Final = (
     "kill worker", "kill scheduler", "pause worker", "pause server", "break connections", "break session of worker",
     "join worker", "lose server",
 )  # fmt: skip
-#: No moment for the loss comes any more.
+#: Longest wait for a moment at which the loss can happen.
 _PATIENCE_SECONDS: Final = 20.0
 
 
 @dataclass(frozen=True)
 class LostOptions(SnapshotOptions):
-    """See SnapshotOptions.
+    """Options of a run with a loss; see also SnapshotOptions.
 
-    lost: one of KINDS. how: one of DAMAGES. newest: number of snapshots that are damaged, from the newest on.
-    storage: False if no snapshots are configured. pushes, commits: numbers that there are before the loss, at least.
+    lost: one of KINDS.
+    how: one of DAMAGES.
+    newest: number of snapshots that are damaged, from the newest on.
+    storage: False if no snapshots are configured.
+    pushes, commits: smallest numbers of these before the loss.
     """
 
     lost: str = ""
@@ -84,18 +88,18 @@ class LostOptions(SnapshotOptions):
 
     @property
     def end_seconds(self) -> float:
-        """When a run that cannot continue has ended. A scheduler with its store takes a worker for alive for its lease,
-        and lets no other one in."""
+        """Seconds within which a run that cannot continue has ended. A scheduler that kept its store considers a worker
+        alive for its lease, and lets no other one in."""
         return END_SECONDS + self.worker_lease_seconds * ("with its store" in self.lost)
 
 
 def draw(seed: int) -> LostOptions:
-    """The options of a seed."""
+    """Return the options of a seed."""
     base = snapshots.draw(seed)
     rng = random.Random(f"{seed}/lost")
     lost = rng.choice(KINDS)
     storage = lost.endswith("damaged") or rng.random() < 0.5
-    # A running scheduler knows its commits, so damaged records of them change nothing.
+    # A running scheduler knows its commits, so damage to their records changes nothing.
     damages = [how for how in DAMAGES if how != "flipped record" or not lost.startswith("servers lost")]
     save_steps = rng.choice((0, 1, 2)) if storage and isinstance(base.consistency, BSP) else 0
     return LostOptions(
@@ -125,7 +129,7 @@ def draw(seed: int) -> LostOptions:
 
 @dataclass(frozen=True)
 class End:
-    """The end of a process. seconds: between the loss and this end."""
+    """The end of a process. seconds: time between the loss and this end."""
 
     name: str
     error: PsdistError
@@ -133,24 +137,25 @@ class End:
 
 
 class LostWorld(SnapshotWorld):
-    """See the module."""
+    """World that loses the scheduler's store or snapshots."""
 
     options: LostOptions
 
     def __init__(self, loop: RunLoop, options: LostOptions) -> None:
         super().__init__(loop, options)
         self.ends: list[End] = []
-        #: When it happened.
+        #: Time of the loss.
         self.lost_at = math.inf
-        #: Directories of snapshots that were damaged with the paths of their records, and of those that could be read.
+        #: Damaged snapshots, as their directories with the paths of their records; and directories of the readable
+        #: ones.
         self.damaged: dict[str, str] = {}
         self.readable: set[str] = set()
-        #: Processes that were to end, by name, and lives of workers that have.
+        #: Names of the processes that must end, and numbers of the lives that have ended with an error.
         self._alive: set[str] = set()
         self._told: set[int] = set()
-        #: Commits before the loss, and the era in which it came.
+        #: Number of commits before the loss, and the era of the loss.
         self._commits = self._era = 0
-        #: Lives of workers that trained then.
+        #: Lives of workers that were training at the loss.
         self._needing: set[int] = set()
         self._kept_files: dict[str, tuple[bytes, float]] = {}
         self._newest_disk = self.disk
@@ -169,7 +174,7 @@ class LostWorld(SnapshotWorld):
         return settings if self.options.storage else replace(settings, storage="", policy=SavePolicy(0, 0.0))
 
     async def make_scheduler(self, store: DiskStore) -> Scheduler:
-        """See World. It ends as the program does."""
+        """See World. The scheduler ends as the program does."""
         if self.options.storage:
             scheduler = await super().make_scheduler(store)
         else:
@@ -212,7 +217,7 @@ class LostWorld(SnapshotWorld):
             self._ended(node.name, error)
             return
         super().judge_server_end(node, error)
-        if not self.options.damages:  # It holds no map that is not on record, and its registration is not either.
+        if not self.options.damages:  # All its maps are on record, but its registration is not.
             self._alive.discard(node.name)
 
     def server_ended(self, number: int, node: Node) -> None:
@@ -245,7 +250,7 @@ class LostWorld(SnapshotWorld):
 
     @property
     def is_over(self) -> bool:
-        """True if the scheduler says, or said, that the run cannot continue."""
+        """True if the scheduler reports, or has reported, that the run cannot continue."""
         failed = self.scheduler is not None and self.scheduler.cluster.failed is not None
         return failed or any(end.name == "scheduler" for end in self.ends)
 
@@ -258,7 +263,7 @@ class LostWorld(SnapshotWorld):
     # --- the loss -----------------------------------------------------------------------------------------------------
 
     async def until_it_may_happen(self) -> bool:
-        """Returns when members are there that would notice the loss; False if that does not come about."""
+        """Wait until members exist that would notice the loss. Returns False if that never happens."""
         rng, until = self._chance_of_loss, self.loop.time() + _PATIENCE_SECONDS
         while not self._may_happen():
             if self.finished or self.loop.time() > until:
@@ -277,17 +282,17 @@ class LostWorld(SnapshotWorld):
 
     @property
     def _newest_epoch(self) -> int:
-        """The newest map at a live server."""
+        """Epoch of the newest map at a live server."""
         alive = [host for number, host in self.hosts.items() if not self.server_nodes[number].dead]
         return max((host.admission.map.epoch for host in alive if host.admission.map.scheduler_id), default=0)
 
     def _older_copies(self) -> int:
-        """Number of states that the disk went through before a live server was told of a newer one."""
+        """Return the number of states that the disk went through before a live server received a newer one."""
         durable, newest = self.disk.durable, self._newest_epoch
         return next((n for n, change in enumerate(durable) if change.epoch >= newest), len(durable))
 
     def lose(self) -> None:
-        """Does it."""
+        """Cause the loss."""
         options = self.options
         self.healed, self.lost_at, self.ends = True, self.loop.time(), []
         self._alive = {*self.running} - {"scheduler"}
@@ -309,7 +314,7 @@ class LostWorld(SnapshotWorld):
             self._lose_record()
 
     def start_everything(self) -> None:
-        """All processes start, with what the disk has."""
+        """Start all processes, with the contents of the disk."""
         self.lost_at, self.ends = self.loop.time(), []
         self.start_scheduler()
         self.start_members()
@@ -338,7 +343,7 @@ class LostWorld(SnapshotWorld):
         self.loop.call_later(seconds, callback, *args, context=self.loop.world.context)
 
     def _lose_servers(self) -> None:
-        """All copies of some shards are gone: one server dies, or all of them if there are several copies."""
+        """Lose all copies of some shards: kill one server, or all of them if there are several copies."""
         rng, alive = self._chance_of_loss, [n for n, node in sorted(self.server_nodes.items()) if not node.dead]
         for number in alive if self.options.replicas > 1 else rng.sample(alive, min(1, len(alive))):
             self._alive.discard(self.server_nodes[number].name)
@@ -352,7 +357,7 @@ class LostWorld(SnapshotWorld):
         self.oracle.only_readable(self.readable)
         self.counts[f"damaged snapshots: {self.options.how}"] += len(self.damaged)
 
-    # --- what follows -------------------------------------------------------------------------------------------------
+    # --- after the loss -----------------------------------------------------------------------------------------------
 
     @property
     def must_end(self) -> bool:
@@ -366,7 +371,7 @@ class LostWorld(SnapshotWorld):
             return False
         if options.lost.startswith("servers lost") and (self._was_under_way or self.is_done):
             return False
-        # Nothing is left that says that there was a run.
+        # In this case nothing shows that there was a run.
         return not (options.how == "emptied" and options.lost == "started again, snapshots damaged")
 
     @property
@@ -376,21 +381,21 @@ class LostWorld(SnapshotWorld):
 
     @property
     def is_done(self) -> bool:
-        """True if all workers had done their work, and none needs the lost servers."""
+        """True if all workers had finished their work, and none needs the lost servers."""
         return all(life.over for life in self.lives) and self._told.isdisjoint(self._needing)
 
     @property
     def is_unknown(self) -> bool:
-        """True if nobody knows that there were snapshots: then servers and scheduler are left to a launcher."""
+        """True if nobody knows that there were snapshots; a launcher must then end the servers and the scheduler."""
         return self.options.how == "emptied" and self.options.lost == "started again with its store, snapshots damaged"
 
     @property
     def _to_end(self) -> list[str]:
-        """Processes that end by themselves, and have not."""
+        """Processes that end by themselves and have not ended yet."""
         return [name for name in self.running if not self.is_unknown or name.startswith("worker")]
 
     async def until_ended(self) -> None:
-        """Returns when every process has ended, or should have."""
+        """Wait until every process has ended, or should have."""
         while self._to_end and self.must_end and self.loop.time() <= self.lost_at + self.options.end_seconds:
             await self.loop.after(0.05)
         if not self.must_end:
@@ -422,7 +427,7 @@ class LostWorld(SnapshotWorld):
             self.oracle.violation(f"{end.name} ended {end.seconds:.1f} s after: {self.options.lost}")
 
     async def until_left(self) -> None:
-        """Returns when the members of a lost record have ended: the others begin from a snapshot without them."""
+        """Wait until the members of a lost record have ended; the others begin from a snapshot without them."""
         while self.loop.time() <= self.lost_at + self.options.end_seconds and (left := self._left()):
             await self.loop.after(0.05)
         if left:
@@ -433,7 +438,7 @@ class LostWorld(SnapshotWorld):
         self.counts["continued without the members of a lost record"] += 1
 
     def check_continued(self) -> None:
-        """A run that continues told nobody that it cannot."""
+        """Check that no process of a continuing run ended because the run could not continue."""
         self.counts["continued from an older snapshot"] += bool(self.damaged and not self._told)
         if ends := [end for end in self.ends if "snapshot" not in end.error.details]:
             self.oracle.violation(f"{ends[0].name} ended with {ends[0].error!r}, though a snapshot is readable")
@@ -443,14 +448,14 @@ class LostWorld(SnapshotWorld):
         return [node.name for node in nodes if not node.dead and self._phases[node] < self.oracle.phase]
 
     def start_the_missing(self) -> None:
-        """Workers that were done when the run went back to a snapshot take part again."""
+        """Start the workers again that had finished when the run rolled back to a snapshot."""
         for worker in sorted(self.finished):
             if worker < self.options.workers:
                 self.start_worker(worker)
 
     def put_back(self) -> bool:
-        """Starts a run that ended once more: with the store or the files that it lost, if they were put aside. Returns
-        whether it must continue."""
+        """Start a run that ended again, with its lost store or files if copies of them were kept. Returns True if it
+        must continue."""
         options = self.options
         if options.damages:
             self.bucket.files = self._kept_files
@@ -465,7 +470,7 @@ class LostWorld(SnapshotWorld):
 
 
 class LostNemesis(SnapshotNemesis):
-    """Brings nothing any more once the run has lost something."""
+    """Nemesis that causes no faults after the loss."""
 
     _world: LostWorld
 
@@ -499,7 +504,7 @@ async def _main(world: LostWorld) -> None:
 
 
 async def _continues(world: LostWorld) -> bool:
-    """Sees the run to its end, if that must come, and then starts it again. Returns whether it continues."""
+    """Wait for the end of the run, if it must end, and then start it again. Returns True if it continues."""
     if world.must_end:
         await world.until_ended()
     if world.must_end:
@@ -510,9 +515,9 @@ async def _continues(world: LostWorld) -> bool:
     elif world.options.lost == "store lost":
         await world.until_left()
         world.start_the_missing()
-    return bool(world.readable) or not world.is_done  # Else there is nothing to begin from.
+    return bool(world.readable) or not world.is_done  # Otherwise there is nothing to begin from.
 
 
 def run(seed: int, options: LostOptions | None = None, *, trace: bool = False) -> scenario.Result:
-    """Runs a seed. The environment must be installed."""
+    """Run a seed. The environment must be installed."""
     return snapshots.play(options or draw(seed), LostWorld, _main, trace=trace)[0]

@@ -1,6 +1,6 @@
-"""The nemesis: brings the faults that a run's options name, at times and to victims of its own stream of chance.
+"""Nemesis: causes the faults that a run's options name, at times and to victims drawn from its own random stream.
 
-All it does ends at ``heal``: from then on every node runs, every path is free, and the run must come to its end.
+All its faults end at ``heal``: from then on every node runs, every path is free, and the run must finish.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from tests.simulation.network import KEEPALIVE
 from tests.simulation.options import CUT_OFF, CUT_OFF_SECONDS, HARMLESS
 from tests.simulation.oracle import Life
 
-#: Without a second copy a server must not be silent for so large a part of its lease.
+#: Largest fraction of its lease for which a server without a second copy may be silent.
 _SHORT: Final = 0.25
 #: Lengths of cuts between a worker and a server, in seconds.
 _CUTS: Final = (0.5, 2.0, 8.0, 20.0, 40.0, CUT_OFF_SECONDS)
-#: A run must train again this long after the lease of a worker that was cut off, and then push within as long again.
+#: Time limit, after the lease of a cut-off worker, for the others to train again. They must then push within the same
+#: time again.
 _GOES_ON_SECONDS: Final = 8.0
 
 
@@ -34,22 +35,22 @@ class Nemesis:
         self._lease = world.options.lease_seconds
         self._healed = False
         self._joined = 0
-        #: Until then no other short fault may touch a server or the scheduler.
+        #: Until this time, no other short fault may touch a server or the scheduler.
         self._quiet_until = 0.0
-        #: Until then a long fault lasts that must not be healed sooner.
+        #: End of a long fault that must not be healed sooner.
         self._lasts_until = 0.0
-        #: Until then the scheduler is cut off, or all servers are paused, or not all were heard again since. Two of
-        #: these in a row are one that is longer, and members may wait no longer than one lasts.
+        #: Until this time, the scheduler is cut off, all servers are paused, or some members have not been heard again
+        #: since. Two such faults in a row would be one longer fault, and members may wait no longer than one lasts.
         self._apart_until = 0.0
-        #: Servers that something happens to, or did lately.
+        #: Servers that a fault affects, or affected recently.
         self._struck: set[int] = set()
-        #: The end of a fault that lasts beyond the time of faults.
+        #: End of a fault that lasts beyond the time of faults.
         self.lasts_until = 0.0
-        #: Where a worker was cut off a server, whether it still is.
+        #: True while a worker is cut off from a server.
         self._cut_off = False
 
     async def run(self) -> None:
-        """Brings the faults, one after another."""
+        """Cause the faults, one after another."""
         options, rng = self._world.options, self._rng
         if not options.faults:
             return
@@ -62,7 +63,7 @@ class Nemesis:
         await self._loop.after(max(0.0, self._lasts_until - self._loop.time()))
 
     def heal(self) -> None:
-        """Nothing is wrong any more."""
+        """End all faults."""
         self._healed = True
         world = self._world
         self._network.heal()
@@ -86,7 +87,7 @@ class Nemesis:
     # --- victims ------------------------------------------------------------------------------------------------------
 
     def _worker(self) -> int | None:
-        """A worker that trains."""
+        """Return a random worker that trains, or None."""
         world = self._world
         running = [w for w, node in sorted(world.worker_nodes.items()) if w not in world.finished and not node.dead]
         return self._rng.choice(running) if running else None
@@ -100,7 +101,7 @@ class Nemesis:
         self._loop.call_later(seconds, callback, *args, context=self._loop.world.context)
 
     def _may_be_short(self, seconds: float) -> bool:
-        """Whether a server may be silent now for so long, and notes that it is."""
+        """True if a server may be silent for ``seconds`` now; this also records the silence."""
         now = self._loop.time()
         if now < self._quiet_until:
             return False
@@ -117,7 +118,7 @@ class Nemesis:
         if worker is None:
             return False
         world = self._world
-        # Before anything exists all workers are waited for.
+        # Before anything exists, the start waits for all workers.
         if worker != READER and not world.created and not world.can_start_worker:
             return False
         world.kill(world.worker_nodes[worker], silent=silent)
@@ -180,7 +181,7 @@ class Nemesis:
         return self._pause(self._world.server_nodes[server], seconds)
 
     def _starve(self, node: Node | None, seconds: float) -> bool:
-        """A node runs 10 to 100 times slower for a while: others have the processor after each of its handles."""
+        """Slow a node down by 10 to 100 times for a while: others get the processor after each of its handles."""
         if node is None or node.dead or node.starved_seconds:
             return False
         node.starved_seconds = self._rng.uniform(0.0003, 0.005)
@@ -206,14 +207,14 @@ class Nemesis:
     # --- servers that may be lost -------------------------------------------------------------------------------------
 
     def _spare_server(self) -> int | None:
-        """A server without which a whole copy of each shard is left at servers that nothing happens to."""
+        """Return a random server that may be lost: without it, unaffected servers still hold a copy of each shard."""
         world = self._world
         running = [s for s, node in sorted(world.server_nodes.items()) if not node.dead and s not in self._struck]
         spare = [server for server in running if world.can_lose(server, self._struck)]
         return self._rng.choice(spare) if spare else None
 
     def _strike(self, server: int, seconds: float) -> None:
-        """Something happens to ``server``; for so long, and until it may have been replaced, it does not count."""
+        """Mark ``server`` as affected. Its copies do not count for ``seconds``, and until it may have been replaced."""
         self._struck.add(server)
         self._later(seconds + 5.0 * self._lease, self._struck.discard, server)
 
@@ -246,13 +247,14 @@ class Nemesis:
         return self._starve(self._world.server_nodes[server], seconds)
 
     def _starve_all(self) -> bool:
-        """The machine has far too much to do: all processes are slow together."""
+        """Starve all processes together, as on an overloaded machine."""
         world, seconds = self._world, self._rng.uniform(0.5, 3.0) * self._lease
         nodes = (world.scheduler_node, *world.server_nodes.values(), *world.worker_nodes.values())
         return sum(self._starve(node, seconds) for node in nodes) > 0
 
     def _delay_news(self, server: int | None, *, maps: float, reports: float) -> bool:
-        """What the scheduler sends a server, and what the server sends it, comes late by up to so many leases."""
+        """Delay messages between the scheduler and a server. maps, reports: largest delays, in leases, to and from the
+        server."""
         if server is None:
             return False
         name, seconds = f"server-{server}", self._rng.uniform(1.0, 4.0) * self._lease
@@ -263,8 +265,8 @@ class Nemesis:
         return True
 
     def _doubt_filling(self) -> bool:
-        """A primary and the server that it fills lose each other, and the primary hears late that the filling was
-        given up and begun again. It dies soon after."""
+        """Cut a primary off from the server that it fills, and delay the scheduler's messages to the primary: it learns
+        late that the filling was given up and restarted. The primary dies soon after."""
         world = self._world
         if world.scheduler is None:
             return False
@@ -293,7 +295,7 @@ class Nemesis:
             self._later(self._rng.uniform(0.1, 2.0), self._restart_server, server)
 
     def _skip_maps(self) -> bool:
-        """What a server was sent of maps is lost with its session, and the next session begins with the newest one."""
+        """Lose the maps sent to a server together with its session; the next session starts with the newest map."""
         server, seconds = self._spare_server(), self._rng.uniform(0.3, 1.5) * self._lease
         if server is None:
             return False
@@ -304,7 +306,7 @@ class Nemesis:
         return True
 
     def _partition_server(self, others: tuple[str, ...] = ()) -> bool:
-        """Cuts a server off from ``others``, or from everybody."""
+        """Cut a server off from ``others``, or from everybody."""
         server, seconds = self._spare_server(), self._rng.uniform(0.2, 3.0) * self._lease
         if server is None:
             return False
@@ -314,7 +316,7 @@ class Nemesis:
         return True
 
     def _split_off(self) -> bool:
-        """A server and a worker are cut off from all others, together."""
+        """Cut a server and a worker off from all others, together."""
         server, worker = self._spare_server(), self._worker()
         if server is None or worker is None:
             return False
@@ -325,7 +327,7 @@ class Nemesis:
         return True
 
     def _cut_both_from_scheduler(self) -> bool:
-        """A server and a worker miss the news, and reach all others."""
+        """Cut a server and a worker off from the scheduler only."""
         server, worker = self._spare_server(), self._worker()
         if server is None or worker is None:
             return False
@@ -335,7 +337,7 @@ class Nemesis:
         return True
 
     def _break_and_kill(self) -> bool:
-        """Connections break, and before they stand again a server dies."""
+        """Break connections, and kill a server before they are restored."""
         self._network.break_some(tuple(self._names()), 0.7)
         self._later(self._rng.uniform(0.0, 0.05), self._kill_server)
         return True
@@ -404,7 +406,7 @@ class Nemesis:
         return True
 
     def _cut_worker_off_server(self) -> bool:
-        """A worker loses its path to a server. The others must train on, at the latest without it."""
+        """Cut the path of a worker to a server. The others must continue training, if need be without that worker."""
         worker, server, world = self._worker(), self._server(), self._world
         if worker in (None, READER) or server is None or self._cut_off or not world.created:
             return False
@@ -447,26 +449,26 @@ class Nemesis:
         return True
 
     def _long(self) -> float:
-        """The length of a fault of half a second to a minute, mostly of a few leases."""
+        """Return the length of a fault: half a second to a minute, mostly a few leases."""
         longest = CUT_OFF_SECONDS
-        if not self._world.created:  # A member that has not registered yet gives up after as long.
+        if not self._world.created:  # An unregistered member gives up after that time.
             longest *= 0.8
         if not HARMLESS.issuperset(self._world.options.faults):
-            # Some may still reach the scheduler, and then it gives up the last copy of a shard at some point.
+            # Some members may still reach the scheduler, which then eventually gives up the last copy of a shard.
             longest = min(longest, 0.8 * LAST_COPY_LEASES * self._lease)
         seconds = self._rng.choice((self._rng.uniform(0.5, 4.0 * self._lease), self._rng.uniform(0.5, longest)))
         self._lasts_until = max(self._lasts_until, self._loop.time() + seconds)
         return seconds
 
     def _is_apart(self) -> bool:
-        """True if the fault before may not be over for all."""
+        """True if the previous fault may not be over for all."""
         return self._loop.time() < self._apart_until
 
     def _set_apart(self, seconds: float) -> None:
         self._apart_until = self._loop.time() + seconds + 2.0 * self._lease
 
     def _cut_scheduler_off(self) -> bool:
-        """Nobody and the scheduler reach each other."""
+        """Cut the scheduler off from everybody."""
         if self._is_apart():
             return False
         seconds = self._long()
@@ -475,7 +477,7 @@ class Nemesis:
         return True
 
     def _cut_scheduler_off_from_some(self) -> bool:
-        """Some members and the scheduler do not reach each other, or one way does not work."""
+        """Cut the scheduler off from some members, in one or both directions."""
         if self._is_apart():
             return False
         names = self._names()
@@ -483,16 +485,16 @@ class Nemesis:
         seconds = self._long()
         self._set_apart(seconds)
         for server in self._world.server_nodes:
-            if f"server-{server}" in some:  # It may be given up, so that no other copy may be lost beside it.
+            if f"server-{server}" in some:  # The scheduler may give it up, so no other copy may be lost.
                 self._strike(server, seconds)
         self._part(["scheduler"], some, seconds, one_way=self._rng.random() < 0.5)
         return True
 
     def _pause_servers(self, least: int) -> bool:
-        """So many servers stand still together, or all."""
+        """Pause at least ``least`` servers together, or all."""
         living = [node for _, node in sorted(self._world.server_nodes.items()) if not node.dead]
         running = [node for node in living if not node.paused]
-        # All together, or it would be a pause of some of them.
+        # Either all servers are paused together, or it would be a pause of some of them.
         if not running or (least >= len(living) and (len(running) < len(living) or self._is_apart())):
             return False
         seconds = self._rng.uniform(1.2, 6.0) * self._lease

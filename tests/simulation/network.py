@@ -1,13 +1,15 @@
-"""The simulated network: connections between nodes, and the streams on them, with everything that can go wrong.
+"""Simulated network: connections between nodes and the streams on them, with every kind of failure.
 
-It carries bytes and knows nothing of psdist. A connection is what TCP gives: bytes arrive late, in order per stream,
-or the connection breaks; both ends learn of that at times of their own. Streams of one connection overtake each other.
-Faults are asked for by the ``nemesis``: partitions in one or both directions (silence, until keepalive gives the
-connection up), slow links, broken connections, dead processes (their kernel says so) and dead hosts (silence).
-Besides, ``Faults.cut`` of all streams break by themselves, in the shapes of Ray's chaos: the request is lost, the
-answer is lost, or the caller is told of a failure while the request is still on its way, and overtaken by its repeat.
+It carries bytes and knows nothing of psdist. A connection behaves like TCP: bytes arrive late, in order per stream, or
+the connection breaks; each end learns of that in its own time. Streams of one connection overtake each other. The
+``nemesis`` asks for faults: partitions in one or both directions (silence, until keepalive gives the connection up),
+slow links, broken connections, dead processes (their kernel resets the connection) and dead hosts (silence).
 
-Not here: what the ends of a stream do (``rpc``).
+In addition, the fraction ``Faults.cut`` of all streams breaks spontaneously, in the shapes of Ray's chaos tests: the
+request is lost, the answer is lost, or the caller sees a failure while the request is still in flight and its repeat
+overtakes it.
+
+The ends of a stream are in ``rpc``.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ from typing import Any, Protocol
 
 from tests.simulation.loop import Node, SimLoop
 
-#: A path that is silent for so long (seconds, drawn) is given up by both ends.
+#: Seconds (drawn from this range) after which both ends give up a silent path.
 KEEPALIVE = (2.0, 4.0)
-#: Connecting to a host that does not answer is given up after so long.
+#: Time limit for connecting to a host that does not answer.
 CONNECT_SECONDS = 0.5
 
 
 @dataclass
 class Faults:
-    """What goes wrong by itself, and how fast the rest is.
+    """Spontaneous faults, and the speed of everything else.
 
-    delay: least and most seconds of a message. slow: fraction of messages that take ``slow_seconds`` longer.
+    delay: least and most seconds of a message.
+    slow: fraction of messages that take up to ``slow_seconds`` longer.
     cut: fraction of calls that break at one of their first messages.
     """
 
@@ -41,7 +44,7 @@ class Faults:
 
 
 class Service(Protocol):
-    """What listens at an address: accepts a stream and returns its end there."""
+    """Listener at an address: accepts a stream and returns its server-side end."""
 
     def __call__(self, stream: Stream, method: str, metadata: tuple[tuple[str, Any], ...]) -> End: ...
 
@@ -50,14 +53,14 @@ class End(Protocol):
     """One end of a stream."""
 
     def receive(self, kind: str, value: Any) -> None:
-        """Something arrived."""
+        """Handle a message that arrived."""
 
     def broken(self, reason: str) -> None:
-        """Nothing more will arrive, and nothing that is sent."""
+        """Handle the end of the stream: nothing arrives any more, in either direction."""
 
 
 class Stream:
-    """One call on a connection; ``ends`` are the client's and the server's."""
+    """One call on a connection. ends: the client's and the server's."""
 
     __slots__ = ("connection", "cut_after", "cut_shape", "ends", "last", "lost", "method", "over", "under_way")
 
@@ -65,11 +68,11 @@ class Stream:
         self.connection = connection
         self.method = method
         self.ends: list[End | None] = [client, None]
-        #: Arrival of the last message, by the side that it goes to.
+        #: Arrival time of the last message, by receiving side.
         self.last = [0.0, 0.0]
-        #: Messages that were sent, in order: whenever something arrives, it is the first of them.
+        #: Messages in flight, in order, by receiving side; each arrival takes the first.
         self.under_way: tuple[deque[tuple[str, Any]], deque[tuple[str, Any]]] = (deque(), deque())
-        #: Nothing arrives at this side any more.
+        #: True if nothing arrives at this side any more, by side.
         self.lost = [False, False]
         self.over = [False, False]
         self.cut_shape = ""
@@ -77,18 +80,17 @@ class Stream:
 
 
 class Connection:
-    """What two nodes have between them."""
+    """Connection between two nodes."""
 
     __slots__ = ("address", "nodes", "open", "stalled", "streams")
 
     def __init__(self, client: Node, server: Node, address: str) -> None:
         self.nodes = (client, server)
         self.address = address
-        #: Whether each side thinks that it stands.
+        #: True while the connection is up, as seen by each side.
         self.open = [True, True]
         self.streams: dict[Stream, None] = {}
-        #: Streams of which something waits for a blocked path to be free, once for each message, by the side that it
-        #: goes to.
+        #: Streams with messages held up by a blocked path, once per message, by receiving side.
         self.stalled: tuple[list[Stream], list[Stream]] = ([], [])
 
 
@@ -102,26 +104,26 @@ class Network:
         self._rng = rng
         self._listening: dict[str, tuple[Node, Service]] = {}
         self._connections: dict[Connection, None] = {}
-        #: Paths that nothing passes, by when that began.
+        #: Blocked paths, with the time at which each was blocked.
         self._blocked: dict[tuple[str, str], float] = {}
-        #: Cuts that lie on a blocked path at the same time.
+        #: Number of cuts that block each path together.
         self._blocks: Counter[tuple[str, str]] = Counter()
         #: Nodes whose host died with them.
         self._silent: set[Node] = set()
         self._slow: dict[str, float] = {}
-        #: Seconds by which messages from one node to another come later.
+        #: Extra seconds for messages from one node to another.
         self._late: dict[tuple[str, str], float] = {}
-        #: Whether a stream of this method, between nodes of these names, may be cut.
+        #: True if a stream of this method, between nodes of these names, may be cut.
         self.may_cut: Callable[[str, str, str], bool] = lambda client, server, method: True
 
-    # --- what ends use ------------------------------------------------------------------------------------------------
+    # --- for the ends of streams --------------------------------------------------------------------------------------
 
     def listen(self, address: str, node: Node, service: Service) -> None:
-        """``node`` answers at ``address``."""
+        """Serve ``address`` from ``node``."""
         self._listening[address] = (node, service)
 
     def connect(self, client: Node, address: str, told: Callable[[Connection | str], None]) -> None:
-        """Tells a connection, or why there is none."""
+        """Connect to ``address`` and pass the connection, or the reason of a failure, to ``told``."""
         there = self._listening.get(address)
         delay = 2 * self._delay(client.name, there[0].name if there else "")
         if there is None or (there[0].dead and there[0] not in self._silent):
@@ -134,7 +136,7 @@ class Network:
             self._later(delay, client, told, connection)
 
     def probe(self, client: Node, address: str, told: Callable[[str], None]) -> None:
-        """Tells what a connection to ``address`` meets: the kernel of a process that stands still accepts it."""
+        """Probe ``address`` and pass the result to ``told``. The kernel of a paused process accepts the connection."""
         there = self._listening.get(address)
         delay = 2 * self._delay(client.name, there[0].name if there else "")
         if there is None or (there[0].dead and there[0] not in self._silent):
@@ -145,7 +147,7 @@ class Network:
             self._later(delay, client, told, "accepted")
 
     def open(self, connection: Connection, client: End, method: str) -> Stream:
-        """A stream; ``send`` of an "open" begins it."""
+        """Return a new stream. The call begins when ``send`` sends "open"."""
         stream = Stream(connection, client, method)
         connection.streams[stream] = None
         if self._rng.random() < self.faults.cut and self.may_cut(
@@ -156,7 +158,7 @@ class Network:
         return stream
 
     def send(self, stream: Stream, to: int, kind: str, value: Any) -> None:
-        """Sends to side ``to`` (1 is the server)."""
+        """Send a message to side ``to`` (1 is the server)."""
         connection = stream.connection
         if not connection.open[1 - to] or stream.lost[to]:
             return
@@ -173,22 +175,22 @@ class Network:
         self._at(arrival, self._arrive, stream, to)
 
     def end(self, stream: Stream, side: int) -> None:
-        """This side is done with the stream."""
+        """Release the stream on this side."""
         stream.over[side] = True
         if all(stream.over):
             stream.connection.streams.pop(stream, None)
 
-    # --- what the nemesis uses ----------------------------------------------------------------------------------------
+    # --- for the nemesis ----------------------------------------------------------------------------------------------
 
     def block(self, source: str, target: str) -> None:
-        """From now on nothing of ``source`` reaches ``target``."""
+        """Block everything from ``source`` to ``target`` from now on."""
         self._blocks[source, target] += 1
         if (source, target) not in self._blocked:
             self._blocked[source, target] = self.loop.time()
             self.watch_silence(source, target)
 
     def heal(self) -> None:
-        """All paths are free and fast again; what waited for them arrives."""
+        """Make all paths free and fast again, and deliver the messages held up by them."""
         self._blocked.clear()
         self._blocks.clear()
         self._slow.clear()
@@ -196,7 +198,7 @@ class Network:
         self._release()
 
     def unblock(self, source: str, target: str) -> None:
-        """One cut is over. After the last one, what waited for the path arrives."""
+        """Remove one cut of a path. Removing the last one delivers the messages held up by the path."""
         self._blocks[source, target] -= 1
         if self._blocks[source, target] <= 0:
             self._blocked.pop((source, target), None)
@@ -212,21 +214,21 @@ class Network:
                         self._send_again(stream, to)
 
     def _send_again(self, stream: Stream, to: int) -> None:
-        """TCP sends what was not acknowledged."""
+        """Retransmit an unacknowledged message, as TCP does."""
         arrival = max(self.loop.time() + self._rng.uniform(0.0, 0.2), stream.last[to] + 1e-6)
         stream.last[to] = arrival
         self._at(arrival, self._arrive, stream, to)
 
     def slow_down(self, name: str, seconds: float) -> None:
-        """All that ``name`` sends or gets takes so much longer."""
+        """Delay everything that ``name`` sends or receives by ``seconds``."""
         self._slow[name] = seconds
 
     def delay_path(self, source: str, target: str, seconds: float) -> None:
-        """Messages from ``source`` to ``target`` take so much longer, in their order. 0: no longer."""
+        """Delay messages from ``source`` to ``target`` by ``seconds``, keeping their order. 0 removes the delay."""
         self._late[source, target] = seconds
 
     def watch_silence(self, one: str, other: str) -> None:
-        """Connections between these two (``*``: anybody) that are still silent after the keepalive time break."""
+        """Break connections between these two nodes (``*``: any) that are still silent after the keepalive time."""
         for connection in list(self._connections):
             names = {node.name for node in connection.nodes}
             if one in names and (other == "*" or other in names):
@@ -235,7 +237,7 @@ class Network:
                     self._at(now + self._rng.uniform(*KEEPALIVE), self._check_silence, connection, side, now)
 
     def break_some(self, names: tuple[str, ...], fraction: float) -> int:
-        """Breaks connections of which both ends are among ``names``; how many."""
+        """Break a fraction of the connections with both ends among ``names``. Returns the number of broken ones."""
         broken = 0
         for connection in list(self._connections):
             if all(node.name in names for node in connection.nodes) and self._rng.random() < fraction:
@@ -244,7 +246,7 @@ class Network:
         return broken
 
     def process_died(self, node: Node, *, silent: bool) -> None:
-        """``node`` was killed: its kernel says so, or (``silent``) its host died with it."""
+        """Kill ``node``: its kernel resets the connections or, if ``silent``, its host died with it."""
         if silent:
             self._silent.add(node)
         for connection in list(self._connections):
@@ -258,7 +260,7 @@ class Network:
                     self._at(self._soon(node, connection.nodes[1 - side]), self._reset, connection, 1 - side)
 
     def break_connection(self, connection: Connection, reason: str) -> None:
-        """Both ends learn of it, each at its time."""
+        """Break a connection. Each end learns of it in its own time."""
         for side in (0, 1):
             when = self._soon(connection.nodes[1 - side], connection.nodes[side])
             self._at(when, self._side_broken, connection, side, reason)
@@ -303,7 +305,7 @@ class Network:
         self.loop.call_on(target, self._deliver, stream, to, kind, value)
 
     def _deliver(self, stream: Stream, to: int, kind: str, value: Any) -> None:
-        """Runs in the node that it is for."""
+        """Deliver a message. Runs in the receiving node."""
         end = stream.ends[to]
         if kind == "open":
             address = stream.connection.address
@@ -320,7 +322,7 @@ class Network:
         return stream.cut_after < 0
 
     def _cut(self, stream: Stream) -> None:
-        """The stream breaks, in the shape that was drawn for it."""
+        """Break the stream in the shape that was drawn for it."""
         shape, stream.cut_shape = stream.cut_shape, ""
         self.counts[f"cut: {shape}"] += 1
         client, server = stream.connection.nodes
@@ -345,7 +347,7 @@ class Network:
         self.end(stream, side)
 
     def _reset(self, connection: Connection, side: int) -> None:
-        """The kernel of a dead process answers, if the path is free."""
+        """Answer for the kernel of a dead process, if the path is free."""
         one, other = connection.nodes
         if self._is_cut(one.name, other.name):
             when = self.loop.time() + self._rng.uniform(*KEEPALIVE)
@@ -357,7 +359,7 @@ class Network:
         mine, other = connection.nodes[side], connection.nodes[1 - side]
         if mine.dead or not (other.dead or self._was_cut(mine, other, since)):
             return
-        if mine.paused:  # It will look when it goes on.
+        if mine.paused:  # It will check when it resumes.
             self._at(self.loop.time() + KEEPALIVE[0], self._check_silence, connection, side, since)
             return
         self.counts["keepalive"] += 1
@@ -365,7 +367,7 @@ class Network:
         self._at(self._soon(mine, other), self._reset, connection, 1 - side)
 
     def _was_cut(self, mine: Node, other: Node, since: float) -> bool:
-        """Whether nothing of ``other`` arrived, or nothing of ``mine`` there, in all the time."""
+        """True if nothing arrived from ``other``, or nothing from ``mine`` arrived there, since ``since``."""
         paths = ((mine.name, other.name), (other.name, mine.name))
         starts = [self._blocked[path] for path in paths if path in self._blocked]
         if other.paused:

@@ -1,6 +1,6 @@
-"""The options of a run, all drawn from its seed: how large it is, what it does, and which faults it has to stand.
+"""Options of a run, all drawn from its seed: its size, its actions, and the faults that it has to survive.
 
-Each run leaves most kinds of faults out, so that the others are not drowned ("swarm testing", Groce et al. 2012).
+Each run leaves out most kinds of faults, so that the others are not drowned ("swarm testing", Groce et al. 2012).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from psdist import ASP, BSP, SSP
 from psdist.consistency import Consistency
 from psdist.optim import SGD, Optimizer
 
-#: Kinds of faults that the nemesis may bring.
+#: Kinds of faults that the nemesis may cause.
 SINGLE = (
     "kill worker",
     "kill worker host",
@@ -35,14 +35,14 @@ SINGLE = (
     "starve scheduler",
     "break session of worker",
 )
-#: A worker loses its path to a server, for longer than its lease in some runs, while both reach everybody else. Drawn
-#: beside the others, so that it changes no run without it.
+#: A worker loses its path to a server while both reach everybody else; in some runs for longer than its lease. It is
+#: drawn separately, so that it changes no run without it.
 CUT_OFF = "cut worker off server"
-#: The longest such cut.
+#: Longest such cut.
 CUT_OFF_SECONDS = 60.0
-#: The part of all runs that have it.
+#: Fraction of all runs with this fault.
 CUT_OFF_SHARE = 0.04
-#: Those that a run stands only with a second copy of each shard.
+#: Faults that a run survives only with a second copy of each shard.
 REPLICATED = (
     "kill server",
     "kill server host",
@@ -64,15 +64,15 @@ REPLICATED = (
     "drain server",
 )
 
-#: These may last for up to CUT_OFF_SECONDS.
+#: Faults that may last for up to CUT_OFF_SECONDS.
 LASTING = frozenset({CUT_OFF, "cut scheduler off", "cut scheduler off from some"})
-#: Nobody is lost by these, however long they last: all are alive, and nobody takes anybody's place.
+#: Faults that lose no member, however long they last: all are alive, and nobody replaces anybody.
 HARMLESS = frozenset({"cut scheduler off", "break session of server", "pause scheduler", "pause all servers"})
 
 
 @dataclass(frozen=True)
 class Options:
-    """See the module. Times are virtual seconds."""
+    """Options of one run. Times are virtual seconds."""
 
     seed: int
     servers: int = 2
@@ -88,7 +88,7 @@ class Options:
     #: Fractions of steps that begin with a pull, and that push without a pull.
     pulls: float = 0.2
     bare_pushes: float = 0.2
-    #: Whether somebody who takes no part reads all the time.
+    #: True if a non-participant reads continually.
     reader: bool = False
     lease_seconds: float = 2.0
     worker_lease_seconds: float = 10.0
@@ -99,29 +99,29 @@ class Options:
     cut: float = 0.0
     disk_seconds: tuple[float, float] = (0.0005, 0.003)
     faults: tuple[str, ...] = ()
-    #: How many faults come, and until when.
+    #: Number of faults, and the time by which they start.
     fault_count: int = 0
     fault_seconds: float = 4.0
 
     @property
     def slots(self) -> int:
-        """Pushes that there may be."""
+        """Largest number of pushes."""
         return self.lives * self.steps
 
     @property
     def text(self) -> str:
-        """All of it on one line."""
+        """All options on one line."""
         values = {name: value for name, value in vars(self).items() if name not in ("seed", "optimizer")}
         values["momentum"] = self.optimizer.values()["momentum"]
         return ", ".join(f"{name}={value}" for name, value in values.items())
 
     def stream(self, name: str) -> random.Random:
-        """A stream of chance of its own, so that more of one does not change another."""
+        """Return a separate random stream, so that drawing more from one does not change another."""
         return random.Random(f"{self.seed}/{name}")
 
 
 def draw(seed: int) -> Options:
-    """The options of a seed."""
+    """Return the options of a seed."""
     rng = random.Random(f"{seed}/options")
     replicas = rng.choice((1, 2, 2))
     kinds = list(SINGLE) + (list(REPLICATED) * 2 if replicas > 1 else [])
@@ -161,7 +161,8 @@ def draw(seed: int) -> Options:
 
 
 def cut_off(options: Options, rng: random.Random) -> Options:
-    """The same, with a cut between a worker and a server, and so many steps that the others train on beside it."""
+    """Return the options with a cut between a worker and a server added, and enough steps for the others to train
+    during it."""
     lease = options.lease_seconds
     others = rng.sample(options.faults, k=min(len(options.faults), rng.choice((0, 1, 2))))
     return replace(

@@ -1,12 +1,12 @@
-"""The oracle: every push has an element of its own in every slice, so the weights say which pushes are in them.
+"""Oracle: every push has its own element in every slice, so the weights show which pushes they contain.
 
-A push's gradient is -1 at its slot of each slice and nothing elsewhere but for some noise; the learning rate is 1. So
-in SSP and ASP a slot is 1 once the push is in and 2 if it is in twice; in BSP the whole slice, noise and all, must be
-what plain numpy makes of the pushes whose slots are set, in rank order, byte for byte.
+A push's gradient is -1 at its slot of each slice and 0 elsewhere, apart from some noise; the learning rate is 1. So in
+SSP and ASP a slot is 1 once the push is in and 2 if it is in twice. In BSP the whole slice, including the noise, must
+equal the result of plain numpy for the pushes whose slots are set, in rank order, byte for byte.
 
-It hears of each push when it begins and when it is answered, of all weights that a worker gets, of every map that is
-published, and of who answers for which shard. All that was answered before weights were asked for must be in them, and
-nobody sees a version go back. ``violations`` has one sentence for each broken promise.
+The oracle sees the start and the answer of each push, all weights that a worker gets, every published map, and the
+server that answers for each shard. Weights must contain every push that was answered before they were requested, and
+nobody sees a version decrease. ``violations`` has one sentence for each broken promise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LR_FACTORS = (1.0, 0.5, 2.0)
 
 @dataclass
 class Push:
-    """One call of push or push_pull. ``step`` as the client numbers it."""
+    """One call of push or push_pull. ``step`` is the client's number for it."""
 
     life: Life
     slot: int
@@ -45,39 +45,39 @@ class Push:
     rank: int
     incarnation: int
     acked: bool = False
-    #: The client says that it was not taken: its worker was fenced meanwhile.
+    #: True if the client reports that it was not applied, because its worker was fenced meanwhile.
     dropped: bool = False
     ignored: int = 0
 
 
 @dataclass
 class Life:
-    """One process of a worker. A client that joins again by itself goes on in the same life, as another member."""
+    """One process of a worker. A client that rejoins by itself continues in the same life, as another member."""
 
     worker: int
     number: int
     slots: range
     rank: int = 0
     incarnation: int = 0
-    #: SSP and ASP: the clock that it joined at, and its pushes since. None where that could not be found out.
+    #: SSP and ASP: the clock at which it joined (None if unknown), and its pushes since.
     clock: int | None = 0
     since: list[Push] = field(default_factory=list)
     pushes: list[Push] = field(default_factory=list)
     joined: bool = False
     over: bool = False
     versions: list[int] = field(default_factory=list)
-    #: With snapshots: how often everything had begun anew, and the course of the run that ``versions`` are of.
+    #: With snapshots: the number of full restarts before this life, and the era that ``versions`` belong to.
     phase: int = 0
     era: object = None
 
     @property
     def worker_id(self) -> str:
-        """The id that it registers under."""
+        """The id under which it registers."""
         return f"worker-{self.worker}"
 
 
 class Oracle:
-    """What one run promised, and whether it was kept."""
+    """Promises of one run, and their violations."""
 
     def __init__(
         self, consistency: Consistency, optimizer: Optimizer, slices: int, slots: int, noise: np.random.Generator
@@ -94,7 +94,7 @@ class Oracle:
         self.initial[:, slots:] = noise.standard_normal((slices, NOISE))
         self._noise = noise.standard_normal((slots, slices, NOISE)).astype(np.float32)
         self._noise.flags.writeable = False
-        #: What the weights of a slice at a version are, by who saw them first.
+        #: Digest of a slice's weights at a version, and the first worker that saw them.
         self._seen: dict[tuple[int, int], tuple[bytes, str]] = {}
         self._maps: dict[int, ClusterMap] = {}
         self._primaries: dict[tuple[str, int, int], tuple[str, int]] = {}
@@ -102,25 +102,25 @@ class Oracle:
 
     @property
     def exact(self) -> bool:
-        """Whether each push is in a step that is known."""
+        """True if the step of each push is known."""
         return isinstance(self.consistency, BSP)
 
     def violation(self, text: str) -> None:
-        """A promise was broken."""
+        """Record a broken promise."""
         if len(self.violations) < 20:
             self.violations.append(text)
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def gradient(self, slot: int) -> Array:
-        """The gradient of the push with this slot."""
+        """Return the gradient of the push with this slot."""
         gradient = np.zeros((self.slicing.count, self.slice_elements), np.float32)
         gradient[:, slot] = -1.0
         gradient[:, self.slots :] = self._noise[slot]
         return gradient.reshape(-1)
 
     def begins(self, life: Life, step: int) -> Push:
-        """A push is about to be sent."""
+        """Record a push that is about to be sent."""
         push = Push(life, life.slots[len(life.pushes)], step, life.rank, life.incarnation)
         life.pushes.append(push)
         life.since.append(push)
@@ -128,7 +128,7 @@ class Oracle:
         return push
 
     def answered(self, push: Push, ignored: int) -> None:
-        """The push returned."""
+        """Record that the push returned."""
         push.acked, push.ignored = True, ignored
         self.counts["acknowledged"] += 1
         if ignored:
@@ -137,8 +137,8 @@ class Oracle:
     def saw(
         self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life], acked: Sequence[Push]
     ) -> None:
-        """A worker got weights. members: others that were members when it asked and still are. acked: pushes that were
-        answered before it asked."""
+        """Check weights that a worker got. members: others that were members at the request and still are. acked:
+        pushes that were answered before the request."""
         table = weights.reshape(self.slicing.count, self.slice_elements)
         self.counts["reads"] += 1
         for index, version in enumerate(versions):
@@ -165,7 +165,8 @@ class Oracle:
                 self.violation(f"{life.worker_id} does not see its acknowledged push {push.step} (slot {push.slot})")
 
     def _check_bound(self, life: Life, table: Array, members: Sequence[Life]) -> None:
-        """No member is further behind than the bound: what it must have pushed is in all that was read."""
+        """Check that no member lags by more than the bound: all weights read contain the pushes that it must have
+        made."""
         assert isinstance(self.consistency, SSP)
         if life.clock is None:
             return
@@ -188,7 +189,7 @@ class Oracle:
                     )
 
     def published(self, cluster: ClusterMap) -> None:
-        """A map was made known to somebody."""
+        """Check a map that was published."""
         known = self._maps.setdefault(cluster.epoch, cluster)
         if known is cluster:
             self._check_terms(cluster)
@@ -196,7 +197,7 @@ class Oracle:
             self.violation(f"epoch {cluster.epoch} is the number of two different maps")
 
     def followed(self, cluster: ClusterMap) -> None:
-        """A client has made this map of what its session brought."""
+        """Check a map that a client built from its session's messages."""
         known = self._maps.get(cluster.epoch)
         if known is not None and known != cluster:
             self.violation(f"a client has another map of epoch {cluster.epoch} than was published")
@@ -218,13 +219,13 @@ class Oracle:
         return [push for push in self.pushes.values() if push.acked and not push.ignored]
 
     def took(self, server: str, worker_id: str, incarnation: int, members: Mapping[str, ParametersMember]) -> None:
-        """A server took a contribution, by the members that it knows."""
+        """Check that a contribution accepted by a server came from a member known to it."""
         member = members.get(worker_id)
         if member is None or member.incarnation != incarnation:
             self.violation(f"{server} took a push of incarnation {incarnation} of {worker_id}, which is no member")
 
     def acts(self, parameters: str, shard: int, term: int, server: str) -> None:
-        """``server`` answered a worker as the primary of the shard."""
+        """Check ``server``, which answered a worker as the primary of the shard."""
         before = self._acting.setdefault((parameters, shard, term), server)
         if before != server:
             self.violation(f"{before} and {server} both act as primary of shard {shard} under term {term}")
@@ -232,7 +233,7 @@ class Oracle:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def check_end(self, versions: Sequence[int], weights: Array) -> None:
-        """The weights when all is over."""
+        """Check the final weights."""
         table = weights.reshape(self.slicing.count, self.slice_elements)
         for index in range(self.slicing.count):
             present = [slot for slot in range(self.slots) if table[index, slot] != 0.0]
@@ -255,7 +256,7 @@ class Oracle:
             self.violation(f"slice {index} is at version {version} with {len(present)} pushes in it")
 
     def _check_exact(self, index: int, version: int, values: Array, present: Iterable[int]) -> None:
-        """The slice is what numpy makes of the pushes in it."""
+        """Check that the slice equals the result of numpy for its pushes."""
         steps: dict[int, list[Push]] = {}
         for slot in present:
             if slot in self.pushes:
@@ -273,15 +274,15 @@ class Oracle:
             )
 
     def lr_factor(self, number: int) -> float:
-        """The factor on the learning rate that workers give push or step ``number``."""
+        """Return the learning rate factor that workers give push or step ``number``."""
         return LR_FACTORS[number % len(LR_FACTORS)]
 
     def worth(self, push: Push) -> float:
-        """The learning rate that the push was applied with: so much is in its slot."""
+        """Return the learning rate with which the push was applied; it is the value of its slot."""
         return self.lr_factor(push.step)
 
     def replay(self, index: int, version: int, steps: dict[int, list[Push]]) -> list[Array]:
-        """Weights and state that numpy makes of pushes, by step."""
+        """Return the weights and state that numpy computes from pushes, given by step."""
         weights = self.initial[index].copy()
         names: dict[str, Any] = self.optimizer.group_values(0)
         states = [np.zeros_like(weights)] if names.get("momentum") else []

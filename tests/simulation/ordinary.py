@@ -1,13 +1,18 @@
-"""Runs of ordinary life: what scripts and their users do to a run without any fault, and with some.
+"""Runs of ordinary life: the effects of scripts and their users on a run, without faults and with some.
 
-Scripts hold the interpreter, or compute for longer than any lease; they meet at barriers, with and without a time
-limit; they count by the parameters' step, or by a loop of their own. The run is stopped at any moment, as a launcher
-does it that was interrupted: every worker gets SIGTERM, the last snapshot is asked for, everything ends; then the same
-command goes on from there, with other settings perhaps. Or single workers are stopped, and the others train on.
+Scripts hold the interpreter, or compute for longer than any lease. They meet at barriers, with and without a time
+limit. They count by the parameters' step, or by their own loop. The run is stopped at any moment, as by an interrupted
+launcher: every worker gets SIGTERM, the last snapshot is requested, and everything ends. Then the same command
+continues from that point, perhaps with other settings. Alternatively single workers are stopped, and the others keep
+training.
 
-In a run without faults, in which nobody is busy for longer than its lease, no push is dropped, no script is told an
-error, and a run that was stopped ends with a snapshot that has every answered push, in BSP of a step that all workers
-have made. In other runs an error must be true: workers that are said to wait for each other do.
+In a run without faults, in which nobody is busy for longer than its lease:
+
+* no push is dropped;
+* no script sees an error;
+* a stopped run ends with a snapshot of every answered push, in BSP at a step that all workers have made.
+
+In other runs an error must be true: workers reported as deadlocked are waiting for each other.
 """
 
 from __future__ import annotations
@@ -45,24 +50,26 @@ BARRIER: Final = "round"
 END: Final = "end"
 #: Learning rates of the phases of a run, in turn.
 RATES: Final = (1.0, 2.0, 0.5)
-#: Virtual seconds in which all must be over.
+#: Virtual seconds within which everything must be over.
 CONVERGE_SECONDS: Final = 1500.0
-#: Barrier calls with a time limit, one after another.
+#: Largest number of consecutive barrier calls with a time limit.
 _TRIES: Final = 30
 
 
 @dataclass(frozen=True)
 class OrdinaryOptions(SnapshotOptions):
-    """See SnapshotOptions.
+    """Options of an ordinary run; see also SnapshotOptions.
 
-    own_loop: scripts count their pushes, instead of the parameters' steps.
-    busy, long: fraction of steps in which a script holds its interpreter, or computes for long. busy_leases,
-    long_leases: for at most so many leases of workers.
-    barrier_every: workers meet each so many steps; 0 for never. limited: fraction of barrier calls with a time limit.
-    end_barrier: whether they meet at the end.
-    stops: by phase of the run "all", "some" or "" (it ends by itself). stop_seconds: when, at most.
-    lost_exits: fraction of the times that SystemExit is raised in a script, and is lost.
-    rates: whether phases have learning rates of their own.
+    own_loop: scripts count their pushes instead of the parameters' steps.
+    busy, long: fraction of steps in which a script holds its interpreter, or computes for long.
+    busy_leases, long_leases: longest duration of these, in worker leases.
+    barrier_every: number of steps between barriers; 0 for never.
+    limited: fraction of barrier calls with a time limit.
+    end_barrier: True if workers meet at the end.
+    stops: by phase of the run "all", "some" or "" (it ends by itself).
+    stop_seconds: latest time of a stop.
+    lost_exits: fraction of the SystemExits raised in a script that are lost.
+    rates: True if phases have learning rates of their own.
     """
 
     own_loop: bool = False
@@ -80,18 +87,18 @@ class OrdinaryOptions(SnapshotOptions):
 
     @property
     def peaceful(self) -> bool:
-        """Whether nothing happens by which a worker may be lost, or a snapshot fail."""
+        """True if nothing can cause the loss of a worker or the failure of a snapshot."""
         return not self.fault_count and not self.storage_faults and self.busy_leases < 1.0
 
     def optimizer_of(self, phase: int) -> Optimizer:
-        """What scripts ask for in a phase."""
+        """Return the optimizer that scripts request in a phase."""
         if not self.rates:
             return self.optimizer
         return SGD(lr=RATES[phase % len(RATES)], momentum=self.optimizer.values()["momentum"])
 
 
 def draw(seed: int) -> OrdinaryOptions:
-    """The options of a seed."""
+    """Return the options of a seed."""
     rng = random.Random(f"{seed}/ordinary")
     replicas, workers = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 3, 4))
     consistency: Consistency = rng.choice((BSP(), BSP(), BSP(), SSP(0), SSP(1), ASP()))
@@ -142,7 +149,7 @@ def draw(seed: int) -> OrdinaryOptions:
 
 
 class OrdinaryWorld(SnapshotWorld):
-    """See the module."""
+    """World in which scripts meet at barriers and the run is stopped and continued."""
 
     options: OrdinaryOptions
 
@@ -150,15 +157,15 @@ class OrdinaryWorld(SnapshotWorld):
         super().__init__(loop, options)
         self._life_rng = options.stream("ordinary life")
         self.oracle.rate = lambda phase: float(options.optimizer_of(phase).values()["lr"])
-        #: By the number of the life.
+        #: Scripts by the number of their life.
         self.scripts: dict[int, Script] = {}
-        #: At which barrier each life is, until it is over or withdrawn.
+        #: Barrier at which each life is waiting, until the call is over or withdrawn.
         self._at: dict[int, str] = {}
-        #: By life and barrier, how often the scheduler has let it pass.
+        #: Number of times that the scheduler has let a life pass a barrier, by life and barrier.
         self._opened: Counter[tuple[int, str]] = Counter()
-        #: The run is being stopped: nothing is started again.
+        #: True while the run is being stopped: nothing is started again.
         self.stopping = False
-        #: How often everything still begins anew, whatever the faults.
+        #: Number of full restarts that remain, independent of the faults.
         self.restarts_left = options.ends + 1
         #: Phases that were stopped as a whole, with the number of commits when their workers had left.
         self.stopped_phases: dict[int, int] = {}
@@ -172,7 +179,7 @@ class OrdinaryWorld(SnapshotWorld):
 
     @property
     def can_start_worker(self) -> bool:
-        """See World. What is left of the run needs lives, too."""
+        """See World. The rest of the run needs lives, too."""
         needed = self.options.workers * self.restarts_left
         return not self.stopping and len(self.lives) + self.promised_lives + needed < self.options.lives
 
@@ -263,7 +270,8 @@ class OrdinaryWorld(SnapshotWorld):
             await script.call(self._save_in_time(script.client, life))
 
     async def _save_in_time(self, client: AsyncClient, life: Life) -> None:
-        """A snapshot may need steps of others that wait for this worker at a barrier, and no such circle is found."""
+        """Save a snapshot, with a time limit. It may need steps of others that wait for this worker at a barrier, and
+        the scheduler does not detect such a deadlock."""
         try:
             async with asyncio.timeout(20.0):
                 await self._save(client, life)
@@ -283,7 +291,7 @@ class OrdinaryWorld(SnapshotWorld):
             await self.loop.after(rng.random() * options.long_leases * options.worker_lease_seconds)
 
     def _hold(self, node: Node, seconds: float) -> None:
-        """The interpreter is held: nothing of the process runs but the threads that answer for its connections."""
+        """Hold the interpreter: nothing of the process runs except the threads that answer for its connections."""
         if not node.paused and not node.dead:
             self.loop.pause(node)
             node.paused_since = float("inf")
@@ -306,11 +314,11 @@ class OrdinaryWorld(SnapshotWorld):
     # --- barriers -----------------------------------------------------------------------------------------------------
 
     async def _reach(self, script: Script, life: Life, name: str) -> None:
-        """Returns when the barrier was passed, in one call or many."""
+        """Wait until the barrier is passed, in one call or many."""
         assert script.client is not None
         rng = self._life_rng
         for calls in itertools.count():
-            # One that tries again for ever could wait for others for ever, and nobody would know that it does.
+            # Workers that retry forever could wait for each other forever without being noticed.
             limited = calls < _TRIES and rng.random() < self.options.limited
             limit = rng.choice((0.001, 0.01, 0.1, 1.0)) if limited else None
             self._at[life.number] = name
@@ -320,7 +328,7 @@ class OrdinaryWorld(SnapshotWorld):
                 self.counts["a barrier's time limit was over"] += 1
                 if "not known" in str(error):
                     self.counts["a barrier's outcome was not known"] += 1
-                    continue  # It may yet be let pass, and the next call finds out.
+                    continue  # It may still pass, and the next call finds out.
                 if not self.loop.current().dead:
                     del self._at[life.number]
                 if rng.random() < 0.5:  # The script does something else meanwhile.
@@ -334,7 +342,7 @@ class OrdinaryWorld(SnapshotWorld):
             return
 
     def _barrier_opened(self, name: str, arrival: Arrival) -> None:
-        """The scheduler lets a worker pass: all must be there, in truth."""
+        """Check that all workers have reached a barrier that the scheduler opens."""
         assert self.scheduler is not None
         if passing := self._life_of(arrival.worker.member_id):
             self._opened[passing.number, name] += 1
@@ -346,11 +354,12 @@ class OrdinaryWorld(SnapshotWorld):
                 self.oracle.violation(f"barrier {name!r} was opened without {life.worker_id}")
 
     def _life_of(self, worker_id: str) -> Life | None:
-        """The newest process of a worker."""
+        """Return the newest life of a worker."""
         return next((life for life in reversed(self.lives) if life.worker_id == worker_id), None)
 
     def _circle_found(self, circle: list[WaitFor]) -> None:
-        """The scheduler says that these wait for each other: none of them has what another waits for."""
+        """Check a deadlock that the scheduler reports. No worker in it may already have made the step, or reached the
+        barrier, that its predecessor waits for."""
         self.counts["a circle was found"] += 1
         for wait, awaited in zip(circle, [*circle[1:], circle[0]], strict=True):
             life, other = self._life_of(wait.worker.member_id), self._life_of(awaited.worker.member_id)
@@ -369,10 +378,10 @@ class OrdinaryWorld(SnapshotWorld):
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     async def stop(self, kind: str) -> None:
-        """Sends SIGTERM to all workers, one after another, or to one."""
+        """Send SIGTERM to all workers one after another, or to one."""
         running = [life for life in self.lives if not life.over and not self.worker_nodes[life.worker].dead]
         rng = self._life_rng
-        if kind == "some":  # Before anything exists all workers are waited for.
+        if kind == "some":  # Before anything exists, the start waits for all workers.
             running = rng.sample(running, 1) if running and all(life.joined for life in running) else []
         else:
             self.stopping = True
@@ -381,7 +390,7 @@ class OrdinaryWorld(SnapshotWorld):
         for life in running:
             script, node = self.scripts.get(life.number), self.worker_nodes[life.worker]
             if script is None:
-                self.kill(node, silent=False)  # Python has not begun.
+                self.kill(node, silent=False)  # Python has not started.
                 life.over = True
                 self.finish(life.worker)
             else:
@@ -390,7 +399,7 @@ class OrdinaryWorld(SnapshotWorld):
             await self.loop.after(rng.expovariate(1.0) * 0.02)
 
     async def save_at_the_end(self) -> None:
-        """What a launcher does when the workers have ended."""
+        """Request a last snapshot, as a launcher does when the workers have ended."""
         stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(rpc.SimChannel(self.network, SCHEDULER))
         request = scheduler_pb2.SaveSnapshotRequest(run_id=RUN, reason="at the end")
         try:
@@ -402,7 +411,7 @@ class OrdinaryWorld(SnapshotWorld):
                 self.oracle.violation(f"no snapshot was taken at the end: {error.details()}")
 
     async def _asked_to_save(self, stub: Any, request: scheduler_pb2.SaveSnapshotRequest) -> bool:
-        """Whether the scheduler could be asked."""
+        """True if the request reached the scheduler."""
         try:
             async for _ in stub.SaveSnapshot(request):
                 pass
@@ -413,12 +422,12 @@ class OrdinaryWorld(SnapshotWorld):
         return True
 
     def go_on(self) -> None:
-        """The same command begins anew."""
+        """Run the same command again."""
         self.restarts_left -= 1
         self.restart()
 
     def phase_ended(self) -> None:
-        """All workers have left a run that was stopped, and it was saved."""
+        """Record that all workers have left a stopped run, and that it was saved."""
         self.stopped_phases[self.oracle.phase] = len(self.oracle.commits)
 
     async def _final_read(self) -> None:
@@ -433,7 +442,7 @@ class OrdinaryWorld(SnapshotWorld):
 
 
 def _is_newest(client: AsyncClient | None, incarnation: int) -> bool:
-    """Whether the client is in this incarnation, as far as it knows."""
+    """True if the client is in this incarnation, as far as it knows."""
     return client is not None and client.session is not None and client.incarnation == incarnation
 
 
@@ -466,19 +475,20 @@ async def play_phases(world: OrdinaryWorld) -> None:
 
 
 def run(seed: int, options: OrdinaryOptions | None = None, *, trace: bool = False) -> scenario.Result:
-    """Runs a seed. The environment must be installed."""
+    """Run a seed. The environment must be installed."""
     options = options or draw(seed)
     return snapshots.play(options, OrdinaryWorld, play_phases, CONVERGE_SECONDS, trace=trace)[0]
 
 
 def _has_sent(life: Life, wait: WaitFor, step: int) -> bool:
-    """Whether the push of a step is under way. One that joined reads the step before, and then sends its first push."""
+    """True if the push of a step is in flight. A worker that joined reads the previous step, and then sends its first
+    push."""
     before = _step_of(wait)
     push = life.pushes[-1] if life.pushes and (before is None or before >= step) else None
     return push is not None and not push.acked and push.step >= step and push.incarnation == wait.worker.incarnation
 
 
 def _step_of(wait: WaitFor) -> int | None:
-    """The step that is waited for, if it is one."""
+    """Return the awaited step, or None if the wait is not for a step."""
     _, found, after = wait.text.partition(" step ")
     return int(after.split()[0]) if found else None

@@ -1,6 +1,7 @@
-"""Safeguards of ordinary life, taken away one at a time: the proof that the runs of ``ordinary`` see something.
+"""Ablations of ordinary life: proof that the runs of ``ordinary`` detect faults.
 
-As ``ablations``; ``hunt`` runs seeds until one is caught. Those of the first part bring back what psdist once did.
+They work like those of ``ablations``; ``hunt`` runs seeds until one catches the ablation. Those of the first part
+restore former behaviour of psdist.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.simulation import ordinary
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 from tests.simulation.scripts import Handler
 
-#: An ablation must be caught within so many seeds.
+#: Number of seeds within which an ablation must be caught.
 SEEDS = 300
 
 ABLATIONS: dict[str, Ablation] = {}
@@ -100,7 +101,7 @@ def _each_for_itself(put: Put) -> None:
 @_ablation("no push is begun before the last cut", **{**_STOPS, "think_seconds": 0.005, "delay": (0.001, 0.03)})
 def _not_held(put: Put) -> None:
     async def at_once(self: Any) -> None:
-        """Lets every push begin."""
+        """Let every push begin immediately."""
 
     put(stopping.Stopping, "until_allowed", at_once)
 
@@ -145,7 +146,7 @@ def _as_told(put: Put) -> None:
     put(Snapshots, "save_for_the_end", save)
 
 
-# --- workers that wait for each other ---------------------------------------------------------------------------------
+# --- deadlocks of workers ---------------------------------------------------------------------------------------------
 
 _CIRCLES: dict[str, Any] = {
     **_EXPELLED, "consistency": BSP(), "own_loop": True, "end_barrier": True, "limited": 0.0,

@@ -1,14 +1,14 @@
 """grpc.aio without gRPC: the parts of its interface that psdist uses, over the simulated network.
 
-``SimChannel`` stands for ``grpc.aio.insecure_channel``; ``serve`` hands calls to the very handlers that a grpc server
-is given. What is kept of grpc.aio's behaviour, because code relies on it or must survive it:
+``SimChannel`` replaces ``grpc.aio.insecure_channel``; ``serve`` passes calls to the very handlers that a grpc server
+gets. These behaviours of grpc.aio are preserved, because code relies on them or must survive them:
 
-* A write or read that is cancelled cancels its call; so does dropping the last reference to it.
-* A call that was cancelled here raises CancelledError; one that ended raises AioRpcError with the server's status.
-* A server's handler is cancelled when its client is gone, and a task of its own that reads sees the end of the stream
-  then, as if the client had said all.
+* Cancelling a write or read cancels its call; so does dropping the last reference to the call.
+* A locally cancelled call raises CancelledError; one that ended raises AioRpcError with the server's status.
+* A server's handler is cancelled when its client is gone. A separate task of it that reads then sees the end of the
+  stream, as if the client had finished sending.
 * A write to a call that has ended raises InvalidStateError.
-* After a failed attempt to connect, calls fail at once until a pause is over.
+* After a failed attempt to connect, calls fail immediately until a pause is over.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BACKOFF = (0.1, 1.0)
 
 
 class _Details:
-    """What a generic handler is asked with."""
+    """Details of a call, as passed to a generic handler."""
 
     def __init__(self, method: str, metadata: Metadata) -> None:
         self.method = method
@@ -40,7 +40,7 @@ class _Details:
 
 
 def _pack(message: Any, serialize: Callable[[Any], bytes] | None) -> bytes:
-    """As the serializer does, but that the order of maps is the same in every process."""
+    """Serialize a message as the serializer does, but with the same order of maps in every process."""
     if serialize is not None and isinstance(message, Message):
         return message.SerializeToString(deterministic=True)
     return bytes(serialize(message) if serialize is not None else message)
@@ -50,7 +50,7 @@ def _pack(message: Any, serialize: Callable[[Any], bytes] | None) -> bytes:
 
 
 class SimChannel:
-    """A channel of the node that made it."""
+    """Channel of the node that made it."""
 
     def __init__(self, network: Network, address: str) -> None:
         self.network = network
@@ -81,13 +81,13 @@ class SimChannel:
         return _method(self, method, True, True, *args, **kwargs)
 
     async def close(self, grace: float | None = None) -> None:
-        """Ends all calls."""
+        """End all calls."""
         self._closed = True
         for client in list(self._clients):
             client.cancel()
 
     def begin(self, client: _Client) -> None:
-        """Gives ``client`` a stream as soon as there is a connection."""
+        """Give ``client`` a stream as soon as there is a connection."""
         if self._closed:
             raise grpc.aio.UsageError("Channel is closed.")
         self._clients[client] = None
@@ -102,7 +102,7 @@ class SimChannel:
             self.network.connect(self._node, self._address, self._connected)
 
     def forget(self, client: _Client) -> None:
-        """``client`` has ended."""
+        """Forget ``client``, which has ended."""
         self._clients.pop(client, None)
 
     def _connected(self, outcome: Connection | str) -> None:
@@ -167,7 +167,7 @@ class _Client:
         channel.begin(self)
 
     def connected(self, connection: Connection) -> None:
-        """There is a connection to use."""
+        """Use a connection that is now available."""
         if self.status is not None:
             return
         self._stream = self.network.open(connection, self, self._method)
@@ -179,7 +179,7 @@ class _Client:
         self._wake()
 
     def send(self, kind: str, value: Any) -> None:
-        """Sends now, or when there is a connection."""
+        """Send now, or when there is a connection."""
         if self._stream is None:
             self._unsent.append((kind, value))
         else:
@@ -200,7 +200,7 @@ class _Client:
         self.finish(_UNAVAILABLE, reason)
 
     def finish(self, code: grpc.StatusCode, details: str, trailing: Metadata = ()) -> None:
-        """The call has ended."""
+        """Record the end of the call."""
         if self.status is not None:
             return
         self.status = (code, details, trailing)
@@ -214,7 +214,7 @@ class _Client:
         self._wake()
 
     def cancel(self) -> bool:
-        """Ends the call from here."""
+        """Cancel the call from this side."""
         if self.status is not None:
             return False
         self.cancelled_here = True
@@ -231,7 +231,7 @@ class _Client:
         self.finish(code, details)
 
     async def wait(self) -> None:
-        """Returns when something changed."""
+        """Wait until something changes."""
         future = self.network.loop.create_future()
         self._waiting.append(future)
         await future
@@ -243,7 +243,7 @@ class _Client:
                 future.set_result(None)
 
     def raise_for_status(self) -> None:
-        """Raises what grpc.aio raises for an end that is not OK."""
+        """Raise the error that grpc.aio raises for a status other than OK."""
         assert self.status is not None
         code, details, trailing = self.status
         if self.cancelled_here:
@@ -273,13 +273,13 @@ class SimCall:
         self._client.cancel()
 
     def pack(self, request: Any) -> bytes:
-        """The request as bytes."""
+        """Return the request as bytes."""
         return _pack(request, self._serializer)
 
     # --- sending ---
 
     def consume(self, requests: AsyncIterator[Any]) -> None:
-        """Sends what an iterator gives."""
+        """Send the items of an iterator."""
         self._poller = asyncio.get_running_loop().create_task(_pump(self._client, self.pack, requests))
 
     async def write(self, request: Any) -> None:
@@ -407,7 +407,7 @@ async def _done_writing(client: _Client) -> None:
 
 
 def serve(network: Network, address: str, node: Node, *handlers: grpc.GenericRpcHandler) -> None:
-    """``node`` answers at ``address`` with these."""
+    """Serve ``address`` from ``node`` with these handlers."""
 
     def accept(stream: Stream, method: str, metadata: Metadata) -> ServerCall:
         call = ServerCall(network, stream, metadata)
@@ -420,7 +420,7 @@ def serve(network: Network, address: str, node: Node, *handlers: grpc.GenericRpc
 
 
 class ServerCall:
-    """The server's end of a stream, and the context that its handler is given."""
+    """The server's end of a stream, and the context passed to its handler."""
 
     def __init__(self, network: Network, stream: Stream, metadata: Metadata) -> None:
         self._network = network
@@ -437,7 +437,7 @@ class ServerCall:
         self._done_callbacks: list[Callable[[Any], None]] = []
 
     def begin(self, handler: Any) -> None:
-        """Runs the handler, or says that there is none."""
+        """Run the handler, or report that none exists."""
         self._handler = handler
         if handler is None:
             self._end(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
@@ -460,7 +460,7 @@ class ServerCall:
         self._wake()
 
     def _leave(self) -> None:
-        """The client is gone: readers see the end, and the handler is cancelled."""
+        """Handle the client's departure: readers see the end, and the handler is cancelled."""
         if self._status_sent or self._gone:
             return
         self._gone = self._ended = True

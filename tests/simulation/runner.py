@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
 
-#: Seeds that a process takes at a time.
+#: Number of seeds that a process takes per chunk.
 CHUNK = 20
 #: Kinds of runs; "" is the general one.
 KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets")
@@ -24,7 +24,7 @@ KINDS: Final = ("", "snapshots", "ordinary", "lost", "sets")
 
 @dataclass
 class Summary:
-    """What came of some seeds."""
+    """Results of some seeds."""
 
     seeds: int = 0
     cpu_seconds: float = 0.0
@@ -35,7 +35,7 @@ class Summary:
     slowest: tuple[float, int] = (0.0, -1)
 
     def add(self, other: Summary) -> None:
-        """Counts those of another."""
+        """Add the results of another summary."""
         self.seeds += other.seeds
         self.cpu_seconds += other.cpu_seconds
         self.virtual_seconds += other.virtual_seconds
@@ -46,7 +46,7 @@ class Summary:
 
     @property
     def line(self) -> str:
-        """How far it is."""
+        """Progress, as one line."""
         each = 1000 * self.cpu_seconds / max(1, self.seeds)
         return (
             f"{self.seeds} seeds, {len(self.failures)} failed; {each:.0f} ms CPU, "
@@ -57,14 +57,14 @@ class Summary:
 
 
 def runs_of(kind: str) -> Any:
-    """The module with ``run`` and ``draw`` of a kind of runs."""
+    """Return the module with ``run`` and ``draw`` of a kind of runs."""
     from tests.simulation import lost_runs, ordinary, scenario, sets, snapshots
 
     return dict(zip(KINDS, (scenario, snapshots, ordinary, lost_runs, sets), strict=True))[kind]
 
 
 def ablations_of(kind: str) -> Any:
-    """The module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
+    """Return the module with ``ABLATIONS`` and ``hunt`` of a kind of runs."""
     from tests.simulation import ablations, lost_ablations, ordinary_ablations, sets_ablations, snapshot_ablations
 
     tables = (ablations, snapshot_ablations, ordinary_ablations, lost_ablations, sets_ablations)
@@ -72,21 +72,21 @@ def ablations_of(kind: str) -> Any:
 
 
 def prepare(kind: str = "") -> None:
-    """Once per process: stand-ins, and no collection of garbage but between runs."""
+    """Prepare a process, once: install the stand-ins, and collect garbage only between runs."""
     from tests.simulation import environment, scenario
 
-    warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines that a crash kept from beginning.
-    # What the environment replaces parts of must be loaded before.
+    warnings.simplefilter("ignore", RuntimeWarning)  # Coroutines that a crash kept from starting.
+    # Modules must be loaded before the environment replaces parts of them.
     assert runs_of(kind) and ablations_of(kind)
     environment.install()
-    scenario.run(0)  # Loads what is loaded late, such as compiled kernels.
+    scenario.run(0)  # Loads everything that is loaded late, such as compiled kernels.
     gc.collect()
     gc.freeze()
     gc.disable()
 
 
 def run_chunk(kind: str, seeds: Sequence[int]) -> Summary:
-    """Some seeds, one after another, in a prepared process."""
+    """Run some seeds, one after another, in a prepared process."""
     run, summary = runs_of(kind).run, Summary()
     for seed in seeds:
         result = run(seed)
@@ -101,31 +101,31 @@ def run_chunk(kind: str, seeds: Sequence[int]) -> Summary:
 
 
 def text_of(result: Any, kind: str) -> str:
-    """What is wrong with a run of this kind, and the command that shows it again."""
+    """Return the violations of a run of this kind, and the command that reproduces it."""
     again = " ".join(["python -m tests.simulation", *([kind] if kind else []), f"--seed {result.seed} --trace"])
     return f"{result.text}\nagain: {again}"
 
 
 def run_many(kind: str, seeds: Sequence[int], processes: int) -> Iterator[Summary]:
-    """These seeds, chunk by chunk as they are done."""
+    """Run these seeds and yield the summary of each chunk when it is done."""
     chunks = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
     with multiprocessing.get_context("spawn").Pool(processes, prepare, (kind,)) as pool:
         yield from pool.imap_unordered(partial(run_chunk, kind), chunks)
 
 
 def hunt(kind: str, name: str) -> tuple[str, int, str]:
-    """Looks for a seed that sees that a safeguard is gone, in a prepared process."""
+    """Look for a seed that detects the removal of a safeguard, in a prepared process."""
     return name, *ablations_of(kind).hunt(name)
 
 
 def hunt_all(kind: str, names: Sequence[str], processes: int) -> Iterator[tuple[str, int, str]]:
-    """For each ablation how many seeds it took (0: it was not caught), and what was seen."""
+    """Yield for each ablation the number of seeds that it took (0: not caught), and the violation found."""
     with multiprocessing.get_context("spawn").Pool(processes, prepare, (kind,)) as pool:
         yield from pool.imap_unordered(partial(hunt, kind), names)
 
 
 def parser_of(kind: str) -> argparse.ArgumentParser:
-    """The command line of a kind of runs."""
+    """Return the command line parser of a kind of runs."""
     parser = argparse.ArgumentParser(prog=f"python -m tests.simulation {kind}".strip(), description=__doc__)
     parser.add_argument("--seed", type=int, help="one seed, in this process")
     parser.add_argument("--trace", action="store_true", help="with --seed: all that happened")
@@ -138,12 +138,12 @@ def parser_of(kind: str) -> argparse.ArgumentParser:
 
 
 def main(kind: str, arguments: Sequence[str]) -> int:
-    """Carries out a command line."""
+    """Run a command line."""
     return carry_out(kind, parser_of(kind).parse_args(arguments))
 
 
 def carry_out(kind: str, given: argparse.Namespace) -> int:
-    """Does what the arguments say."""
+    """Carry out the parsed arguments."""
     if given.hashes:
         return _hashes(kind, range(given.first, given.first + given.seeds))
     if given.ablations is not None:
@@ -170,7 +170,7 @@ def _ablations(kind: str, names: Sequence[str], processes: int) -> int:
 
 
 def tell(result: Any, kind: str) -> int:
-    """Prints all of one run; the exit status."""
+    """Print everything about one run. Returns the exit status."""
     for line in result.lines:
         print(line)
     for name, count in sorted(result.counts.items()):

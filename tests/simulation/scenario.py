@@ -1,6 +1,6 @@
-"""One run of one seed: faults while the workers train, then peace, and an end that must come.
+"""One run of one seed: faults while the workers train, then none, and an end that must come.
 
-``run`` gives what came of it. The same seed gives the same trace, whatever the process.
+``run`` returns the result. The same seed gives the same trace in every process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from tests.simulation.loop import Deadlock, Failed, TooLong
 from tests.simulation.nemesis import Nemesis
 from tests.simulation.options import CUT_OFF_SECONDS, LASTING, Options, draw
 
-#: Virtual seconds in which all must be over, once nothing is wrong any more.
+#: Virtual seconds within which everything must be over, once all faults have ended.
 CONVERGE_SECONDS = 90.0
 
 
 @dataclass
 class Result:
-    """What came of a seed."""
+    """Result of a seed."""
 
     seed: int
     options: Options
@@ -38,12 +38,12 @@ class Result:
 
     @property
     def text(self) -> str:
-        """Its options, and what is wrong."""
+        """Options of the run, and its violations."""
         return "\n  ".join([f"seed {self.seed}: {self.options.text}", *self.violations])
 
 
 def run(seed: int, options: Options | None = None, *, trace: bool = False) -> Result:
-    """Runs a seed. The environment must be installed."""
+    """Run a seed. The environment must be installed."""
     options = options or draw(seed)
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
@@ -91,7 +91,7 @@ async def _main(world: World) -> None:
 
 
 def state(world: World) -> str:
-    """Who is at what."""
+    """Return the progress of all workers and of the scheduler."""
     workers = []
     for life in world.lives:
         client = world.clients.get(life.number)
@@ -106,7 +106,7 @@ def state(world: World) -> str:
 
 
 def tear_down(loop: RunLoop) -> None:
-    """Lets go of all nodes. What dies now may complain, as it dies in the middle of something."""
+    """Release all nodes. Objects that die now may complain, as they die in the middle of their work."""
     hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         psdist.client.process.loop.open_clients.clear()

@@ -1,9 +1,9 @@
-"""What a worker's script does in ordinary life, and how SIGTERM comes to it.
+"""Scripts of workers in ordinary life, and the delivery of SIGTERM to them.
 
-``Script.call`` does around each call of the client what the synchronous client does (``psdist.client.process.loop``): a
-script that is to end gets SystemExit from it. The handler is the real one, but for the signal, which here is a message
-to the node; SystemExit is raised in the script where it awaits something. A script may lose it, as one does that
-catches everything, or in which it is raised inside a finalizer.
+``Script.call`` wraps each call of the client as the synchronous client does (``psdist.client.process.loop``): a script
+that is to end gets SystemExit from it. The handler is the real one, except for the signal, which is a message to the
+node. SystemExit is raised in the script at an await. A script may lose the exception, as real scripts do that catch
+everything, or in which it is raised inside a finalizer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Handler(SigtermHandler):
-    """SIGTERM of one simulated process. raises: makes the script raise where it is."""
+    """SIGTERM handler of one simulated process. raises: interrupts the script at its current await."""
 
     def __init__(self, clients: Callable[[], Sequence[Any]], give_up: Callable[[], None], raises: Callable[[], None]):
         super().__init__()
@@ -29,7 +29,7 @@ class Handler(SigtermHandler):
         self._is_pending = False
 
     def send(self) -> None:
-        """SIGTERM is sent. The process may be busy; then its loop learns of it before the interpreter does."""
+        """Send SIGTERM. If the process is busy, its loop learns of the signal before the interpreter does."""
         self._is_pending = True
 
     def read_signals(self) -> bool:
@@ -39,7 +39,7 @@ class Handler(SigtermHandler):
         return self.asked
 
     def signal(self) -> None:
-        """SIGTERM comes to the process, which runs on its loop alone."""
+        """Deliver SIGTERM to the process, which runs on its loop only."""
         self.asked = True
         self._signals += 1
         self._begin()
@@ -61,17 +61,17 @@ class Script:
     def __init__(self) -> None:
         self.client: AsyncClient | None = None
         self.handler = Handler(self._clients, self._give_up, self._raise)
-        #: It closes its client, and raises nothing any more.
+        #: True once the script is closing its client, and raises no more exceptions.
         self.ending = False
         self._call: asyncio.Future[Any] | None = None
         self._main: asyncio.Task[Any] | None = None
 
     def begin(self) -> None:
-        """Runs in the task of the script."""
+        """Register the script's task; call this in it."""
         self._main = asyncio.current_task()
 
     async def call(self, work: Awaitable[T]) -> T:
-        """One call of the client."""
+        """Make one call of the client."""
         try:
             self.handler.check()
         except SystemExit:
@@ -81,7 +81,7 @@ class Script:
         self._call = call = asyncio.ensure_future(work)
         try:
             await asyncio.wait({call})
-        except asyncio.CancelledError:  # The signal raises in the script.
+        except asyncio.CancelledError:  # Raised by the signal.
             call.cancel()
             await asyncio.wait({call})
             if not call.cancelled():
@@ -93,7 +93,7 @@ class Script:
         return await call
 
     async def compute(self, work: Awaitable[None]) -> None:
-        """What is no call."""
+        """Wait for work that is not a call of the client."""
         try:
             await work
         except asyncio.CancelledError:

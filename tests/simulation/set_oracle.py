@@ -1,13 +1,16 @@
-"""The oracle of runs with several parameter sets: one of ``snapshot_oracle`` for each set, and what joins them.
+"""Oracle of runs with several parameter sets: one ``snapshot_oracle`` per set, and the relations between them.
 
-Each script says with which position, a step of every set, it starts an iteration. That must be a position at which an
-iteration starts, whether the script begins, joins, resumes, or has lost pushes before. A push that counts must be of
-the step that its place in the iteration says. Every snapshot must be cut where an iteration starts for all sets, and
-all sets must go back to the same snapshot. If nobody was lost, each step of each set has one push of every worker, so
-that the weights are those of a run that nobody disturbed.
+Each script reports the position, a step of every set, at which it starts an iteration. That must be a position at which
+an iteration starts, whether the script begins, joins, resumes, or has lost pushes before. A push that counts must be of
+the step given by its place in the iteration. Every snapshot must be cut where an iteration starts for all sets, and all
+sets must roll back to the same snapshot. If nobody was lost, each step of each set has one push of every worker, so the
+weights are those of an undisturbed run.
 
-Excused is what psdist does not promise: a run that is stopped before its script has repeated an order, without declared
-iterations; the end of a run that is disturbed while it ends; and sets that have lost all of their members.
+Three cases are excused, because psdist makes no promise about them:
+
+* a run that is stopped before its script has repeated an order, without declared iterations
+* the end of a run that is disturbed while it ends
+* sets that have lost all of their members
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from tests.simulation.storage import Bucket
 
 @dataclass
 class Part(Life):
-    """One life of a worker in one parameter set. slots: those of its pushes so far."""
+    """One life of a worker in one parameter set. slots: slots of its pushes so far."""
 
     name: str = ""
     slots: Any = field(default_factory=list)
@@ -38,7 +41,7 @@ class Part(Life):
 
 @dataclass
 class SetPush:
-    """A push of a script. step: that it must be, by its place in an iteration."""
+    """A push of a script. step: the required step, from its place in an iteration."""
 
     name: str
     push: Push
@@ -47,7 +50,7 @@ class SetPush:
 
 @dataclass
 class Start:
-    """A script starts an iteration, in one incarnation."""
+    """Start of an iteration by a script, in one incarnation."""
 
     worker_id: str
     phase: int
@@ -57,7 +60,8 @@ class Start:
 
 @dataclass
 class Cut:
-    """A commit record was created. number: of the commit. is_excused: it may be cut within an iteration."""
+    """Creation of a commit record. number: index of the commit. is_excused: True if it may be cut within an
+    iteration."""
 
     number: int
     is_excused: bool
@@ -65,50 +69,50 @@ class Cut:
 
 @dataclass
 class Emptied:
-    """A set has lost all of its members in this era."""
+    """Loss of all members of a set in this era."""
 
     era: int
 
 
 class SetOracle(SnapshotOracle):
-    """Judges one parameter set."""
+    """Oracle of one parameter set."""
 
     def __init__(self, name: str, optimizer: Optimizer, slices: int, slots: int, noise: np.random.Generator) -> None:
         super().__init__(name, BSP(), optimizer, slices, slots, noise)
         self._free = itertools.count()
         self.used = 0
-        #: Whether somebody takes part, by the newest map.
+        #: True if the newest map has members of this set.
         self.members = False
 
     def begins(self, life: Life, step: int) -> Push:
-        """See Oracle. The next free slot is taken, whoever pushes."""
+        """See Oracle. The push takes the next free slot, independent of the worker."""
         part: Any = life
         part.slots.append(next(self._free))
         self.used += 1
         return super().begins(life, step)
 
     def _lacks(self, saved: Saved) -> None:
-        """See SnapshotOracle. One that was taken before the set was created has the others at step 0."""
+        """See SnapshotOracle. A snapshot taken before the set was created holds the others at step 0."""
         if any(slot in self.pushes for slot in saved.acked):
             super()._lacks(saved)
         self.counts["snapshots before a set was created"] += 1
 
     def era_of_member(self, start: Start) -> int | None:
-        """The era that a script takes part in; None if it never was a member."""
+        """Return the era that a script participates in, or None if it never was a member."""
         return self._era_of.get((start.phase, start.worker_id, start.incarnation))
 
     def base_of(self, phase: int, worker_id: str, incarnation: int) -> Saved | str | None:
-        """The snapshot that this member began from; "" for the initial weights, None if it is not known."""
+        """Return the snapshot that this member began from; "" for the initial weights, None if unknown."""
         era = self._era_of.get((phase, worker_id, incarnation))
         return self.base_of_era(era) if era is not None else None
 
     def base_of_era(self, era: int) -> Saved | str | None:
-        """Likewise, of an era."""
+        """Return the snapshot that an era began from; "" for the initial weights, None if unknown."""
         directory = self.eras[era].base
         return next((saved for saved in self.commits if saved.directory == directory), None) if directory else ""
 
     def contributors(self, weights: Array, version: int) -> list[list[str]]:
-        """By step, who is in the first slice of ``weights``."""
+        """Return the workers whose pushes are in the first slice of ``weights``, by step."""
         steps: list[list[str]] = [[] for _ in range(version)]
         for slot in np.flatnonzero(weights[: self.slots]):
             push = self.pushes.get(int(slot))
@@ -118,7 +122,7 @@ class SetOracle(SnapshotOracle):
 
 
 class SetsOracle:
-    """Judges all sets of a run. The rest of the simulation uses it like the oracle of one set."""
+    """Oracle of all sets of a run. The rest of the simulation uses it like the oracle of one set."""
 
     exact = True
 
@@ -128,10 +132,10 @@ class SetsOracle:
         self._first = next(iter(self.by_name.values()))
         self.slice_elements = self._first.slice_elements
         self.counts = self._first.counts
-        #: Starts, cuts and losses of all members, as they came.
+        #: Starts, cuts and losses of all members, in order.
         self.events: list[Start | Cut | Emptied] = []
         self.made: list[SetPush] = []
-        #: Whether a snapshot that is committed now may be cut within an iteration.
+        #: True if a snapshot that is committed now may be cut within an iteration.
         self.is_excused = False
 
     # --- the interface of one oracle ----------------------------------------------------------------------------------
@@ -141,12 +145,12 @@ class SetsOracle:
 
     @property
     def violations(self) -> list[str]:
-        """The violations of all sets."""
+        """Violations of all sets."""
         return [f"{name}: {text}" for name, one in self.by_name.items() for text in one.violations]
 
     @property
     def pushes(self) -> dict[tuple[str, int], Push]:
-        """The pushes of all sets, by set and slot."""
+        """Pushes of all sets, by set and slot."""
         return {(name, slot): push for name, one in self.by_name.items() for slot, push in one.pushes.items()}
 
     @property
@@ -182,7 +186,7 @@ class SetsOracle:
             one.committed(record, bucket)
 
     async def check_commits(self, loop: Any) -> None:
-        """See SnapshotOracle; then what the sets of a snapshot have in common."""
+        """See SnapshotOracle. Afterwards, check that the sets of each snapshot agree."""
         for one in self.by_name.values():
             await one.check_commits(loop)
         self._check_events()
@@ -196,17 +200,17 @@ class SetsOracle:
     # --- iterations ---------------------------------------------------------------------------------------------------
 
     def starts_iteration(self, worker_id: str, incarnation: int, position: Vector) -> None:
-        """A script is where it starts an iteration."""
+        """Record that a script starts an iteration."""
         self.events.append(Start(worker_id, self._first.phase, incarnation, position))
         self.counts["iterations started"] += 1
 
     def _check_events(self) -> None:
-        """Scripts start iterations, and snapshots are cut, where they may.
+        """Check that scripts start iterations, and snapshots are cut, at valid positions.
 
-        After all members of an era were lost, its sets stay where each of them is. The next script begins there.
+        After all members of an era were lost, each of its sets stays at its own step. The next script begins there.
         """
         emptied: set[int] = set()
-        #: Eras whose next snapshot may have been cut while nobody took part.
+        #: Eras whose next snapshot may have been cut while nobody participated.
         unsaved: set[int] = set()
         moved: dict[int, Vector] = {}
         for event in self.events:
@@ -225,7 +229,7 @@ class SetsOracle:
     def _check_cut(self, cut: Cut, emptied: set[int], moved: dict[int, Vector]) -> None:
         saved = [one.commits[cut.number] for one in self.by_name.values()]
         if not all(one.directory for one in saved):
-            return  # One could not be read, which was said.
+            return  # One is unreadable, which was reported.
         position, era = tuple(one.step for one in saved), saved[0].era
         bases = [oracle.base_of_era(one.era) for oracle, one in zip(self.by_name.values(), saved, strict=True)]
         base = self._base(bases)
@@ -239,7 +243,7 @@ class SetsOracle:
             self._first.violation(f"{saved[0].record} is cut at {position}, within an iteration; it began at {base}")
 
     def _base(self, found: Iterable[Saved | str | None]) -> Vector | None:
-        """The position that all sets began from; None if they began from different snapshots."""
+        """Return the position that all sets began from, or None if they began from different snapshots."""
         bases = list(found)
         directories = {base.directory if isinstance(base, Saved) else base for base in bases}
         position = tuple(base.step if isinstance(base, Saved) else 0 for base in bases)
@@ -253,7 +257,7 @@ class SetsOracle:
         key = start.phase, start.worker_id, start.incarnation
         found = [one.base_of(*key) for one in self.by_name.values()]
         if None in found:
-            return  # It never was a member of all sets, as far as anybody heard.
+            return  # As far as anybody knows, it never was a member of all sets.
         base = moved or self._base(found)
         if base is None:
             self._first.violation(f"{start.worker_id} takes part in sets that began from different snapshots")
@@ -264,7 +268,7 @@ class SetsOracle:
             )
 
     def _check_eras(self) -> None:
-        """All sets went back together, to snapshots that have all of them."""
+        """Check that all sets rolled back together, to snapshots that contain all of them."""
         known = [{saved.directory for saved in one.commits} for one in self.by_name.values()]
         whole = set.intersection(*known)
         begun = {name: [era.base for era in one.eras if era.base in whole] for name, one in self.by_name.items()}
@@ -276,7 +280,7 @@ class SetsOracle:
     # --- the end ------------------------------------------------------------------------------------------------------
 
     def check_made(self, weights: dict[str, Array]) -> None:
-        """Each push that is in the last weights is of the step that its script meant."""
+        """Check that each push in the final weights is of the step that its script intended."""
         for made in self.made:
             if made.push.step != made.step and weights[made.name][made.push.slot] != 0.0:
                 self._first.violation(
@@ -285,7 +289,7 @@ class SetsOracle:
                 )
 
     def check_undisturbed(self, weights: dict[str, Array], versions: dict[str, int], workers: Sequence[str]) -> None:
-        """Each step of each set has one push of every worker."""
+        """Check that each step of each set has one push of every worker."""
         self.counts["weights as of a run that nobody disturbed"] += 1
         for name, one in self.by_name.items():
             for step, who in enumerate(one.contributors(weights[name], versions[name])):

@@ -1,8 +1,8 @@
 """Runs whose scripts train two or three parameter sets in turn, as GANs, actors and critics, and ensembles do.
 
-They live as the runs of ``ordinary`` do: stopped by SIGTERM as a whole or in part, resumed, with every fault of the
-other runs. The order of steps repeats, or is drawn for each iteration from a stream of chance that all workers share.
-Scripts whose order is drawn declare their iterations, and so do some others; psdist infers those of the rest.
+They behave like the runs of ``ordinary``: stopped by SIGTERM as a whole or in part, resumed, with every fault of the
+other runs. The order of steps repeats, or is drawn for each iteration from a random stream that all workers share.
+Scripts with a drawn order declare their iterations, and so do some others; psdist infers the iterations of the rest.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from tests.simulation.set_oracle import Part, SetPush, SetsOracle
 from tests.simulation.set_orders import PATTERNS, Order, Vector
 from tests.simulation.snapshots import LOSSES
 
-#: Free slots for pushes that do not count, as a multiple of those that do.
+#: Slots for pushes that do not count, as a multiple of those that do.
 _SPARE: Final = 3
 
 
 @dataclass(frozen=True)
 class SetsOptions(OrdinaryOptions):
-    """See OrdinaryOptions; ``steps`` are iterations of a phase.
+    """Options of a run with several sets; see also OrdinaryOptions. ``steps`` is the number of iterations of a phase.
 
-    names: of the sets. pattern: the sets of each iteration; empty if iterations are drawn. declares: whether scripts
-    declare their iterations.
+    names: names of the sets.
+    pattern: the sets of each iteration; empty if iterations are drawn.
+    declares: True if scripts declare their iterations.
     """
 
     names: str = "DG"
@@ -47,17 +48,17 @@ class SetsOptions(OrdinaryOptions):
 
     @property
     def order(self) -> Order:
-        """The order of steps."""
+        """Order of steps."""
         return Order(self.names, self.pattern, self.seed)
 
     @property
     def slots(self) -> int:
-        """See Options. Of each set."""
+        """See Options. The number is for each set."""
         return self.workers * self.steps * (len(self.stops) + 2) * self.order.longest * _SPARE
 
 
 def draw(seed: int) -> SetsOptions:
-    """The options of a seed."""
+    """Return the options of a seed."""
     rng = random.Random(f"{seed}/sets")
     replicas, workers = rng.choice((1, 1, 2)), rng.choice((1, 2, 2, 2, 3))
     pattern = rng.choice((*PATTERNS, "", ""))
@@ -103,7 +104,7 @@ def draw(seed: int) -> SetsOptions:
 
 
 class SetsWorld(OrdinaryWorld):
-    """See the module."""
+    """World whose scripts train several parameter sets."""
 
     options: SetsOptions
 
@@ -115,12 +116,12 @@ class SetsWorld(OrdinaryWorld):
         self.oracle = loop.oracle = oracle
         #: Parts of each life, by its number and the set.
         self.parts: dict[int, dict[str, Part]] = {}
-        #: By life, where its script started its first iteration.
+        #: Position at which the script of each life started its first iteration.
         self._first: dict[int, Vector] = {}
-        #: A worker was lost, stopped by itself or joined, so that some steps are not of all workers.
+        #: True if a worker was lost, stopped by itself or joined, so that some steps are not made by all workers.
         self.disturbed = False
         self._is_restarting = False
-        #: The phase in which workers were asked to end.
+        #: Phase in which workers were asked to end.
         self._stopped = -1
         #: Nodes that drain a server.
         self._drainers: list[Node] = []
@@ -145,7 +146,7 @@ class SetsWorld(OrdinaryWorld):
         super().kill(node, silent=silent)
 
     def restart(self) -> None:
-        """See SnapshotWorld. Whoever drains a server ends, too."""
+        """See SnapshotWorld. Nodes that drain a server end, too."""
         self._is_restarting = True
         for node in self._drainers:
             if not node.dead:
@@ -170,7 +171,7 @@ class SetsWorld(OrdinaryWorld):
     def _check_loss(self, news: MemberLost) -> None:
         if (
             self.options.busy_leases < 1.0 or news.role != "worker"
-        ):  # Else scripts are busy for longer than their lease.
+        ):  # Otherwise scripts are busy for longer than their lease.
             super()._check_loss(news)
         self.disturbed |= news.role == "worker"
 
@@ -220,7 +221,7 @@ class SetsWorld(OrdinaryWorld):
         part.since = []
 
     async def _iterate(self, script: Script, life: Life, handles: dict[str, AsyncParameters]) -> None:
-        """Iterations, until the phase's are made."""
+        """Make iterations until those of the phase are done."""
         last = sum(self.order.start(self.options.steps * (1 + self.oracle.phase)))
         while True:
             for name, handle in handles.items():
@@ -242,7 +243,7 @@ class SetsWorld(OrdinaryWorld):
     def _note_start(self, life: Life, handles: dict[str, AsyncParameters], position: Vector) -> None:
         self._first.setdefault(life.number, position)
         incarnations = {_incarnation_of(handle) for handle in handles.values()}
-        if len(incarnations) == 1:  # Else one of them has not heard of the newest yet, and its next push is dropped.
+        if len(incarnations) == 1:  # Otherwise one of them lags behind, and its next push is dropped.
             self.oracle.starts_iteration(life.worker_id, *incarnations, position)
 
     async def _iteration(
@@ -259,7 +260,7 @@ class SetsWorld(OrdinaryWorld):
         self._mark(script)
 
     def _mark(self, script: Script) -> None:
-        """As ``Client.iteration`` does."""
+        """Mark the boundary of an iteration, as ``Client.iteration`` does."""
         if self.options.declares:
             assert script.client is not None and script.client.session is not None
             script.client.session.iterations.mark_boundary()
@@ -277,7 +278,7 @@ class SetsWorld(OrdinaryWorld):
         oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
 
     async def _push_set(self, script: Script, life: Life, name: str, handle: AsyncParameters, step: int) -> None:
-        """One push to a set, and what belongs to it. step: that it must be."""
+        """Make one push to a set, with the bookkeeping around it. step: the required step."""
         assert script.client is not None
         client, part, oracle = script.client, self.parts[life.number][name], self.oracle.by_name[name]
         acked, before = oracle.acked, handle.statistics()
@@ -300,7 +301,7 @@ class SetsWorld(OrdinaryWorld):
             oracle.saw(part, handle.servers.participation.sequence.versions, weights, (), acked)
 
     def _note_incarnation(self, life: Life, name: str, client: AsyncClient, handle: AsyncParameters) -> bool:
-        """Count a worker that joined again. Returns True if it did."""
+        """Count a worker that rejoined. Returns True if it did."""
         changed = self.parts[life.number][name].incarnation != _incarnation_of(handle)
         if changed:
             self.counts["joined again"] += 1
@@ -308,7 +309,7 @@ class SetsWorld(OrdinaryWorld):
         return changed
 
     def _circle_found(self, circle: list[Any]) -> None:
-        """See OrdinaryWorld. All workers push all sets in one order, so nobody waits for each other."""
+        """See OrdinaryWorld. All workers push all sets in one order, so there are no deadlocks."""
         waits = [f"{wait.worker.member_id} {wait.text}" for wait in circle]
         self.oracle.violation(f"workers are said to wait for each other: {waits}")
 
@@ -350,7 +351,7 @@ class SetsWorld(OrdinaryWorld):
             oracle.violation(f"written again: {self.bucket.overwritten}")
 
     def _check_left(self) -> None:
-        """Workers that were asked to end have made whole iterations, if psdist could know them."""
+        """Check that workers that were asked to end made whole iterations, if psdist could know them."""
         for life in self.lives:
             first = self._first.get(life.number)
             known = self.options.declares or len(life.pushes) >= 2 * self.order.period + 2
@@ -365,11 +366,11 @@ class SetsWorld(OrdinaryWorld):
 
 
 def _incarnation_of(handle: AsyncParameters) -> int:
-    """The incarnation in which the handle pushes."""
+    """Return the incarnation in which the handle pushes."""
     return handle.servers.participation.incarnation
 
 
 def run(seed: int, options: SetsOptions | None = None, *, trace: bool = False) -> scenario.Result:
-    """Runs a seed. The environment must be installed."""
+    """Run a seed. The environment must be installed."""
     options = options or draw(seed)
     return snapshots.play(options, SetsWorld, ordinary.play_phases, ordinary.CONVERGE_SECONDS, trace=trace)[0]

@@ -1,6 +1,7 @@
-"""Safeguards of runs with several parameter sets, taken away one at a time: the proof that ``sets`` sees something.
+"""Ablations of runs with several parameter sets: proof that ``sets`` detects faults.
 
-As ``ablations``; ``hunt`` runs seeds until one is caught. Those of the second part bring back what psdist once did.
+They work like those of ``ablations``; ``hunt`` runs seeds until one catches the ablation. Those of the second part
+restore former defects of psdist.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from psdist_scheduler.snapshots.schedule import SnapshotSchedule
 from tests.simulation import sets
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 
-#: An ablation must be caught within so many seeds.
+#: Number of seeds within which an ablation must be caught.
 SEEDS = 300
 
 ABLATIONS: dict[str, Ablation] = {}
@@ -42,7 +43,7 @@ _EXPELLED: dict[str, Any] = {
 }  # fmt: skip
 
 
-# --- where workers are held -------------------------------------------------------------------------------------------
+# --- points at which workers are held ---------------------------------------------------------------------------------
 
 
 @_ablation("workers that end are held where an iteration starts", **_STOPS)
@@ -70,7 +71,7 @@ def _joined_one_by_one(put: Put) -> None:
 
 
 class _Nobody:
-    """Stands for an alignment that never applies."""
+    """Stand-in for an alignment that never applies."""
 
     applies = False
     names = ()

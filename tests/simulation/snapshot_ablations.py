@@ -1,6 +1,6 @@
-"""Safeguards of snapshots, taken away one at a time: the proof that the runs of ``snapshots`` see something.
+"""Ablations of snapshots: proof that the runs of ``snapshots`` detect faults.
 
-As ``ablations``; ``hunt`` runs seeds until one is caught.
+They work like those of ``ablations``; ``hunt`` runs seeds until one catches the ablation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist_server.store import copy_on_write
 from tests.simulation import snapshots
 from tests.simulation.ablations import Ablation, Put, noted_in, search
 
-#: An ablation must be caught within so many runs.
+#: Number of runs within which an ablation must be caught.
 SEEDS = 150
 
 ABLATIONS: dict[str, Ablation] = {}
@@ -52,7 +52,7 @@ def _held_by_nobody(put: Put) -> None:
         return effects
 
     def at_cut(self: Any, index: int, record: Any) -> bool:
-        """As it is, but that it sees nothing of pushes that are past the cut."""
+        """Original check, except that it ignores pushes past the cut."""
         if self.step is not None or self.following is None:
             return bool(record.version == self.step)
         return all(record.producers.get(life, 0) >= following for life, following in self.following.items())
@@ -97,7 +97,7 @@ def _lost_at_once(put: Put) -> None:
     put(deferred_losses.DeferredLosses, "_must_wait", lambda self, now: False)
 
 
-# --- what is read -----------------------------------------------------------------------------------------------------
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 @_ablation(

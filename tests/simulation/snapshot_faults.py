@@ -1,8 +1,8 @@
-"""Killed at any point of a save: each operation of the storage in a small run, each with every fault that it can have.
+"""Storage faults at any point of a save: each storage operation of a small run, with every fault that it can have.
 
-A run without a fault says which operations there are. Then the same run once more for each of them and each fault:
-until then it is the same to the last handle. The oracle of ``snapshots`` says what must be there afterwards: training
-has gone on, and what begins anew in the end has the previous or the new snapshot, and nothing else.
+A run without faults determines the operations. Then the same run is repeated for each operation and each fault; up to
+the fault it is identical to the last handle. The oracle of ``snapshots`` checks the outcome: training has continued,
+and the run restarted at the end has the previous or the new snapshot, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.simulation import scenario, snapshots
 from tests.simulation.snapshots import SnapshotOptions, SnapshotWorld
 from tests.simulation.storage import FAULTS, WRITING, Operation
 
-#: What the runs are made of, by name: one with a step agreed on, one with marks.
+#: Options of the runs, by name: one that agrees on a step, one that uses marks.
 RUNS: dict[str, SnapshotOptions] = {
     name: SnapshotOptions(
         seed=seed, servers=2, workers=2, consistency=consistency, optimizer=SGD(lr=1.0, momentum=momentum), steps=6,
@@ -43,12 +43,12 @@ class Case:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Description for people."""
         return f"{self.run}: {self.fault} at operation {self.number}, {self.kind} {self.path} by {self.node}"
 
 
 class FaultyWorld(SnapshotWorld):
-    """A world where one operation fails."""
+    """World in which one operation fails."""
 
     case: Case | None = None
 
@@ -64,7 +64,7 @@ class FaultyWorld(SnapshotWorld):
 
 
 def cases(run: str, faults: Sequence[str] = FAULTS) -> list[Case]:
-    """All that can happen in a run, from its first commit on: before that a lost server is lost."""
+    """Return all cases of a run, from its first commit on. Before that, a lost server is lost for good."""
     result, operations = _play(run, None)
     if result.violations:
         raise AssertionError(result.text)
@@ -78,13 +78,13 @@ def cases(run: str, faults: Sequence[str] = FAULTS) -> list[Case]:
 
 
 def _can_have(operation: Operation, fault: str) -> bool:
-    if fault.endswith("silently"):  # What a writer was given is written once more by its end.
+    if fault.endswith("silently"):  # The data given to a writer is written again when it is closed.
         return operation.kind in ("close", "create") and not operation.path.startswith("commits/")
     return operation.kind in WRITING or "," not in fault
 
 
 def run_cases(given: Sequence[Case]) -> list[tuple[Case, list[str]]]:
-    """The cases that broke a promise, and what was seen; in a prepared process."""
+    """Run cases in a prepared process. Returns those that broke a promise, with the violations."""
     failed = []
     for case in given:
         result = run_case(case)
@@ -94,7 +94,7 @@ def run_cases(given: Sequence[Case]) -> list[tuple[Case, list[str]]]:
 
 
 def run_case(case: Case, *, trace: bool = False) -> scenario.Result:
-    """One case; in a prepared process."""
+    """Run one case in a prepared process."""
     return _play(case.run, case, trace=trace)[0]
 
 

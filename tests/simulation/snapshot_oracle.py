@@ -1,12 +1,13 @@
-"""The oracle of runs with snapshots: what a snapshot must hold, and what is left after a roll-back or a new beginning.
+"""Oracle of runs with snapshots: checks the contents of each snapshot, and the state after a rollback or restart.
 
-A run has eras. The first begins with the initial weights; each other one begins with a committed snapshot, its base,
-when the parameters are placed anew. A push belongs to the era in which its life was a member. What is in a snapshot of
-an era: its base, and of the era's own pushes exactly those before the cut, in every slice; weights and optimizer state
-are what plain numpy makes of them, byte for byte. What is there at the end: the base of the last era, and every push
-of that era that was answered. Pushes of an era before that are not in the base are gone, and no part of them is left.
+A run has eras. The first starts with the initial weights. Each later one starts when the parameters are placed again
+from a committed snapshot, its base. A push belongs to the era in which its life was a member.
 
-Snapshots are read from a copy of the storage, made when the commit record was, by the real reader.
+A snapshot of an era holds its base and, in every slice, exactly the era's own pushes before the cut. Weights and
+optimizer state are what plain numpy computes from them, byte for byte. The final state holds the base of the last era
+and every answered push of that era. Pushes of earlier eras that are not in the base are gone without a trace.
+
+The real reader reads the snapshots from a copy of the storage, taken at the moment of the commit record.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from psdist.types import ClusterMap
 from tests.simulation.oracle import Array, Life, Oracle, Push
 from tests.simulation.storage import Bucket, SimStorage
 
-#: (phase, worker, incarnation); a phase is the life of a scheduler's store.
+#: (phase, worker, incarnation); a phase is the lifetime of one scheduler store.
 Member = tuple[int, str, int]
 
 
 @dataclass
 class Era:
-    """A stretch of training from one base. base: directory of a snapshot, or "" for the initial weights."""
+    """Stretch of training from one base. base: directory of a snapshot, or "" for the initial weights."""
 
     base: str
     key: tuple[int, int, str]
-    #: Commits that there were when the era began.
+    #: Number of commits when the era started.
     commits: int = 0
 
 
 @dataclass
 class Saved:
-    """A commit: its record's path, the era it was made in, the storage as it was then."""
+    """One commit: the path of its record, its era, and the storage at that moment."""
 
     record: str
     era: int
     files: dict[str, tuple[bytes, float]]
-    #: Filled when it is looked at: by slice the pushes in it, and those that are in all slices.
+    #: Filled by the check: the pushes in each slice, and the pushes that are in all slices.
     table: tuple[frozenset[int], ...] = ()
     slots: frozenset[int] = frozenset()
     directory: str = ""
@@ -58,7 +59,7 @@ class Saved:
 
 
 class SnapshotOracle(Oracle):
-    """See the module. name: of the parameters."""
+    """Oracle for one parameter set and its snapshots. name: name of the parameter set."""
 
     def __init__(
         self,
@@ -73,31 +74,32 @@ class SnapshotOracle(Oracle):
         self.phase = 0
         self.eras = [Era("", (0, 0, ""))]
         self.commits: list[Saved] = []
-        #: Storage faults of this run spoil files without a word, so that some snapshots cannot be read.
+        #: True if storage faults of this run corrupt files silently, so that some snapshots cannot be read.
         self.spoilt = False
         self._name = name
         self._era_of: dict[Member, int] = {}
         #: Learning rate of a phase.
         self.rate: Callable[[int], float] = lambda phase: 1.0
-        #: By member, the first step that it takes part in.
+        #: First step that each member participates in.
         self._first_steps: dict[Member, int] = {}
-        #: By member, the incarnation in which its sequence of pushes began.
+        #: Incarnation in which each member's push sequence began.
         self._origins: dict[Member, int] = {}
         self._of_push: dict[int, tuple[Member, int]] = {}
-        #: By the number of a range of the data set, the pushes that it was used for.
+        #: Pushes made with each range of the data set, by the range's number.
         self._uses: dict[int, list[Push]] = {}
-        #: Phase of the process that acts now: members of a phase may outlive its scheduler.
+        #: Phase of the currently running process: members of a phase may outlive its scheduler.
         self.acting_phase: Callable[[], int] = lambda: self.phase
         #: Schedulers of this phase.
         self._schedulers: set[str] = set()
-        #: From a number of an era on: of so many commits only those in these directories can be read.
+        #: Entries (first era, number of commits, directories): from this era on, only these directories among the first
+        #: commits are readable.
         self._readable: list[tuple[int, int, frozenset[str]]] = [(0, 0, frozenset())]
-        #: Eras whose base could be read only later. What the run gave up before it came to that stays given up.
+        #: Eras whose base became readable only later. Snapshots that the run gave up before that stay given up.
         self._begun_again: set[int] = set()
-        #: Maps and primaries are not checked: nobody is to follow the scheduler that publishes them.
+        #: True while maps and primaries are not checked: nobody should follow the scheduler that publishes them.
         self.is_paused = False
 
-    # --- what happens -------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------------
 
     def begins(self, life: Life, step: int) -> Push:
         """See Oracle."""
@@ -106,11 +108,11 @@ class SnapshotOracle(Oracle):
         return push
 
     def used(self, push: Push, number: int) -> None:
-        """The push was made with this range of the data."""
+        """Record that the push was made with this range of the data."""
         self._uses.setdefault(number, []).append(push)
 
     def new_phase(self) -> None:
-        """All processes and the scheduler's store are gone; what the storage has is left."""
+        """Start a phase in which all processes and the scheduler's store are gone and only the storage remains."""
         self.phase += 1
         self._maps.clear()
         self._primaries.clear()
@@ -118,30 +120,30 @@ class SnapshotOracle(Oracle):
         self._schedulers.clear()
 
     def only_readable(self, directories: Iterable[str], *, again: bool = False) -> None:
-        """Record which of the snapshots so far can still be read. again: True if the last era could begin only now."""
+        """Record which of the snapshots so far can still be read. again: True if the last era could start only now."""
         if again:
             self._begun_again.add(len(self.eras) - 1)
         self._readable.append((len(self.eras) - again, len(self.commits), frozenset(directories)))
 
     def _readable_in(self, era: int) -> list[str]:
-        """Directories of the snapshots that the era could begin with, the newest last."""
+        """Return the directories of the snapshots that the era could start from, newest last."""
         _, damaged, left = next(known for known in reversed(self._readable) if known[0] <= era)
         committed = enumerate(self.commits[: self.eras[era].commits])
         return [s.directory for n, s in committed if s.directory and (n >= damaged or s.directory in left)]
 
     def acts(self, parameters: str, shard: int, term: int, server: str) -> None:
-        """See Oracle. Terms are of one phase."""
+        """See Oracle. A term is valid within one phase."""
         if not self.is_paused:
             super().acts(f"{parameters} of phase {self.acting_phase()}", shard, term, server)
 
     def followed(self, cluster: ClusterMap) -> None:
-        """See Oracle. Epochs are of one phase."""
+        """See Oracle. An epoch is valid within one phase."""
         if cluster.scheduler_id in self._schedulers and not self.is_paused:
             super().followed(cluster)
 
     @property
     def went_back(self) -> bool:
-        """Whether a run that was not begun anew went back to a snapshot."""
+        """True if the run rolled back to a snapshot without being restarted."""
         return any(one.key[0] == other.key[0] for one, other in pairwise(self.eras))
 
     def published(self, cluster: ClusterMap) -> None:
@@ -155,7 +157,7 @@ class SnapshotOracle(Oracle):
             return
         base = entry.restore.directory if entry.restore is not None else ""
         key = (self.phase, entry.generation, base)
-        # A map may stop to tell the restore once all is loaded.
+        # A map may drop the restore once everything is loaded.
         if key[:2] != self.eras[-1].key[:2] or (base and base != self.eras[-1].base):
             self.eras.append(Era(base, key, len(self.commits)))
             self.counts["eras"] += 1
@@ -167,7 +169,7 @@ class SnapshotOracle(Oracle):
             self._first_steps[key] = member.first_step
 
     def committed(self, record: str, bucket: Bucket) -> None:
-        """A commit record was created."""
+        """Record a commit record that was created."""
         acked = frozenset(push.slot for push in self.pushes.values() if push.acked and not push.ignored)
         self.commits.append(Saved(record, len(self.eras) - 1, dict(bucket.files), acked=acked))
         self.counts["commits"] += 1
@@ -177,12 +179,12 @@ class SnapshotOracle(Oracle):
         return super().worth(push) * self.rate(self.eras[self.era_of(push)].key[0])
 
     def era_of(self, push: Push) -> int:
-        """The number of the era that a push belongs to."""
+        """Return the number of the era that a push belongs to."""
         member, begun = self._of_push[push.slot]
         return self._era_of.get(member, begun)
 
     def era_of_life(self, life: Life) -> int:
-        """The number of the era of a life as it is now."""
+        """Return the era of a life's current incarnation."""
         return self._era_of.get((life.phase, life.worker_id, life.incarnation), -1)
 
     @property
@@ -193,7 +195,7 @@ class SnapshotOracle(Oracle):
     def saw(
         self, life: Life, versions: Sequence[int], weights: Array, members: Sequence[Life], acked: Sequence[Push]
     ) -> None:
-        """See Oracle. What is read while an era ends says nothing."""
+        """See Oracle. Reads made while an era ends prove nothing."""
         era = self.era_of_life(life)
         if era != len(self.eras) - 1:
             life.versions = []
@@ -213,10 +215,10 @@ class SnapshotOracle(Oracle):
         finally:
             life.pushes = pushes
 
-    # --- what is checked at the end -----------------------------------------------------------------------------------
+    # --- checks at the end --------------------------------------------------------------------------------------------
 
     async def check_commits(self, loop: Any) -> None:
-        """Every snapshot that was committed holds what it must."""
+        """Check the contents of every committed snapshot."""
         for saved in self.commits:
             bucket = Bucket(loop.entropy, (0.0, 0.0), saved.files)
             storage = SimStorage(loop, bucket)
@@ -228,13 +230,13 @@ class SnapshotOracle(Oracle):
         self._check_bases()
 
     def _check_bases(self) -> None:
-        """An era begins with the newest snapshot that was committed and is whole."""
+        """Check that each era starts from the newest committed snapshot that is intact."""
         used = {self.era_of(push) for push in self.pushes.values()}
         for number, era in enumerate(self.eras[1:], 1):
             whole = self._readable_in(number)
             newest = whole[-1] if whole else ""
             if (self.spoilt or len(self._readable) > 1) and era.base not in whole and number not in used:
-                continue  # It was found out before anybody trained.
+                continue  # The run noticed before anybody trained.
             if era.base not in ("", *whole):
                 self.violation(f"era {number} began with {era.base}, which is no readable snapshot that was committed")
             elif era.base != newest and number not in self._begun_again:
@@ -259,11 +261,12 @@ class SnapshotOracle(Oracle):
             self._check_data(saved, manifest)
 
     def _lacks(self, saved: Saved) -> None:
-        """The snapshot does not have this parameter set."""
+        """Report that the snapshot does not contain this parameter set."""
         self.violation(f"{saved.record} does not have {self._name!r}")
 
     def _check_data(self, saved: Saved, manifest: Manifest) -> None:
-        """What the data position has as done is in the weights. It may have less, where a worker was slow or died."""
+        """Check that the weights include every range that the data position marks as done. The position may mark fewer,
+        if a worker was slow or died."""
         saved.done = frozenset(done_ranges(manifest))
         base = next((other.done for other in self.commits if other.directory == self.eras[saved.era].base), frozenset())
         for number in sorted(saved.done):
@@ -303,13 +306,13 @@ class SnapshotOracle(Oracle):
         return self.era_of(self.pushes[slot]) if slot in self.pushes else 0
 
     def _base(self, era: int) -> tuple[frozenset[int], ...]:
-        """By slice the pushes in what the era began with."""
+        """Return the pushes in each slice of the era's base."""
         directory = self.eras[era].base
         found = [saved.table for saved in self.commits if directory and saved.directory == directory]
         return found[0] if found and found[0] else (frozenset(),) * self.slicing.count
 
     def _check_cut(self, where: str, saved: Saved, state: ParametersState, version: int, slots: set[int]) -> None:
-        """Of the era's own pushes exactly those before the cut are there."""
+        """Check that a slice holds exactly those of the era's own pushes that precede the cut."""
         mine = [push for push in self.pushes.values() if self.era_of(push) == saved.era]
         if self.exact and version != state.step:
             self.violation(f"{where} is at version {version}, and the cut at step {state.step}")
@@ -330,12 +333,13 @@ class SnapshotOracle(Oracle):
                 self.violation(f"{where} lacks {who}, which is said to be before the cut at {end}")
 
     def _producer(self, phase: int, worker_id: str, incarnation: int) -> tuple[str, int]:
-        """The sequence of pushes that a life went on with."""
+        """Return the push sequence that a life continued."""
         return worker_id, self._origins.get((phase, worker_id, incarnation), incarnation)
 
     def _check_gone(self, saved: Saved, state: ParametersState, present: Sequence[set[int]]) -> None:
-        """Of a producer that the cut does not name, because it was lost before or came after, the first pushes are
-        there: as many in each slice, but for the one that was under way when it was lost."""
+        """Check the producers that the cut does not name because they were lost before it or joined after it. Each
+        slice must hold a prefix of their pushes. The prefixes may differ by one push: the one in flight when the
+        producer was lost."""
         phase = self.eras[saved.era].key[0]
         named = {self._producer(phase, worker, incarnation) for worker, incarnation, _ in state.next}
         producers: dict[tuple[str, int], list[Push]] = {}
@@ -364,8 +368,9 @@ class SnapshotOracle(Oracle):
                 self.violation(f"{where} at version {version}: {name} differ from what its pushes make")
 
     def check_stopped(self, phase: int, commits: int, lives: Sequence[Life]) -> None:
-        """A phase that was stopped as a whole, in peace, ends with a snapshot that has all that was answered, in BSP of
-        a step that all workers have made. commits: that there were then. After ``check_commits``."""
+        """Check that a phase that was stopped as a whole, without faults, ended with a snapshot of all answered pushes.
+        In BSP its step is one that all workers have made. Call after ``check_commits``. commits: number of commits at
+        the stop."""
         eras = [number for number, era in enumerate(self.eras) if era.key[0] == phase]
         acked = [push for push in self.pushes.values() if push.acked and self.era_of(push) in eras]
         saved = next((one for one in reversed(self.commits[:commits]) if one.era in eras), None)
@@ -383,7 +388,7 @@ class SnapshotOracle(Oracle):
                 self._check_took_part(saved, life)
 
     def _check_took_part(self, saved: Saved, life: Life) -> None:
-        """A worker is in all steps of the snapshot, from its first one on."""
+        """Check that a worker contributed to all steps of the snapshot, from its first one on."""
         first = self._first_steps.get((life.phase, life.worker_id, life.incarnation))
         if first is None:
             return
@@ -392,14 +397,14 @@ class SnapshotOracle(Oracle):
             self.violation(f"{saved.record} has steps {lacking} without {life.worker_id}, with which it was stopped")
 
     def check_last(self, versions: Sequence[int], weights: Array) -> None:
-        """The weights when all is over; after ``check_commits``."""
+        """Check the final weights. Call after ``check_commits``."""
         last = len(self.eras) - 1
         base = self._base(last)
         table = weights.reshape(self.slicing.count, self.slice_elements)
         for push in self.pushes.values():
             if self.era_of(push) == last:
                 continue
-            push.acked = False  # What the base has of it counts.
+            push.acked = False  # Only its part in the base counts.
             for index, slots in enumerate(base):
                 if (table[index, push.slot] != 0.0) != (push.slot in slots):
                     self.violation(f"slice {index} is not what its era began with: slot {push.slot}")
@@ -407,7 +412,7 @@ class SnapshotOracle(Oracle):
 
 
 def done_ranges(manifest: Manifest) -> set[int]:
-    """Ranges of the first data epoch that are over, by the position of the only data set."""
+    """Return the finished ranges of the first data epoch, from the position of the only data set."""
     if not manifest.datasets:
         return set()
     data = manifest.datasets[0]

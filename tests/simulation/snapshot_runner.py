@@ -1,5 +1,7 @@
-"""Every fault of the storage in runs with snapshots: ``python -m tests.simulation snapshots --faults``. What other runs
-have, too, is in ``runner``."""
+"""Every fault of the storage in runs with snapshots: ``python -m tests.simulation snapshots --faults``.
+
+``runner`` holds the parts shared with other runs.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +12,14 @@ from tests.simulation import runner
 from tests.simulation.storage import FAULTS
 
 KIND = "snapshots"
-#: Cases that a process takes at a time.
+#: Number of cases that a process takes per chunk.
 CASES = 10
 #: Names of the runs of ``snapshot_faults``.
 RUNS = ("bsp", "asp")
 
 
 def prepare() -> None:
-    """Once per process."""
+    """Prepare a process, once."""
     from tests.simulation import snapshot_faults
 
     assert snapshot_faults
@@ -25,14 +27,14 @@ def prepare() -> None:
 
 
 def cases(run: str) -> list[object]:
-    """All cases of a run of RUNS, in a prepared process."""
+    """Return all cases of a run of RUNS, in a prepared process."""
     from tests.simulation import snapshot_faults
 
     return list(snapshot_faults.cases(run))
 
 
 def run_cases(given: Sequence[object]) -> tuple[int, list[str]]:
-    """How many there were, and what is wrong; in a prepared process."""
+    """Run cases in a prepared process. Returns their number and the failures."""
     from tests.simulation import snapshot_faults
 
     failed = snapshot_faults.run_cases(given)
@@ -40,7 +42,7 @@ def run_cases(given: Sequence[object]) -> tuple[int, list[str]]:
 
 
 def run_faults(runs: Sequence[str], processes: int, each: int = 1) -> Iterator[tuple[int, list[str]]]:
-    """Every ``each``-th case of these runs: how many there were, and those that broke a promise."""
+    """Run every ``each``-th case of these runs. Yields, per chunk, the number of cases and the failures."""
     with multiprocessing.get_context("spawn").Pool(processes, prepare) as pool:
         all_cases = [case for found in pool.map(cases, runs) for case in found][::each]
         chunks = [all_cases[at : at + CASES] for at in range(0, len(all_cases), CASES)]
@@ -48,7 +50,7 @@ def run_faults(runs: Sequence[str], processes: int, each: int = 1) -> Iterator[t
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command line."""
+    """Run the command line."""
     parser = runner.parser_of(KIND)
     parser.add_argument("--faults", nargs="*", metavar="RUN", help="each fault of each operation; without names all")
     parser.add_argument("--case", nargs=3, metavar=("RUN", "NUMBER", "FAULT"), help=f"one of them: {', '.join(FAULTS)}")

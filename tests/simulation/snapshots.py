@@ -1,8 +1,8 @@
-"""Runs with snapshots: the cluster of ``cluster`` with a storage, losses that it goes back from, and new beginnings.
+"""Runs with snapshots: the cluster of ``cluster`` with a storage, losses that it rolls back from, and restarts.
 
-Beside the faults of ``nemesis`` a server may be lost whose shards nobody else has, all processes may end at once and
-begin again with an empty store and another number of servers, and every operation of the storage may fail. In the end
-everything ends once more, and what begins anew must have a snapshot that was committed: the newest.
+There are three faults beyond those of ``nemesis``: a server with the only copy of its shards may be lost; all processes
+may end together and restart with an empty store and another number of servers; every operation of the storage may fail.
+Finally everything ends once more, and the restarted run must load the newest committed snapshot.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ from tests.simulation.snapshot_oracle import SnapshotOracle
 from tests.simulation.storage import WRITING, Bucket, Operation, SimStorage
 
 URL: Final = "sim://bucket"
-#: Faults of runs with snapshots, beside those of other runs.
+#: Faults of runs with snapshots, besides those of other runs.
 LOSSES: Final = ("lose server", "restart everything")
 _TOLD: Final = ("error before", "error after", "torn, error", "slow")
 _CRASHES: Final = ("crash before", "crash after", "torn, crash", "error after")
-#: Virtual seconds in which a run that has to load must be over, once nothing is wrong any more.
+#: Virtual seconds within which a run that has to load must be over, once all faults have ended.
 CONVERGE_SECONDS: Final = 150.0
 
 
 @dataclass(frozen=True)
 class SnapshotOptions(Options):
-    """See Options.
+    """Options of a run with snapshots; see also Options.
 
-    saves: fraction of steps after which the worker asks for a snapshot. storage_faults: fraction of the storage's
-    operations that something happens to, of ``storage_kinds``. ends: how often everything ends at the end, and begins
-    again.
+    saves: fraction of steps after which the worker requests a snapshot.
+    storage_faults: fraction of the storage's operations with a fault, of ``storage_kinds``.
+    ends: number of times that everything ends and restarts at the end.
     """
 
     save_steps: int = 0
@@ -68,17 +68,17 @@ class SnapshotOptions(Options):
     storage_faults: float = 0.0
     storage_kinds: tuple[str, ...] = _TOLD
     ends: int = 1
-    #: Whether each push is made with a leased range of data.
+    #: True if each push is made with a leased range of data.
     data: bool = False
 
     @property
     def policy(self) -> SavePolicy:
-        """When the scheduler has snapshots taken by itself."""
+        """Policy by which the scheduler takes snapshots by itself."""
         return SavePolicy(self.save_steps, self.save_seconds, self.keep_last)
 
 
 def draw(seed: int) -> SnapshotOptions:
-    """The options of a seed."""
+    """Return the options of a seed."""
     rng = random.Random(f"{seed}/snapshots")
     replicas, workers = rng.choice((1, 1, 1, 2)), rng.choice((1, 2, 2, 3))
     consistency: Consistency = rng.choice((BSP(), BSP(), SSP(1), ASP()))
@@ -118,7 +118,7 @@ def draw(seed: int) -> SnapshotOptions:
 
 
 class SnapshotWorld(World):
-    """See the module."""
+    """World with a storage of snapshots, which can be restarted as a whole."""
 
     options: SnapshotOptions
     oracle: SnapshotOracle
@@ -137,14 +137,14 @@ class SnapshotWorld(World):
         self.bucket.created = self._created
         self._restarts = 0
         self._servers = options.servers
-        #: Processes died of an operation of the storage.
+        #: True once a storage operation has killed a process.
         self._has_crashed = False
-        #: No operation of the storage fails any more.
+        #: True once no operation of the storage fails any more.
         self.healed = False
-        #: When the first worker was done. A server that is lost afterwards takes with it what that worker does not
-        #: bring again, so the run waits for another one, as it should.
+        #: Time at which the first worker finished. If a server is lost after that, this worker's lost pushes are not
+        #: repeated. The run then rightly waits for another worker.
         self.trained_at = math.inf
-        #: What a worker was told: its life, the snapshot's directory, and the slots that must be in it.
+        #: Snapshots reported to workers: the life, the snapshot's directory, and the slots that must be in it.
         self.promises: list[tuple[str, str, list[int]]] = []
 
     # --- processes ----------------------------------------------------------------------------------------------------
@@ -178,18 +178,19 @@ class SnapshotWorld(World):
         return Scheduler(Cluster(self.settings, stored, self.loop.time(), history), store, storage)
 
     def check_history(self, history: History | None, *, begins: bool) -> None:
-        """May refuse to start a scheduler. history: content of the storage. begins: True if the store is empty."""
+        """Check the stored history. Subclasses may refuse to start a scheduler. history: content of the storage.
+        begins: True if the store is empty."""
 
     def make_host(self, link: ServerSession) -> ParameterServer:
         """See World."""
         return ParameterServer(link.registration, "", KERNEL_THREADS, opener=self.open_storage)
 
     def open_storage(self, url: str) -> SimStorage:
-        """The run's storage."""
+        """Return the run's storage."""
         return SimStorage(self.loop, self.bucket)
 
     def restart(self) -> None:
-        """Everything ends, the scheduler's store is lost, and the same command begins anew, with other servers."""
+        """End everything, lose the scheduler's store, and run the same command again with other servers."""
         self.counts["restart everything"] += 1
         self.end_everything()
         self.lose_store()
@@ -198,7 +199,7 @@ class SnapshotWorld(World):
         self.start_members()
 
     def end_everything(self) -> None:
-        """Kills every process; none of them is missed."""
+        """Kill every process, and mark all workers as finished."""
         for node in (self.scheduler_node, *self.server_nodes.values(), *self.worker_nodes.values()):
             if node is not None and not node.dead:
                 self.kill(node, silent=False)
@@ -210,13 +211,13 @@ class SnapshotWorld(World):
         self.stopped_servers.clear()
 
     def lose_store(self) -> None:
-        """The next scheduler begins with an empty store."""
+        """Start the next scheduler with an empty store."""
         self.disk = Disk(self.options.stream(f"disk {self._restarts}"), RUN, self.options.disk_seconds)
         self.oracle.new_phase()
         self._restarts += 1
 
     def start_members(self) -> None:
-        """Starts all servers and workers, and misses the workers again."""
+        """Start all servers and workers, and mark the workers as unfinished."""
         for number in range(self._servers):
             self.start_server(number)
         for worker in range(self.options.workers):
@@ -225,7 +226,7 @@ class SnapshotWorld(World):
 
     @property
     def can_restart(self) -> bool:
-        """Whether there are lives for all workers, and for the end."""
+        """True if enough lives are left for all workers, including those at the end."""
         needed = self.options.workers * (1 + self.options.ends)
         return len(self.lives) + needed <= self.options.lives
 
@@ -255,7 +256,7 @@ class SnapshotWorld(World):
         elif "," in kind and operation.kind not in WRITING:
             return ""
         elif "crash" in kind and operation.node != "scheduler" and not self.oracle.commits:
-            return ""  # What a server has that dies now is lost for good.
+            return ""  # The loss of a server that dies now would be permanent.
         self.counts[f"storage {operation.kind}: {kind}"] += 1
         return kind
 
@@ -342,7 +343,7 @@ class SnapshotWorld(World):
 
 
 class SnapshotNemesis(Nemesis):
-    """Brings the losses, too."""
+    """Nemesis that also causes the losses."""
 
     _world: SnapshotWorld
 
@@ -362,7 +363,8 @@ class SnapshotNemesis(Nemesis):
             self._world.counts["lose server"] += done and kind == "lose server"
 
     def _kill_worker(self, silent: bool = False) -> bool:
-        """A worker that never comes back would be missed after a roll-back, for ever."""
+        """Kill a worker only while lives are left: after a rollback, a run would wait forever for a worker that cannot
+        return."""
         return self._world.can_start_worker and super()._kill_worker(silent)
 
     def _restart_worker(self, worker: int) -> None:
@@ -404,7 +406,7 @@ async def _main(world: SnapshotWorld) -> None:
 
 
 def run(seed: int, options: SnapshotOptions | None = None, *, trace: bool = False) -> scenario.Result:
-    """Runs a seed. The environment must be installed."""
+    """Run a seed. The environment must be installed."""
     return play(options or draw(seed), trace=trace)[0]
 
 
@@ -416,8 +418,8 @@ def play(
     *,
     trace: bool = False,
 ) -> tuple[scenario.Result, list[Operation]]:
-    """Runs a world by ``main`` to its end, in so many virtual seconds after faults: what came of it, and the storage's
-    operations. The environment must be installed."""
+    """Run a world by ``main`` to its end, at most ``seconds`` of virtual time after the faults. Returns the result and
+    the storage's operations. The environment must be installed."""
     started = time.process_time()
     loop = RunLoop(options.stream("schedule"), options.handle_seconds)
     loop.lines = [] if trace else None

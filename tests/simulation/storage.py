@@ -1,12 +1,16 @@
-"""The simulated storage of snapshots: what a directory or an object store is to servers and scheduler, on virtual time.
+"""Simulated storage of snapshots: a directory or an object store for servers and scheduler, on virtual time.
 
-``Bucket`` is what is stored; it outlives every process. ``SimStorage`` is a process's way to it, with the interface of
-``psdist.snapshots.storage.Storage``. Each call is one operation, numbered from 1; ``Bucket.fault`` says what goes wrong
-with it. A process that is killed leaves nothing of an operation that was under way, unless a fault says otherwise.
+``Bucket`` holds the stored files; it outlives every process. ``SimStorage`` gives a process access to it, with the
+interface of ``psdist.snapshots.storage.Storage``. Each call is one operation, numbered from 1; ``Bucket.fault`` chooses
+its fault. A killed process leaves nothing of an operation in progress, unless a fault says otherwise.
 
-Faults: an operation fails before it did anything, or after; the process that does it dies before, or after; what is
-written is torn (a part of it stays) and its process dies, or is told; what is written is torn, or has a wrong bit, and
-nobody is told; it takes very long.
+Faults:
+
+* An operation fails before its effect, or after it.
+* The calling process dies before the effect, or after it.
+* Written data is torn (a part of it stays), and the process dies or gets an error.
+* Written data is torn or has a flipped bit, silently.
+* An operation takes very long.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from psdist.snapshots.format import CommitRecord
 from psdist.snapshots.storage import StoredFile
 from tests.simulation.loop import Node, SimLoop
 
-#: What may go wrong with an operation. Reads are not torn.
+#: Faults of an operation. Reads are not torn.
 FAULTS: Final = (
     "error before",
     "error after",
@@ -35,11 +39,11 @@ FAULTS: Final = (
     "flipped, silently",
     "slow",
 )
-#: Kinds of operations that change what is stored.
+#: Kinds of operations that change the stored files.
 WRITING: Final = ("write", "close", "create", "delete")
 SLOW_SECONDS: Final = 20.0
 #: Damage to snapshots: a bit is flipped in each shard's file, in the manifest, or in the commit record; shards' files
-#: end in their middle, or are missing; or no file is left.
+#: are cut in half, or are missing; or no file is left.
 DAMAGES: Final = ("flipped shards", "flipped manifest", "flipped record", "cut shards", "missing shards", "emptied")
 
 
@@ -56,28 +60,28 @@ class Operation:
 
 @dataclass
 class Bucket:
-    """What is stored. seconds: least and most virtual time of an operation."""
+    """Stored files. seconds: least and most virtual time of an operation."""
 
     rng: random.Random
     seconds: tuple[float, float]
     files: dict[str, tuple[bytes, float]] = field(default_factory=dict)
     operations: list[Operation] = field(default_factory=list)
-    #: What goes wrong with an operation: one of FAULTS, or "".
+    #: Chooses the fault of an operation: one of FAULTS, or "".
     fault: Callable[[Operation], str] = lambda operation: ""
-    #: Ends the process that does an operation.
+    #: Kills the process that runs an operation.
     crash: Callable[[Node], None] = lambda node: None
-    #: Told of each file that was created exclusively, and is whole, at once.
+    #: Called immediately for each file that was created exclusively and whole.
     created: Callable[[str], None] = lambda path: None
-    #: Paths that were written though they were there.
+    #: Paths that were written although they existed.
     overwritten: list[str] = field(default_factory=list)
 
     @property
     def directories(self) -> list[str]:
-        """Directories of the committed snapshots, the newest first."""
+        """Directories of the committed snapshots, newest first."""
         return list(self._records())
 
     def _records(self) -> dict[str, str]:
-        """Paths of the readable commit records by directory, the newest first."""
+        """Return the paths of the readable commit records by directory, newest first."""
         paths = sorted((path for path in self.files if path.startswith("commits/")), reverse=True)
         found = {}
         for path in paths:
@@ -86,7 +90,7 @@ class Bucket:
         return found
 
     def damage(self, how: str, newest: int, rng: random.Random) -> dict[str, str]:
-        """Damages so many of the newest snapshots by one of DAMAGES. Returns their records' paths by directory."""
+        """Damage the ``newest`` latest snapshots by one of DAMAGES. Returns the paths of their records by directory."""
         records = dict(list(self._records().items())[: None if how == "emptied" else newest])
         if how == "emptied":
             self.files.clear()
@@ -111,13 +115,13 @@ class Bucket:
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """The same with one bit flipped."""
+    """Return ``data`` with one random bit flipped."""
     place = rng.randrange(len(data))
     return data[:place] + bytes([data[place] ^ 1 << rng.randrange(8)]) + data[place + 1 :]
 
 
 class SimStorage:
-    """See the module."""
+    """Access of one process to a ``Bucket``, on virtual time and with faults."""
 
     def __init__(self, loop: SimLoop, bucket: Bucket) -> None:
         self.url = "sim://bucket"
@@ -177,7 +181,8 @@ class SimStorage:
 
     @asynccontextmanager
     async def _operation(self, kind: str, path: str) -> AsyncIterator[str]:
-        """Around what an operation does, which takes no time itself; "torn" or "flipped" where it is."""
+        """Context of an operation's effect, which itself takes no time. Yields "torn" or "flipped" if a fault spoils
+        the data, else ""."""
         bucket, loop, node = self._bucket, self._loop, self._loop.current()
         operation = Operation(len(bucket.operations) + 1, kind, path, node.name, loop.time())
         bucket.operations.append(operation)
@@ -196,7 +201,7 @@ class SimStorage:
             await asyncio.Event().wait()
 
     async def write(self, writer: _Writer, data: bytes) -> None:
-        """A part of a file that is being written: nothing of it is there before the end, unless it is torn."""
+        """Add a part to a file that is being written. No part is visible before the end, unless it is torn."""
         async with self._operation("write", writer.path) as spoil:
             writer.parts.append(data)
             if spoil:
@@ -204,7 +209,7 @@ class SimStorage:
 
 
 class _Writer:
-    """A file that is being written."""
+    """Writer of one file."""
 
     def __init__(self, storage: SimStorage, path: str) -> None:
         self.path = path
@@ -212,5 +217,5 @@ class _Writer:
         self._storage = storage
 
     async def write(self, buffer: bytes | bytearray | memoryview) -> None:
-        """Adds to it."""
+        """Append to the file."""
         await self._storage.write(self, bytes(buffer))

@@ -1,5 +1,7 @@
-"""Simulated runs that lose the scheduler's store or their snapshots: some seeds, and safeguards that are missing.
-``python -m tests.simulation lost`` runs more of both."""
+"""Simulated runs that lose the scheduler's store or their snapshots: some seeds, and ablations.
+
+``python -m tests.simulation lost`` runs more of both.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from tests.simulation.storage import DAMAGES
 
 FIRST = 400_000
 SEEDS = 60
-#: Seeds that once showed a defect: a server, and a scheduler, that knew nothing of parameters ended a worker by
+#: Seeds that once showed a defect: a server, and a scheduler, that knew no parameters ended a worker with
 #: UnknownParametersError.
 REGRESSIONS = (1082, 700163)
-#: Paths that so many seeds must have taken.
+#: Paths that these seeds must have taken.
 PATHS = (
     *lost_runs.KINDS,
     *(f"damaged snapshots: {how}" for how in DAMAGES),
@@ -24,7 +26,7 @@ PATHS = (
     "server ended: ServerLostError",
     "worker ended: RunLostError",
 )
-#: Safeguards whose absence is seen within a few seeds.
+#: Safeguards whose absence is detected within a few seeds.
 QUICK = (
     "a member whose map is not on record is refused",
     "a new store remembers that the run was lost",
@@ -44,7 +46,7 @@ def test_some_seeds() -> None:
     assert not untaken, f"no seed took these paths: {untaken}"
 
 
-@pytest.mark.long  # make sim takes away each of them, and these with it.
+@pytest.mark.long  # make sim disables each of them, including these.
 def test_missing_safeguards_are_seen() -> None:
     missed = [name for name, seeds, _ in runner.hunt_all("lost", QUICK, processes=2) if not seeds]
     assert not missed

@@ -1,4 +1,4 @@
-"""The simulation's own parts: the loop, the network and the calls do what they say, without psdist on top."""
+"""Tests of the simulation's own parts: the loop, the network and the calls, without psdist on top."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_threads_are_inline() -> None:
 
 
 class Pair:
-    """A client and a server with an echo of everything, and what the server saw."""
+    """Client and server that echoes everything, with a record of the calls that the server saw."""
 
     def __init__(self, faults: Faults | None = None, seed: int = 0) -> None:
         self.loop = make_loop(seed)
@@ -210,7 +210,7 @@ class Pair:
             raise
 
     def run(self, work: Any, seconds: float = 60.0) -> Any:
-        """Runs ``work(channel)`` in the client's node."""
+        """Run ``work(channel)`` in the client's node."""
 
         async def main() -> Any:
             return await self.loop.start(self.client, begin())
@@ -263,7 +263,7 @@ def test_a_cancelled_call_ends_its_handler_and_raises_cancelled() -> None:
         await pair.loop.after(1.0)
 
     pair.run(work)
-    # Its reader may see the end of the stream before the handler hears that it is cancelled, as in grpc.aio.
+    # The reader may see the end of the stream before the handler learns of its cancellation, as in grpc.aio.
     assert (pair.seen[0] == b"a" and "cancelled" in pair.seen) or pair.seen == [b"a", "end"]
 
 
@@ -313,7 +313,7 @@ def test_a_short_partition_delays_and_a_long_one_breaks() -> None:
 
 
 def test_a_partition_that_ends_does_not_turn_the_order_of_a_stream() -> None:
-    """What is on its way when the path is free again comes after what waited, which is sent once more."""
+    """Check that messages in flight when the path is free again arrive after the retransmitted ones."""
 
     async def work(channel: rpc.SimChannel) -> list[bytes]:
         call = channel.stream_stream("/S/Stream")()
@@ -343,7 +343,7 @@ def test_a_deadline_is_kept() -> None:
 
 
 def test_cut_calls_are_lost_before_and_after_they_were_done() -> None:
-    """Of calls that failed some had been carried out, and some carried out later than their repeat."""
+    """Check that some of the failed calls were carried out, and others were not."""
     failed_done = failed_undone = 0
     for seed in range(60):
         pair = Pair(Faults(cut=1.0), seed)

@@ -1,5 +1,7 @@
-"""Simulated runs of ordinary life: some seeds, and safeguards that are missing. ``python -m tests.simulation ordinary``
-runs more of both."""
+"""Simulated runs of ordinary life: some seeds, and ablations.
+
+``python -m tests.simulation ordinary`` runs more of both.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from tests.simulation import runner
 
 FIRST = 300_000
 SEEDS = 12
-#: Seeds that take paths which few do. Where the order of messages changes, others do. In 4522 a worker that has come
-#: back leaves before any server saw it in a map.
+#: Seeds that take rare paths. If the order of messages changes, other seeds take them. In 4522 a worker that has
+#: returned leaves before any server saw it in a map.
 RARE = (300043, 4522, 270)
-#: Paths that so many seeds must have taken.
+#: Paths that these seeds must have taken.
 PATHS = (
     "busy",
     "computed for long",
@@ -27,7 +29,7 @@ PATHS = (
     "began from a snapshot",
     "a worker was told of a snapshot",
 )
-#: Safeguards whose absence is seen within a few seeds.
+#: Safeguards whose absence is detected within a few seeds.
 QUICK = (
     "workers have a lease of their own",
     "an arrival that is withdrawn does not count",
@@ -48,7 +50,7 @@ def test_some_seeds() -> None:
     assert not untaken, f"no seed took these paths: {untaken}"
 
 
-@pytest.mark.long  # make sim takes away each of them, and these with it.
+@pytest.mark.long  # make sim disables each of them, including these.
 def test_missing_safeguards_are_seen() -> None:
     missed = [name for name, seeds, _ in runner.hunt_all("ordinary", QUICK, processes=2) if not seeds]
     assert not missed

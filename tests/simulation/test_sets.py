@@ -1,5 +1,7 @@
-"""Simulated runs with several parameter sets: some seeds, and safeguards that are missing. ``python -m tests.simulation
-sets`` runs more of both."""
+"""Simulated runs with several parameter sets: some seeds, and ablations.
+
+``python -m tests.simulation sets`` runs more of both.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,12 @@ from tests.simulation import runner
 
 FIRST = 500_000
 SEEDS = 34
-#: Seeds that once showed a defect: pushes held for ever at the end of a declared iteration, sets that a rejoined worker
-#: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor
-#: of the last server that was refused for ever, gradients of a lost course,
-#: sets opened by an expelled worker before it was back in those it had,
-#: a circle of calls of rejoining workers, some of which were on their way.
+#: Seeds that once showed a defect: pushes held forever at the end of a declared iteration, sets that a rejoined worker
+#: left an iteration apart, a report before all sets had entered, a cut of sets that were not all opened, a successor of
+#: the last server that was refused forever, gradients of a lost course, sets opened by an expelled worker before it was
+#: back in its former sets, a circle of calls of rejoining workers with some calls still in flight.
 REGRESSIONS = (2, 0, 8, 9, 17, 29, 610293, 600188, 610095, 1406, 600427, 630221)
-#: Paths that so many seeds must have taken.
+#: Paths that these seeds must have taken.
 PATHS = (
     "iterations started",
     "cuts where an iteration starts",
@@ -29,7 +30,7 @@ PATHS = (
     "dropped",
     "joined again",
 )
-#: Safeguards whose absence is seen within a few seeds.
+#: Safeguards whose absence is detected within a few seeds.
 QUICK = ("workers that end are held where an iteration starts", "all sets are joined together")
 
 
@@ -45,7 +46,7 @@ def test_some_seeds() -> None:
     assert not untaken, f"no seed took these paths: {untaken}"
 
 
-@pytest.mark.long  # make sim takes away each of them, and these with it.
+@pytest.mark.long  # make sim disables each of them, including these.
 def test_missing_safeguards_are_seen() -> None:
     missed = [name for name, seeds, _ in runner.hunt_all("sets", QUICK, processes=2) if not seeds]
     assert not missed

@@ -1,5 +1,6 @@
-"""The whole cluster under simulated faults: some seeds, the same again in another process, and what is seen when a
-safeguard is missing. ``make sim`` runs more of all.
+"""The whole cluster under simulated faults: some seeds, the same seeds in another process, and ablations.
+
+``make sim`` runs more of all.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from tests.simulation.options import CUT_OFF, REPLICATED, SINGLE, draw
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = 100_000
 SEEDS = 60
-#: Runs after which there must be no more than after as many before.
+#: Number of runs in each half of the leak test.
 RUNS = 16
-#: Seeds that once showed a defect, of psdist or of the simulation: in the network's order, lives of workers, servers
+#: Seeds that once showed a defect of psdist or of the simulation: in the network's order, lives of workers, servers
 #: drained early, copies given up too early, drains without workers, confirmations, ends of memberships, late answers,
-#: entries of duplicate tables that say nothing, commits of expelled workers, long cuts and pauses in a row.
+#: empty entries of duplicate tables, commits of expelled workers, long cuts and consecutive pauses.
 REGRESSIONS = (
     642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421, 200866, 201004,
     201891, 311078, 2000039, 2000432, 2000442, 2002761, 2003633,
 )  # fmt: skip
-#: Seeds after which every path must have been taken. Some are taken by one seed in a hundred; which ones, changes with
-#: every change to the order of messages.
+#: Number of seeds within which every path must have been taken. One seed in a hundred takes some of them; any change to
+#: the order of messages changes which.
 SEEDS_MAX = 3000
-#: Paths that one seed in some thousand takes, with faults that make them likely.
+#: Paths that one seed in a few thousand takes, with faults that make them likely.
 RARE = {
     "a filling is in doubt": ("a filling is in doubt", "kill server"),
     "a join met a new primary": ("join worker", "kill server"),
     "disk lost a write": ("kill scheduler",),
 }
-#: Interesting paths, beside the faults themselves, that these seeds must have taken.
+#: Interesting paths, besides the faults themselves, that these seeds must have taken.
 PATHS = (
     "keepalive",
     "stalled",
@@ -72,7 +73,7 @@ PATHS = (
     "told: StaleTermError",
     *(f"cut: {shape}" for shape in ("request", "response", "flight")),
 )
-#: Safeguards whose absence is seen within a few seeds.
+#: Safeguards whose absence is detected within a few seeds.
 QUICK = (
     "duplicate table, SSP and ASP",
     "contributions are added in rank order",
@@ -85,7 +86,7 @@ QUICK = (
 
 @pytest.mark.timeout(900)
 def test_some_seeds() -> None:
-    """At least ``SEEDS``, and more until every path was taken."""
+    """Run at least ``SEEDS`` seeds, and more until every path was taken."""
     seeds, total = [*REGRESSIONS, *range(FIRST, FIRST + SEEDS_MAX)], runner.Summary()
     for part in runner.run_many("", seeds, processes=2):
         total.add(part)
@@ -115,8 +116,8 @@ def test_rare_paths() -> None:
 
 
 def _left_behind(runs: int) -> tuple[Counter[str], int]:
-    """Objects, by type, and blocks of memory that are there after ``2 * runs`` seeds and were not after ``runs``; in a
-    prepared process."""
+    """Return the objects, by type, and the number of memory blocks that remain after ``2 * runs`` seeds beyond those
+    that remain after ``runs``. Call in a prepared process."""
     counts = []
     for half in range(2):
         for seed in range(FIRST + half * runs, FIRST + (half + 1) * runs):
@@ -131,8 +132,8 @@ def _left_behind(runs: int) -> tuple[Counter[str], int]:
 
 
 def test_runs_leave_nothing_behind() -> None:
-    """Else a process would need more time for each seed, the more seeds it has run. A run has thousands of objects
-    at its end; what is filled once, such as what Python knows of abstract types, may come late."""
+    """Check that runs leave no objects behind. Otherwise each further seed would take a process more time. A run has
+    thousands of objects at its end. Caches that are filled once, such as Python's for abstract types, may fill late."""
     with multiprocessing.get_context("spawn").Pool(1, runner.prepare) as pool:
         objects, blocks = pool.apply(_left_behind, (RUNS,))
     assert objects.total() < 10 * RUNS, objects.most_common(10)
@@ -154,7 +155,7 @@ def test_a_seed_gives_the_same_run_in_every_process() -> None:
 
 
 def _python(version: str) -> str:
-    """An interpreter that has what psdist needs; skips where there is none."""
+    """Return a Python interpreter with psdist's dependencies, or skip the test if none exists."""
     python = shutil.which(f"python{version}")
     needed = "import grpc, google.protobuf, numpy, numba, structlog, psutil, xxhash, uvloop, ml_dtypes"
     if python is None or subprocess.run([python, "-c", needed], capture_output=True, check=False).returncode:
@@ -163,11 +164,11 @@ def _python(version: str) -> str:
 
 
 def test_a_seed_gives_the_same_run_in_newer_pythons() -> None:
-    """Not in 3.11, whose asyncio takes more steps in ``gather`` and ``wait_for``."""
+    """Compare two newer versions. 3.11 differs: its asyncio takes more steps in ``gather`` and ``wait_for``."""
     assert _hashes(_python("3.12"), "0") == _hashes(_python("3.13"), "1")
 
 
-@pytest.mark.long  # make sim takes away each of them, and these with it.
+@pytest.mark.long  # make sim disables each of them, including these.
 def test_missing_safeguards_are_seen() -> None:
     missed = [name for name, seeds, _ in runner.hunt_all("", QUICK, processes=2) if not seeds]
     assert not missed

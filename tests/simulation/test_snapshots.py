@@ -1,4 +1,5 @@
-"""Simulated runs with snapshots: some seeds, some faults of the storage, and safeguards that are missing.
+"""Simulated runs with snapshots: some seeds, some faults of the storage, and ablations.
+
 ``python -m tests.simulation snapshots`` runs more of all; the long tests here run every fault.
 """
 
@@ -16,12 +17,12 @@ from tests.simulation.runner import Summary
 
 FIRST = 200_000
 SEEDS = 10
-#: Seeds that once showed a defect: snapshots that were committed while the run went back to the one before, numbers of
-#: attempts after a restart, a worker that was done and missed for ever.
+#: Seeds that once showed a defect: snapshots that were committed while the run rolled back to the previous one, numbers
+#: of attempts after a restart, a finished worker that the run waited for forever.
 REGRESSIONS = (2, 6043, 137, 532)
-#: Of so many cases of ``snapshot_faults`` make test runs one.
+#: ``make test`` runs one in this many cases of ``snapshot_faults``.
 EACH = 25
-#: Paths that so many seeds must have taken.
+#: Paths that these seeds must have taken.
 PATHS = (
     "snapshots compared",
     "began from a snapshot",
@@ -29,7 +30,7 @@ PATHS = (
     "a worker was told of a snapshot",
     "ranges done in snapshots",
 )
-#: Safeguards whose absence is seen within a few runs.
+#: Safeguards whose absence is detected within a few runs.
 QUICK = ("pushes after the cut are held", "a slice is copied before it is overwritten")
 
 
@@ -67,7 +68,7 @@ def _run_faults(pool: Any, each: int) -> None:
     assert not failures, "\n".join(failures)
 
 
-@pytest.mark.long  # make sim takes away each of them, and these with it.
+@pytest.mark.long  # make sim disables each of them, including these.
 def test_missing_safeguards_are_seen(pool: Any) -> None:
     missed = [name for name, runs, _ in pool.imap_unordered(partial(runner.hunt, "snapshots"), QUICK) if not runs]
     assert not missed
