@@ -16,7 +16,7 @@ ROOTS = {"psdist", "psdist_server", "psdist_scheduler"}
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel as ``pip install .`` would build it, without fetching anything."""
+    """Wheel as ``pip install .`` would build it, without any downloads."""
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(ROOT)]
@@ -27,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 
 
 def test_an_editable_install_is_folders_that_type_checkers_follow(tmp_path: Path) -> None:
-    """A .pth file with paths; an import hook instead would make psdist's types unknown to mypy and editors."""
+    """Check for a .pth file with paths: an import hook would make psdist's types unknown to mypy and editors."""
     pytest.importorskip("hatchling", reason="hatchling is not installed")
     program = "import sys; from hatchling.build import build_editable; build_editable(sys.argv[1])"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""The committed stubs are what today's proto files give, and the proto files keep the style of buf's STANDARD rules."""
+"""The committed stubs equal those that today's proto files give, and the proto files keep buf's STANDARD style."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROTOS = sorted(path.relative_to(ROOT / "proto").as_posix() for path in (ROOT / "proto").rglob("*.proto"))
-#: The lines by which the generator names its own version; another minor version gives the same stubs otherwise.
+#: Lines by which the generator names its own version. Another minor version otherwise gives the same stubs.
 _VERSION = re.compile(
     r"Protobuf Python Version|GRPC_GENERATED_VERSION = |_runtime_version\.|^ +(\d+|''),?$|^ +'psdist/v1/"
 )
@@ -54,5 +54,5 @@ def test_each_method_has_messages_of_its_own(name: str) -> None:
 
 
 def _stub(path: Path) -> list[str]:
-    """The stub's lines without those that only name the generator's version."""
+    """Return the stub's lines without those that only name the generator's version."""
     return [line for line in path.read_text().splitlines() if not _VERSION.search(line)]

@@ -1,6 +1,6 @@
 """The shape of the product code: which modules and folders import which, one class per name, and how wide classes are.
 
-Only the syntax is read. The reading of modules is shared with ``test_tidy``.
+Only the syntax is read. ``test_tidy`` has the function that parses modules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOLDER_MODULES_MAX = 16
 METHODS_MAX = 25
 ATTRIBUTES_MAX = 15
 
-#: Classes that are wider, with their methods and attributes, and why that is so. These numbers may only fall.
+#: Wider classes, with their numbers of methods and attributes, and the reason for each. These numbers may only fall.
 WIDE = {
     # The public API: one method for each thing that a script can ask for.
     "AsyncClient": (28, 15),
@@ -28,7 +28,7 @@ WIDE = {
 
 #: Constants named like a limit outside ``psdist.wire.limits``, by module. This list may only shrink.
 LIMITS_ELSEWHERE = {
-    # Ranges of single values, checked by their types, below which nothing of the wire may lie.
+    # Ranges of single values, checked by their types; limits of the wire may not be lower.
     "psdist.types": {"SLICE_ELEMENTS_MAX", "SAMPLES_MAX", "RANGES_MAX", "DATA_EPOCHS_MAX"},
     "psdist.consistency": {"_COUNT_MAX"},
     "psdist.data": {"_SEED_MAX"},
@@ -102,7 +102,7 @@ def circles(arrows: Mapping[str, Iterable[str]]) -> list[set[str]]:
 
 
 def widths(node: ast.ClassDef) -> tuple[int, int]:
-    """Methods, and attributes: fields, and what methods set on self."""
+    """Count methods and attributes: fields, and names that methods set on self."""
     methods = sum(isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) for inner in node.body)
     fields = {inner.target.id for inner in node.body if isinstance(inner, ast.AnnAssign) and _is_name(inner.target)}
     stored = {
@@ -194,7 +194,7 @@ def test_the_list_of_wide_classes_is_true() -> None:
 
 
 def limits(tree: ast.Module) -> set[str]:
-    """Names of module-level constants that end as a limit's."""
+    """Return the names of module-level constants that end like a limit's."""
     targets = [
         target
         for node in tree.body
@@ -214,12 +214,12 @@ def test_limits_are_in_one_file() -> None:
 
 #: The end of a docstring's first paragraph.
 _FULL_STOP = re.compile(r"[.?:]$|https?://\S+$")
-#: Beginnings that continue the sentence of something else.
+#: Beginnings that continue a sentence of another text.
 _CONTINUES = re.compile(r"(It|They|None|Of|All who|Whoever|Neither|Nor|And|But|So|Likewise)\b|[.,;:]")
 
 
 def fragments(tree: ast.Module) -> list[str]:
-    """First paragraphs of docstrings that have no full stop, or need something before them to be understood."""
+    """Return first paragraphs of docstrings that have no full stop, or cannot be understood alone."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, documented)]
     firsts = [text.split("\n\n")[0] for text in texts if text]
@@ -247,7 +247,7 @@ def test_the_codemap_has_every_file() -> None:
 
 
 def test_the_main_loops_name_what_exists() -> None:
-    """Each ``Class.method`` or ``module.function`` of their section."""
+    """Check that each ``Class.method`` or ``module.function`` of that section exists."""
     text = PAGE.read_text(encoding="utf-8").split("## The main loops\n")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)\.(\w+)(?:\([^`]*\))?`", text))
     known = {(module.rpartition(".")[2], name) for module in PRODUCT for name in defined(module)}
@@ -264,7 +264,7 @@ def test_the_architecture_names_files_that_exist() -> None:
 
 
 def defined(module: str) -> set[str]:
-    """The names that a module has, by its syntax."""
+    """Return the names that a module defines, by its syntax."""
     names = {name.rpartition(".")[2] for name in PRODUCT if name.rpartition(".")[0] == module}
     for node in ast.walk(parsed(PRODUCT[module])):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
@@ -277,7 +277,8 @@ def defined(module: str) -> set[str]:
 
 
 def test_scripts_within_tests_use_what_there_is() -> None:
-    """Their imports, and their uses of an imported module, are text, which no other check reads."""
+    """Check imports in scripts within tests, and their uses of an imported module. They are text, which no other check
+    reads."""
     pattern = re.compile(r"^\s*from (psdist[\w.]*) import ([\w, ]+)$", re.MULTILINE)
     complaints = []
     for path in MODULES:

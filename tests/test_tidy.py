@@ -1,7 +1,7 @@
-"""The rules of CONTRIBUTING.md that a machine can check: who imports whom, which modules are pure, sizes, and words.
+"""The rules of CONTRIBUTING.md that a machine can check: import directions, pure modules, sizes, and words.
 
 A rule is a function from a module's name and source to complaints. Each rule is first shown a snippet that breaks it
-(``BAD``), so a rule that sees nothing any more fails here. Only the syntax is read; no module is imported.
+(``BAD``), so a rule that no longer sees anything fails here. Only the syntax is read; no module is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 600
 
-#: Folders of modules that may know no loop, wire, file, clock or chance. ``now`` and ``rng`` are their arguments.
+#: Folders of modules that may use no loop, wire, file, clock or chance. ``now`` and ``rng`` are their arguments.
 PURE_FOLDERS = (
     *("psdist.client.core", "psdist_server.core", "psdist_scheduler.events", "psdist_scheduler.members"),
     *("psdist_scheduler.placement", "psdist_scheduler.datasets", "psdist_scheduler.snapshots"),
@@ -65,13 +65,13 @@ FORBIDDEN = {
     "psdist_server": ("psdist_scheduler",),
     "psdist_scheduler": ("psdist_server",),
 }
-#: What turns bytes into code or objects.
+#: Modules and calls that turn bytes into code or objects.
 UNSAFE_MODULES = frozenset({"pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
 UNSAFE_CALLS = frozenset({"eval", "exec", "__import__", "compile"})
 
 #: Words that have a better one in this project (DESIGN's "one word for one thing"), in names of the code.
 WORDS = {"coordinator": "scheduler", "slave": "worker", "trainer": "worker", "checkpoint": "snapshot"}
-#: What no committed text may hold; this file, which holds examples of it, excepted.
+#: Text that no committed file may hold, except this one, which has examples of it.
 TEXTS = {
     "an absolute path of one machine": re.compile(r"(?<![\w.~$}/-])/(?:home|root|Users|work|tmp|farm)/\w"),
     "a mark of unfinished work": re.compile(r"\b(?:TODO|FIXME|XXX|HACK)\b"),
@@ -87,7 +87,7 @@ Rule = Callable[[str, ast.Module], Iterator[str]]
 
 
 def committed() -> list[Path]:
-    """Files that are, or are about to be, under version control; everything beside caches where there is no git."""
+    """Return the files that are, or are about to be, under version control; without git, all files except caches."""
     if (ROOT / ".git").exists() and shutil.which("git"):
         command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
@@ -132,14 +132,14 @@ def _is_typing_block(node: ast.AST) -> bool:
 
 
 def calls(tree: ast.Module) -> Iterator[tuple[ast.Call, str]]:
-    """All calls, with the text of what is called."""
+    """Return all calls, with the text of the called expression."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield node, ast.unparse(node.func)
 
 
 def is_pure(module: str) -> bool:
-    """Whether a module must be pure."""
+    """True if a module must be pure."""
     return module in PURE_MODULES or any(f"{module}.".startswith(f"{folder}.") for folder in PURE_FOLDERS)
 
 
@@ -147,7 +147,7 @@ def is_pure(module: str) -> bool:
 
 
 def arrows(module: str, tree: ast.Module) -> Iterator[str]:
-    """``psdist`` knows no server; servers and scheduler do not know each other."""
+    """Check that ``psdist`` imports no server, and that servers and scheduler do not import each other."""
     root = module.split(".")[0]
     for name in sorted(imports(module, tree)):
         if name.split(".")[0] in FORBIDDEN.get(root, ()):
@@ -155,7 +155,8 @@ def arrows(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def purity(module: str, tree: ast.Module) -> Iterator[str]:
-    """A pure module imports nothing that waits, reads, writes or rolls dice, and no module that is not pure."""
+    """Check that a pure module imports nothing that waits, reads, writes or uses chance, and no module that is not
+    pure."""
     if not is_pure(module):
         return
     for name in sorted(imports(module, tree)):
@@ -170,7 +171,7 @@ def purity(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def no_waiting(module: str, tree: ast.Module) -> Iterator[str]:
-    """A pure module has no coroutines."""
+    """Check that a pure module has no coroutines."""
     if is_pure(module):
         for node in ast.walk(tree):
             if isinstance(node, ast.AsyncFunctionDef | ast.Await | ast.AsyncFor | ast.AsyncWith):
@@ -178,7 +179,7 @@ def no_waiting(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def safety(module: str, tree: ast.Module) -> Iterator[str]:
-    """Nothing turns bytes into code or objects."""
+    """Check that nothing turns bytes into code or objects."""
     for name in sorted(imports(module, tree)):
         if name.split(".")[0] in UNSAFE_MODULES:
             yield f"must not import {name}: bytes from a peer or a file could become code"
@@ -192,13 +193,13 @@ def safety(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def _is_written_here(name: ast.expr) -> bool:
-    """Whether a module's name is a constant, or one of a table of constants: ``_MODULES[...]``."""
+    """True if a module's name is a constant, or one of a table of constants: ``_MODULES[...]``."""
     table = isinstance(name, ast.Subscript) and isinstance(name.value, ast.Name) and name.value.id.isupper()
     return isinstance(name, ast.Constant) or table
 
 
 def sizes(module: str, tree: ast.Module) -> Iterator[str]:
-    """Functions and files stay small enough to be read."""
+    """Check that functions and files stay small enough to be read."""
     last = max((node.end_lineno or 0 for node in tree.body), default=0)
     if last > FILE_LINES_MAX:
         yield f"the file has {last} lines, over {FILE_LINES_MAX}: split it"
@@ -210,13 +211,13 @@ def sizes(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def docstrings(module: str, tree: ast.Module) -> Iterator[str]:
-    """A module that is not empty starts with a description."""
+    """Check that a module that is not empty starts with a description."""
     if tree.body and not ast.get_docstring(tree):
         yield "the module has no docstring"
 
 
 def words(module: str, tree: ast.Module) -> Iterator[str]:
-    """Names in the code use the project's words."""
+    """Check that names in the code use the project's words."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             name = node.name
@@ -232,7 +233,7 @@ def words(module: str, tree: ast.Module) -> Iterator[str]:
 
 
 def no_sleep(module: str, tree: ast.Module) -> Iterator[str]:
-    """Tests wait for events, never for time to pass; ``sleep(0)`` only lets others run."""
+    """Check that tests wait for events, never for time to pass; ``sleep(0)`` only lets others run."""
     if module.split(".")[0] != "tests":
         return
     slept = {name for name in imports(module, tree) if name in ("time.sleep", "asyncio.sleep")}
@@ -245,7 +246,7 @@ def no_sleep(module: str, tree: ast.Module) -> Iterator[str]:
 
 RULES: tuple[Rule, ...] = (arrows, purity, no_waiting, safety, sizes, docstrings, words, no_sleep)
 
-#: For each rule snippets that break it: (module, source).
+#: Snippets that break each rule: (module, source).
 BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     arrows: (
         ("psdist.client.core", "import psdist_server.core.shard"),
@@ -289,7 +290,7 @@ BAD: dict[Rule, tuple[tuple[str, str], ...]] = {
     ),
 }
 
-#: Snippets that every rule must let through.
+#: Snippets that every rule must accept.
 GOOD: tuple[tuple[str, str], ...] = (
     ("psdist.launch.local", '"""Doc."""\nimport sys\ncommand = [sys.executable, "-m", "psdist_server"]'),
     ("psdist_server.core.shard", '"""Doc."""\nimport numpy as np\nfrom psdist.types import Slicing\nx = np.zeros(3)'),
@@ -336,14 +337,14 @@ def test_texts_let_good_text_through(text: str) -> None:
 # --- the project keeps them -------------------------------------------------------------------------------------------
 
 FILES = committed()
-#: Written by ``tests.sync_client``; as long as the asyncio API and its docstrings.
+#: Written by ``tests.sync_client``; its length is that of the asyncio API and its docstrings.
 SYNC_CLIENT = ROOT / "psdist/client/sync_client.py"
 MODULES = [path for path in FILES if path.suffix == ".py" and not is_generated(path)]
 
 
 @functools.cache
 def parsed(path: Path) -> ast.Module:
-    """The syntax of a module, for all rules."""
+    """Return the syntax of a module, for all rules."""
     return ast.parse(path.read_text(encoding="utf-8"))
 
 

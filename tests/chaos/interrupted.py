@@ -2,10 +2,10 @@
 
     psdist run interrupted.py STEPS PACE DIRECTORY
 
-Each worker adds 1 to an element of its own in every step of "counts": where a step was applied without a worker, its
+Each worker adds 1 to an element of its own in every step of "counts". If a step was applied without a worker, its
 element is 0, and those of the others are more than 1. "dense" is updated by Adam, with gradients that follow from rank,
-step and weights, so that its bytes tell every difference before. Each worker leaves in DIRECTORY how many of its steps
-were answered, and rank 0 the weights after each step.
+step and weights, so its bytes show every earlier difference. Each worker writes the number of its answered steps to
+DIRECTORY, and rank 0 writes the weights after each step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DENSE = 3000
 
 
 def main() -> None:
-    """Trains to the end, from wherever the run is."""
+    """Train to the end, from the run's current step."""
     with psdist.init() as context:
         rank, world = context.rank, context.world_size
         zeros = np.zeros(STEPS * world, np.float32)
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def exists(rank: int) -> bool:
-    """Whether this rank has been here before."""
+    """True if this rank has run before."""
     return (DIRECTORY / f"answered-{rank}").exists()
 
 

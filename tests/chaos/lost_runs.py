@@ -1,9 +1,10 @@
-"""A run whose programs are started one by one, as on several machines, and what ends it: for ``test_lost_runs``.
+"""A run whose programs are started one by one, as on several machines, and the faults that end it: for
+``test_lost_runs``.
 
     python -m tests.chaos.lost_runs CASE ROUNDS
 
-prints, for each round of the case, whether the run continued, and otherwise when its last process ended and with which
-exit status each did. Workers run by ``psdist-worker``, so that their launchers are watched too.
+For each round of the case this prints whether the run continued. If it did not, it prints when its last process ended,
+and the exit status of each process. Workers run by ``psdist-worker``, so that their launchers are watched too.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ with psdist.init() as context:
             print("step", p.step, flush=True)
         pace.wait(0.02)
 """
-#: Everything that is to end has ended by then, or hangs.
+#: Everything that should end has ended by then, or hangs.
 HANGS_SECONDS: Final = 60.0
 _COMMANDS: Final = {
     "psdist_scheduler": (sys.executable, "-m", "psdist_scheduler"),
@@ -57,8 +58,12 @@ _STEP: Final = re.compile(r"step (\d+)$")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a round ended. seconds: from the fault until the last process had ended, or training continued.
-    statuses: exit statuses by process; empty if the run continued. text: everything that was printed."""
+    """Result of a round.
+
+    seconds: from the fault until the last process had ended, or training continued.
+    statuses: exit statuses by process; empty if the run continued.
+    text: everything that was printed.
+    """
 
     seconds: float
     statuses: Mapping[str, int]
@@ -70,7 +75,7 @@ class Outcome:
 
 
 class Programs:
-    """Scheduler, servers and one ``psdist-worker`` with two workers, each restarted by nobody but this class."""
+    """Scheduler, servers and one ``psdist-worker`` with two workers. Only this class restarts servers and scheduler."""
 
     def __init__(self, path: Path, servers: int = 2, *flags: str) -> None:
         self.path = path
@@ -82,7 +87,7 @@ class Programs:
         (path / "train.py").write_text(SCRIPT)
 
     def start(self, *flags: str) -> None:
-        """Starts everything, and returns when training is under way."""
+        """Start everything, and return when training is under way."""
         self.start_scheduler(*flags)
         for number in range(self._servers):
             self.start_server(number)
@@ -90,14 +95,14 @@ class Programs:
         self.wait_for_step(5)
 
     def start_scheduler(self, *flags: str) -> None:
-        """Starts the scheduler, at the address that it had."""
+        """Start the scheduler, at its previous address."""
         self._spawn(
             "scheduler", "psdist_scheduler", "--port", str(self.port), "--run-id", "lost", "--min-workers", "2",
             "--min-servers", str(self._servers), *self._flags, *flags,
         )  # fmt: skip
 
     def start_server(self, number: int) -> None:
-        """Starts a server."""
+        """Start a server."""
         self._spawn(f"server-{number}", "psdist_server", "--scheduler", self.address, "--server-id", f"server-{number}")
 
     def _spawn(self, name: str, module: str, *arguments: str) -> None:
@@ -111,12 +116,12 @@ class Programs:
 
     @property
     def first_steps(self) -> list[int]:
-        """The step at which rank 0 began, each time that it was started."""
+        """Return the steps at which rank 0 started, one for each of its starts."""
         return [int(step) for step in _START.findall((self.path / "workers.log").read_text())]
 
     def has_resumed(self, starts: int) -> bool:
-        """Starts servers again that have ended. Returns True if rank 0 was started more than ``starts`` times, has
-        resumed from a snapshot, and trains."""
+        """Restart servers that have ended. Returns True if rank 0 was started more than ``starts`` times, has resumed
+        from a snapshot, and trains."""
         for number in range(self._servers):
             if self.processes[f"server-{number}"].poll() is not None:
                 self.start_server(number)
@@ -126,27 +131,27 @@ class Programs:
         return bool(first) and f"step {first[-1] + 5}\n" in self.text.rpartition("starts at step ")[2]
 
     def kill(self, name: str) -> None:
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.processes[name].kill()
         self.processes[name].wait()
 
     @property
     def text(self) -> str:
-        """Everything that was printed."""
+        """Return everything that was printed."""
         return "\n".join(f"--- {log.name}\n{log.read_text('utf-8', 'replace')}" for log in self.path.glob("*.log"))
 
     @property
     def step(self) -> int:
-        """The last step that rank 0 printed."""
+        """Return the last step that rank 0 printed."""
         found = [_STEP.search(line) for line in (self.path / "workers.log").read_text().splitlines()]
         return max((int(match[1]) for match in found if match), default=0)
 
     def wait_for_step(self, step: int) -> None:
-        """Returns when that step was made."""
+        """Wait until that step was made."""
         self._until(lambda: self.step >= step)
 
     def outcome(self, continues: Callable[[], bool]) -> Outcome:
-        """Waits until every process has ended or ``continues`` is true."""
+        """Wait until every process has ended or ``continues`` is true."""
         begun = time.monotonic()
         went_on = self._until(lambda: all(p.poll() is not None for p in self.processes.values()) or continues())
         seconds = time.monotonic() - begun
@@ -158,13 +163,13 @@ class Programs:
         return Outcome(seconds, ended, self.text)
 
     def status(self) -> str:
-        """What ``psdist status`` prints."""
+        """Return the output of ``psdist status``."""
         command = [sys.executable, "-m", "psdist.cli.main", "status", "--scheduler", self.address]
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         return done.stdout + done.stderr
 
     def stop(self) -> None:
-        """Ends whatever still runs."""
+        """End all processes that still run."""
         workers = self.processes.get("workers")
         if workers is not None and workers.poll() is None:
             workers.send_signal(signal.SIGTERM)
@@ -188,8 +193,10 @@ class Programs:
 
 
 def restart_scheduler(path: Path, *, store: str, storage: bool = False, servers: int = 2) -> Outcome:
-    """Kills the scheduler of a run that trains, and starts it again. store: "kept", "lost" (deleted), "memory" (none),
-    or "older" (a copy from a while ago)."""
+    """Kill the scheduler of a run that trains, and restart it.
+
+    store: "kept", "lost" (deleted), "memory" (none), or "older" (an older copy).
+    """
     flags = ("--storage-path", str(path / "snapshots"), "--save-interval", "20") if storage else ()
     programs = Programs(path, servers, *flags)
     kept = ("--store", "memory" if store == "memory" else str(path / "store.sqlite"))
@@ -207,7 +214,7 @@ def restart_scheduler(path: Path, *, store: str, storage: bool = False, servers:
             _put_back(path)
         before, starts = programs.step, len(programs.first_steps)
         programs.start_scheduler(*kept)
-        if storage and store == "lost":  # Launchers start again what was ended.
+        if storage and store == "lost":  # Launchers restart ended workers.
             return programs.outcome(lambda: programs.has_resumed(starts))
         return programs.outcome(lambda: store == "kept" and programs.step > before + 20)
     finally:
@@ -215,7 +222,7 @@ def restart_scheduler(path: Path, *, store: str, storage: bool = False, servers:
 
 
 def _age_store(programs: Programs, path: Path, flags: tuple[str, ...]) -> None:
-    """Copies the store, and lets the run go through epochs that the copy does not have."""
+    """Copy the store, and let the run go through epochs that the copy does not have."""
     programs.kill("scheduler")
     for file in path.glob("store.sqlite*"):
         shutil.copy(file, path / f"older-{file.name}")
@@ -233,7 +240,7 @@ def _put_back(path: Path) -> None:
 
 
 def lose_server(path: Path) -> Outcome:
-    """Kills a server of a run with one copy that saves nothing, and starts another in its place."""
+    """Kill a server of a run with one copy that saves nothing, and start another in its place."""
     programs = Programs(path, 2, "--storage-path", "none")
     try:
         programs.start("--store", "memory")
@@ -245,8 +252,11 @@ def lose_server(path: Path) -> Outcome:
 
 
 def damage_snapshots(path: Path, *, how: str, servers: int = 2) -> Outcome:
-    """Damages every snapshot of a run with one copy, and kills a server, which is started again. how: "flip" (a bit of
-    each shard file), "manifests", "records", "empty" (no file is left), or "gone" (nor the directory)."""
+    """Damage every snapshot of a run with one copy, then kill and restart a server.
+
+    how: "flip" (a bit of each shard file), "manifests", "records", "empty" (no file is left), or "gone" (nor the
+    directory).
+    """
     programs = Programs(path, servers, "--storage-path", str(path / "snapshots"), "--save-interval", "5")
     try:
         programs.start("--store", str(path / "store.sqlite"))
@@ -285,7 +295,7 @@ CASES: Final[Mapping[str, Callable[[Path], Outcome]]] = {
 
 
 def main() -> None:
-    """See the module."""
+    """Run the command; see the module."""
     case, rounds = sys.argv[1], int(sys.argv[2]) if sys.argv[2:] else 1
     for _ in range(rounds):
         with tempfile.TemporaryDirectory(prefix="psdist-lost-") as path:

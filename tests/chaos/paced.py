@@ -1,4 +1,4 @@
-"""A training whose weights say whether each step counted once, and which measures its longest pause.
+"""A training whose weights show whether each step counted once, and which measures its longest pause.
 
     python paced.py RANK WORKERS STEPS PACE MODE
 
@@ -22,7 +22,7 @@ ELEMENTS = 50_000
 
 
 def main() -> None:
-    """Trains to the end."""
+    """Train to the end."""
     consistency = psdist.BSP() if MODE == "bsp" else psdist.ASP()
     with psdist.init() as context:
         handle = context.client.parameters(

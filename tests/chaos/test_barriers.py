@@ -1,4 +1,4 @@
-"""Workers that give up at barriers, at random: nobody is left waiting, and nobody passes without the others.
+"""Workers that give up at barriers, at random: no worker is left waiting, and none passes without the others.
 
 ``ROUNDS`` in the environment is the number of barriers, ``SEED`` selects their time limits.
 """
@@ -20,7 +20,7 @@ ROUNDS = int(os.environ.get("ROUNDS", "300"))
 SEED = int(os.environ.get("SEED", "0"))
 CLIENTS = 4
 
-#: Leaves for each barrier when the call began and ended by which it was passed, in seconds of the machine's clock.
+#: Writes, for each barrier, when the call that passed it started and ended, in seconds of the machine's clock.
 _SCRIPT = """
 import random, sys, time
 import numpy as np

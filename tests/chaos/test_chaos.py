@@ -57,7 +57,7 @@ def test_workers_frozen_are_fenced_and_come_back(tmp_path: Path) -> None:
 
 
 def test_the_only_copy_lost_is_said(tmp_path: Path) -> None:
-    # Which is to be by its death, and the only loss.
+    # The server should be lost by its death, and be the only loss.
     fault = ("--fault", "server-lost", "--kills", "1", "--failure-timeout", "10")
     report = _run(tmp_path, *fault, "--replicas", "1", "--nservers", "2")
     assert len(report["ended"]) >= 2

@@ -1,4 +1,4 @@
-"""Strikes during a filling hit a server that takes part in it, and never the last copy of a shard."""
+"""Strikes while a copy is filled hit a server that takes part in it, and never the last copy of a shard."""
 
 from __future__ import annotations
 

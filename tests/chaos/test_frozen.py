@@ -1,7 +1,7 @@
-"""Each example, in each of its modes, with a worker that is frozen past its lease and goes on: the run ends, or it says
-by a typed error why not. Nobody waits for ever.
+"""Each example, in each of its modes, with a worker that is frozen past its lease and then thaws: the run ends, or
+reports the reason by a typed error. No process waits forever.
 
-``SEED`` in the environment is which worker is frozen, and at which of its pushes.
+``SEED`` in the environment selects the worker, and the push at which it is frozen.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from launched import Run
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SEED = int(os.environ.get("SEED", "0"))
-#: What every run makes of pushes, in each worker, before the frozen one ends.
+#: Each worker of every run makes at least this many pushes before the frozen one ends.
 PUSHES = 40
-#: The promise.
+#: Promised time limit, in seconds.
 END_SECONDS = 60.0
 
-#: Runs an example that stops its own process once, at the place that is asked for.
+#: Runs an example that stops its own process once, at the requested place.
 _SCRIPT = """
 import os, runpy, signal, sys
 from psdist.client import async_client, sync_client

@@ -1,6 +1,6 @@
-"""A run over several hosts, as an operator starts it: every role by its own command, names that the name service knows
-late, a host that is added, one that is restarted, and the scheduler's host rebooted. The weights are those of an
-undisturbed run, byte for byte, and everything is named as its host is.
+"""A run over several hosts, as an operator starts it. Every role has its own command, and names reach the name service
+late. A host is added, one is restarted, and the scheduler's host is rebooted. The weights are those of an undisturbed
+run, byte for byte, and every member is named after its host.
 
 Hosts are network namespaces with names of their own, which needs root.
 """
@@ -26,7 +26,7 @@ from psdist.errors import ConfigurationError
 
 HOSTS: Final = ("head", "gpu-a", "gpu-b", "gpu-c")
 STEPS: Final = 600
-#: Each worker pushes the same whole number in a step, so that their mean does not depend on how many they are.
+#: Each worker pushes the same whole number in a step, so that their mean does not depend on the number of workers.
 SCRIPT: Final = f"""
 import hashlib, threading
 import numpy as np
@@ -75,22 +75,22 @@ class Hosts:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("PSDIST_")}
         self._environment |= {"PSDIST_TOKEN": "secret", "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
-        #: What every host's resolver reads.
+        #: Names that every host's resolver reads.
         self._names = path / "names"
         self._names.write_text("127.0.0.1 localhost\n")
         (path / "train.py").write_text(SCRIPT)
 
     def publish(self, host: str) -> None:
-        """From now on all hosts know the address of this one."""
+        """Tell all hosts the address of this one."""
         with self._names.open("a") as names:
             names.write(f"{self.address(host)} {host}\n")
 
     def address(self, host: str) -> str:
-        """The address of a host."""
+        """Return the address of a host."""
         return self._network.address(HOSTS.index(host))
 
     def start(self, name: str, host: str, program: str, *flags: str) -> None:
-        """Starts a program on a host, under a name of this test's."""
+        """Start a program on a host, under a name of this test's."""
         inside = (*self._network.inside(HOSTS.index(host)), "unshare", "--uts", "sh", "-c", _BECOME, host)
         with (self.path / f"{name}.log").open("ab") as log:
             self.processes[name] = subprocess.Popen(
@@ -99,7 +99,7 @@ class Hosts:
             )  # fmt: skip
 
     def start_scheduler(self) -> None:
-        """Starts the scheduler on its host."""
+        """Start the scheduler on its host."""
         self.start(
             "scheduler", "head", "scheduler", "--host", "0.0.0.0", "--port", "29600", "--insecure", "--run-id", "hosts",
             "--store", "store.sqlite", "--replicas", "2", "--min-servers", "2", "--min-workers", "2",
@@ -107,13 +107,13 @@ class Hosts:
         )  # fmt: skip
 
     def start_host(self, host: str) -> None:
-        """Starts a server and the workers' launcher on a host."""
+        """Start a server and the workers' launcher on a host."""
         to_scheduler, listen = ("--scheduler", "head:29600"), ("--host", "0.0.0.0", "--insecure", "--port", "29601")
         self.start(f"server-{host}", host, "server", *to_scheduler, *listen)
         self.start(f"worker-{host}", host, "worker", *to_scheduler, "--nnodes", "1:3", "train.py")
 
     def status(self) -> Any:
-        """What ``psdist status`` says on the scheduler's host."""
+        """Return the output of ``psdist status`` on the scheduler's host."""
         self.start("status", "head", "status", "--scheduler", "head:29600")
         assert self.processes["status"].wait(_SECONDS) == 0, self.logs
         text = (self.path / "status.log").read_text()
@@ -125,11 +125,11 @@ class Hosts:
 
     @property
     def logs(self) -> str:
-        """What all have printed."""
+        """Return the output of all processes."""
         return "\n".join(f"--- {file.name}\n{file.read_text()[-6000:]}" for file in sorted(self.path.glob("*.log")))
 
     def step(self) -> int:
-        """The newest step that a worker printed."""
+        """Return the newest step that a worker printed."""
         lines = [line for host in HOSTS[1:] for line in self._lines(host) if " step " in f" {line}"]
         return max((int(line.rpartition("step ")[2]) for line in lines), default=0)
 
@@ -138,7 +138,7 @@ class Hosts:
         return log.read_text().splitlines() if log.exists() else []
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
-        """Returns when ``condition`` is true."""
+        """Wait until ``condition`` is true."""
         until = time.monotonic() + _SECONDS
         while not condition():
             assert time.monotonic() < until, f"no {what} in {_SECONDS:g} s\n{self.logs}"
@@ -148,13 +148,13 @@ class Hosts:
                 continue
 
     def kill(self, *names: str) -> None:
-        """SIGKILL, as when a host loses its power."""
+        """Send SIGKILL, as when a host loses its power."""
         for name in names:
             self.processes[name].kill()
             self.processes[name].wait()
 
     def stop(self) -> None:
-        """Ends what still runs."""
+        """End all processes that still run."""
         for process in self.processes.values():
             if process.poll() is None:
                 process.send_signal(signal.SIGCONT)
@@ -179,7 +179,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
 
 
 def digest(text: str) -> set[str]:
-    """The digests of weights that workers printed."""
+    """Return the digests of weights that workers printed."""
     return {line.rpartition("digest ")[2].strip() for line in text.splitlines() if "digest " in line}
 
 
@@ -189,7 +189,7 @@ def test_a_run_over_hosts_that_come_go_and_reboot_has_the_bytes_of_one_host(host
     alone = subprocess.run(
         [*_PROGRAMS["run"]], cwd=hosts.path, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL
     )
-    # The scheduler has no name yet, nor is it there.
+    # The scheduler has no name yet, and is not running.
     for host in ("gpu-a", "gpu-b"):
         hosts.start_host(host)
     hosts.wait_for(lambda: "'head'" in hosts.log("server-gpu-a") or "head" in hosts.log("server-gpu-a"), "notice")
@@ -200,7 +200,7 @@ def test_a_run_over_hosts_that_come_go_and_reboot_has_the_bytes_of_one_host(host
     # A host is added.
     hosts.start_host("gpu-c")
     hosts.wait_for(lambda: "step " in hosts.log("worker-gpu-c"), "worker on the new host")
-    # One is restarted.
+    # A host is restarted.
     hosts.kill("server-gpu-b", "worker-gpu-b")
     at = hosts.step()
     hosts.start_host("gpu-b")
@@ -222,7 +222,7 @@ def test_a_run_over_hosts_that_come_go_and_reboot_has_the_bytes_of_one_host(host
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_torch_distributed_finds_its_store_across_hosts(hosts: Hosts) -> None:
-    """gloo listens at the address of the host's own name."""
+    """Check that gloo listens at the address of the host's own name."""
     pytest.importorskip("torch")
     (hosts.path / "train.py").write_text(GLOO)
     for host in HOSTS[:3]:

@@ -23,7 +23,7 @@ import psdist
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "4"))
 SEED = int(os.environ.get("SEED", "0"))
 SCRIPT = Path(__file__).with_name("interrupted.py")
-#: Steps of a run, and seconds of each at least: several interrupts come before its end.
+#: Steps of a run, and minimum seconds of each: several interrupts come before its end.
 STEPS, PACE = 400, 0.01
 LATEST_SECONDS, END_SECONDS = 6.0, 120.0
 
@@ -40,7 +40,7 @@ class Chain:
     output: list[str] = field(default_factory=list)
 
     def start(self) -> subprocess.Popen[bytes]:
-        """The run, from its beginning or its newest snapshot, in a process group of its own."""
+        """Start the run, from its beginning or its newest snapshot, in a process group of its own."""
         self.path.mkdir(exist_ok=True)
         if not (self.path / "states.npy").exists():
             np.save(self.path / "states.npy", np.zeros_like(self.states))
@@ -57,7 +57,7 @@ class Chain:
             )
 
     def interrupted(self, kind: str, seconds: float) -> int:
-        """Return the exit status of a run. Limited to this many seconds."""
+        """Return the exit status of a run, which is limited to this many seconds."""
         begin = self.size()
         process = self.start()
         with suppress(subprocess.TimeoutExpired):
@@ -67,11 +67,11 @@ class Chain:
         elif process.poll() is None:
             os.killpg(process.pid, signal.SIGINT)
         status = process.wait(END_SECONDS)
-        # Before the launcher has begun to do anything the interpreter ends as it does.
+        # Before the launcher has started any work the interpreter ends in its own way.
         return status if self.size() > begin and "psdist: run" in self.log(begin) else 0
 
     def size(self) -> int:
-        """Bytes that were printed."""
+        """Return how many bytes were printed."""
         return (self.path / "log").stat().st_size if (self.path / "log").exists() else 0
 
     def log(self, begin: int = -6000) -> str:
@@ -79,7 +79,7 @@ class Chain:
         return (self.path / "log").read_text("utf-8", "replace")[begin:]
 
     def check(self) -> int:
-        """Checks that the newest snapshot has what was answered, of all workers; its step, 0 for none."""
+        """Check that the newest snapshot has all answered steps of all workers. Returns its step, 0 for none."""
         answered = [np.fromfile(file, np.int64) for file in self.path.glob("answered-*")]
         most = [max((int(row[number]) for row in answered), default=0) for number in (0, 1)]
         if not list(self.path.glob("runs/commits/*")):

@@ -1,4 +1,4 @@
-"""The count of lost and repeated pushes sees each kind of loss and repeat, and nothing else."""
+"""The count of lost and repeated pushes detects each kind of loss and repeat, and nothing else."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def _weights(pushes: dict[int, list[Push]], share: float = 1.0) -> NDArray[np.fl
 
 
 def _asynchronous() -> dict[int, list[Push]]:
-    """More pushes than places, a worker that died in the middle of one, and one that dropped one."""
+    """Return a run with more pushes than places, a worker that died in the middle of a push, and one that dropped a
+    push."""
     first = [*_pushes(50), *_pushes(1, first=50, outcome="unknown"), *_pushes(9, first=51, start=1)]
     return {0: first, 1: [*_pushes(30), *_pushes(1, first=30, outcome="dropped")]}
 
@@ -88,7 +89,7 @@ def test_bsp_of_the_same_workers(times: int, lost: int, repeated: int) -> None:
 
 
 def _elastic() -> tuple[dict[int, list[Push]], NDArray[np.float32]]:
-    """Steps 0 to 9; worker 1 died in step 4, was not counted there, and took part again from step 7 on."""
+    """Return steps 0 to 9. Worker 1 died in step 4, was not counted there, and rejoined in step 7."""
     died = Push(4, 0, "unknown", 4.0)
     pushes = {0: _pushes(10), 1: [*_pushes(4), died, *_pushes(3, first=7, start=1)]}
     weights = np.zeros((_SLICES, _SLOTS), np.float32)
@@ -103,7 +104,7 @@ def _elastic() -> tuple[dict[int, list[Push]], NDArray[np.float32]]:
 def test_bsp_of_workers_that_come_and_go() -> None:
     pushes, weights = _elastic()
     assert judge(pushes, weights, _WORKERS, synchronous=True) == Verdict(17, 0, 1, 0, 0)
-    # In one slice the dying worker's part was counted: that is allowed too.
+    # In one slice the dying worker's part was counted: that is allowed, too.
     _apply(weights[:1], 0, 4, -0.5)
     _apply(weights[:1], 1, 4, 0.5)
     assert judge(pushes, weights, _WORKERS, synchronous=True) == Verdict(17, 0, 1, 0, 0)
@@ -112,9 +113,9 @@ def test_bsp_of_workers_that_come_and_go() -> None:
 @pytest.mark.parametrize(
     ("changes", "lost", "repeated"),
     [
-        ([(0, 8, -0.5), (1, 8, 0.5)], 3, 0),  # one was lost, so the other had the whole step
-        ([(0, 5, 1.0)], 0, 3),  # a step of one worker taken twice
-        ([(0, 8, 0.5), (1, 8, 0.5)], 0, 6),  # a step of two taken twice
+        ([(0, 8, -0.5), (1, 8, 0.5)], 3, 0),  # one push was lost, so the other had the whole step
+        ([(0, 5, 1.0)], 0, 3),  # a step of one worker applied twice
+        ([(0, 8, 0.5), (1, 8, 0.5)], 0, 6),  # a step of two applied twice
         ([(1, 5, 0.5), (0, 5, -0.5)], 0, 3),  # worker 1 took part in a step that it never pushed
     ],
 )

@@ -15,7 +15,7 @@ def _faults(*faults: tuple[str, float]) -> list[Injected]:
 
 
 def _moments(*gaps: tuple[float, float]) -> list[float]:
-    """Acknowledgements at 0, 0.1, ..., 1, but for those within a gap."""
+    """Return acknowledgements at 0, 0.1, ..., 1, except those within a gap."""
     return [moment for moment in _STEADY if not any(begin < moment < end for begin, end in gaps)]
 
 

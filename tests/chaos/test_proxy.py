@@ -1,4 +1,4 @@
-"""The fault proxy on real sockets: each fault does what its name says, to connections that are open and to new ones."""
+"""The fault proxy on real sockets: each fault has the effect of its name, on open connections and on new ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import pytest
 
 from psdist.chaos.proxy import BLACKHOLE, HALF_OPEN, HELD, Fault, FaultProxy
 
-#: Long enough for bytes that do pass to have passed.
+#: Long enough for bytes that pass at all to have passed.
 _SILENCE_SECONDS = 0.15
 
 
 class Echo:
-    """An echo server that counts."""
+    """Echo server that counts bytes."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -49,7 +49,7 @@ class Peer:
         return await asyncio.wait_for(self.reader.readexactly(size), 60)
 
     async def silent(self) -> bool:
-        """Whether nothing comes for a while."""
+        """True if nothing arrives for a while."""
         try:
             await asyncio.wait_for(self.reader.read(1), _SILENCE_SECONDS)
         except TimeoutError:
@@ -57,7 +57,7 @@ class Peer:
         return False
 
     async def broken(self) -> bool:
-        """Waits for the end; whether it was a reset."""
+        """Wait for the end. Returns True if it was a reset."""
         try:
             while await asyncio.wait_for(self.reader.read(1 << 16), 60):
                 pass
@@ -67,7 +67,7 @@ class Peer:
 
 
 class Bench:
-    """An echo server behind a proxy, and the clients that were opened."""
+    """Echo server behind a proxy, and its open clients."""
 
     def __init__(self, echo: Echo, proxy: FaultProxy, address: str) -> None:
         self.echo, self.proxy = echo, proxy
@@ -140,7 +140,7 @@ async def test_a_blackhole_accepts_and_passes_nothing(bench: Bench) -> None:
     assert (bench.echo.received, bench.echo.opened, bench.proxy.accepted) == (1, 1, 2)
     bench.proxy.fault = Fault()
     before.send(b"more")
-    assert await before.broken()  # bytes are missing in it
+    assert await before.broken()  # bytes of it are missing
     assert await late.read(4) == b"late"  # nothing of it was ever read
 
 

@@ -1,6 +1,6 @@
 """Two sets in turn, disturbed at arbitrary moments: the last weights are those of the undisturbed run.
 
-INTERRUPTS and KILLS say how often runs are interrupted, and how many servers are killed; SEED chooses other moments.
+INTERRUPTS is the number of interruptions of runs, KILLS the number of killed servers; SEED chooses other moments.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def runs() -> Iterator[list[Run]]:
 
 
 def start(path: Path, runs: list[Run], d_steps: int, *flags: str, steps: int = STEPS) -> Run:
-    """A run in ``path``, from its newest snapshot."""
+    """Start a run in ``path``, from its newest snapshot."""
     path.mkdir(exist_ok=True)
     storage = ("--storage-path", str(path / "runs"), "--run-id", path.name)
     run = Run(path, SCRIPT, str(steps), "0.003", str(path), str(d_steps), flags=(*storage, *flags))
@@ -41,20 +41,20 @@ def start(path: Path, runs: list[Run], d_steps: int, *flags: str, steps: int = S
 
 
 def end(run: Run, path: Path) -> bytes:
-    """The last weights of both sets."""
+    """Return the last weights of both sets."""
     status, text = run.end()
     assert status == 0, "".join(run.seen) + text
     return final(path)
 
 
 def final(path: Path) -> bytes:
-    """The last weights of both sets, which a run that has ended leaves."""
+    """Return the last weights of both sets, as left by a run that has ended."""
     with np.load(path / "weights.npz") as weights:
         return weights["D"].tobytes() + weights["G"].tobytes()
 
 
 def undisturbed(path: Path, runs: list[Run], d_steps: int, steps: int = STEPS) -> bytes:
-    """The last weights of a run that nobody disturbs."""
+    """Return the last weights of a run that nobody disturbs."""
     return end(start(path, runs, d_steps, steps=steps), path)
 
 
@@ -82,7 +82,7 @@ def test_interrupts_at_arbitrary_moments(tmp_path: Path, runs: list[Run], d_step
         assert weights == expected, f"seed {SEED}, chain {chain}"
 
 
-@pytest.mark.long  # Each kill goes back to a snapshot.
+@pytest.mark.long  # Each kill rolls the run back to a snapshot.
 @pytest.mark.timeout(300 + 60 * KILLS)
 @pytest.mark.parametrize("d_steps", [1, 5])
 def test_killed_servers_take_all_sets_back_to_one_iteration(tmp_path: Path, runs: list[Run], d_steps: int) -> None:

@@ -1,8 +1,8 @@
 """Silence that is not death: a scheduler whose link is down, and servers that are stopped for several leases. Training
-continues, nobody is expelled, no process ends, and the weights are those of the undisturbed run, byte for byte.
+continues, no member is expelled, no process ends, and the weights equal those of the undisturbed run, byte for byte.
 
-The scheduler runs in a network namespace of its own, which needs root. ``ROUNDS`` in the environment is how often each
-case is repeated; the longest pause of training is printed.
+The scheduler runs in a network namespace of its own, which needs root. ``ROUNDS`` in the environment is the number of
+repetitions of each case; the longest pause of training is printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKERS, SERVERS, PACE = 2, 3, 0.02
 #: Length of a run before a fault, and after it.
 BEFORE_SECONDS, AFTER_SECONDS = 2.0, 8.0
 END_SECONDS = 300.0
-#: Of this process alone: several may run side by side.
+#: Names of this process alone: several may run side by side.
 MINE = os.getpid()
 NAMESPACE, LINK, PEER = f"b-scheduler-{MINE}", f"b{MINE}h", f"b{MINE}s"
 HERE, THERE = (f"10.{213 + MINE // 256 % 32}.{MINE % 256}.{last}" for last in (1, 2))
@@ -71,7 +71,7 @@ class Run:
         self.path, self._stack = path, stack
         path.mkdir()
         self.environment = os.environ | {"PSDIST_SCHEDULER": f"{THERE}:7777", "PSDIST_WORLD_SIZE": str(WORKERS)}
-        for name in ("PSDIST_FAILURE_TIMEOUT", "PSDIST_WORKER_TIMEOUT"):  # The defaults count here.
+        for name in ("PSDIST_FAILURE_TIMEOUT", "PSDIST_WORKER_TIMEOUT"):  # The tests rely on the defaults.
             self.environment.pop(name, None)
         self.environment["PSDIST_TOKEN"] = secrets.token_hex(16)
         scheduler = ["ip", "netns", "exec", NAMESPACE, sys.executable, "-m", "psdist_scheduler"]
@@ -103,7 +103,7 @@ class Run:
         process.wait()
 
     def wait_until_training(self) -> None:
-        """Returns when the workers push, and copies are complete."""
+        """Wait until the workers push, and copies are complete."""
         until = time.monotonic() + END_SECONDS
         while "every shard of" not in self.log("scheduler"):
             assert time.monotonic() < until, self.log("scheduler")
@@ -143,7 +143,7 @@ class Run:
 
 
 def steps_for(seconds: float) -> int:
-    """Steps of a run that lasts until after the fault."""
+    """Return the steps of a run that lasts until after the fault."""
     return round((BEFORE_SECONDS + seconds + AFTER_SECONDS) / PACE / 1.3)
 
 

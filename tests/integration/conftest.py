@@ -12,7 +12,7 @@ from psdist.client.context import Context
 
 @pytest.fixture(scope="module")
 def alone() -> Iterator[Context]:
-    """The context of a script without a launcher."""
+    """Context of a script without a launcher."""
     with psdist.init() as context:
         assert context.world_size == 1
         yield context
@@ -20,5 +20,5 @@ def alone() -> Iterator[Context]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A parameter set's name for this test."""
+    """Name of a parameter set for this test."""
     return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)

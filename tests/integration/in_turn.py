@@ -3,7 +3,7 @@
     psdist run in_turn.py STEPS PACE DIRECTORY D_STEPS
 
 Each iteration makes D_STEPS steps of "D" and one of "G". Every gradient follows from rank, step and the weights of both
-sets, so that a step which is skipped, repeated or taken in another order changes the last bytes.
+sets. A step that is skipped, repeated or reordered therefore changes the last bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIZE = 3000
 
 
 def main() -> None:
-    """Train to the end, from wherever the run is."""
+    """Train to the end, from the run's current step."""
     with psdist.init() as context:
         rank = context.rank
         names = ("D", "G")

@@ -1,4 +1,4 @@
-"""Parameters created wrongly by a hand-written client while others train: settings, commits, initial values.
+"""Parameters that a hand-written client creates wrongly while others train: settings, commits, initial values.
 
 The workers of the training create them, since a parameter set gathers all live workers.
 """
@@ -29,7 +29,7 @@ _numbers = itertools.count()
 
 
 class Creator(Peer):
-    """Creates parameters by hand, as the workers of the training."""
+    """Peer that creates parameters by hand, as the workers of the training."""
 
     def who(self, rank: int) -> dict[str, Any]:
         """A worker of the training, as it names itself to the scheduler."""
@@ -37,7 +37,7 @@ class Creator(Peer):
         return {"run_id": client.run_id, "worker_id": client.worker_id, "incarnation": client.incarnation}
 
     def create(self, rank: int, name: str, optimizer: dict[str, Any] | None = None, **settings: Any) -> Any:
-        """Calls CreateParameters for a worker of the training: two slices."""
+        """Call CreateParameters for a worker of the training, with two slices."""
         sgd = {"kind": "sgd", "values": psdist.optim.SGD().values()}
         spec = {"name": name, "consistency": common.Consistency(kind="bsp"), "slice_elements": 4}
         request = scheduler_pb2.CreateParametersRequest(
@@ -49,7 +49,7 @@ class Creator(Peer):
         return stub.CreateParameters(request, metadata=self.metadata)
 
     async def install(self, cluster: common.ClusterMap, name: str, values: list[float], count: int) -> None:
-        """Installs the first ``count`` slices of what ``create`` created: each has ``values`` four times."""
+        """Install the first ``count`` slices that ``create`` created: each has ``values`` four times."""
         entry = next(entry for entry in cluster.parameters if entry.spec.name == name)
         addresses = {server.server_id: server.address for server in cluster.servers}
         for index in range(count):
@@ -70,7 +70,7 @@ async def creator(training: Training) -> AsyncIterator[Creator]:
 
 
 async def until_upload(call: Any) -> AsyncIterator[scheduler_pb2.CreateParametersResponse]:
-    """The answers to CreateParameters up to the one that asks for the values."""
+    """Return the answers to CreateParameters up to the one that asks for the values."""
     async for response in call:
         yield response
         if response.state == response.STATE_UPLOAD:
@@ -100,7 +100,8 @@ async def test_settings_by_hand_that_are_wrong(
 
 
 async def test_values_that_nobody_installed_are_not_committed(training: Training, creator: Creator) -> None:
-    """The call can be repeated once they exist. The trainers create the parameters by hand, beside their work."""
+    """Check that the call can be repeated once the values exist. The trainers create the parameters by hand, during
+    their training."""
     name = f"by-hand-{next(_numbers)}"
     calls = [creator.create(rank, name) for rank in (0, 1)]
     upload = [response async for response in until_upload(calls[0])][-1]
@@ -123,7 +124,7 @@ async def test_values_that_nobody_installed_are_not_committed(training: Training
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 async def test_initial_values_that_are_not_finite(training: Training, bad: float) -> None:
-    """The other worker waits meanwhile, and gets the values of the second attempt."""
+    """Check that the other worker waits meanwhile, and gets the values of the second attempt."""
     name = f"other-{next(_numbers)}"
     wrong = INIT | {"w": np.where(np.arange(8910).reshape(90, 99) == 5000, bad, 0).astype(np.float32)}
     waiting = asyncio.create_task(training.clients[1].parameters(name, INIT, SGD))

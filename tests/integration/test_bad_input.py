@@ -51,7 +51,7 @@ SEGMENTS: dict[str, Any] = {"codec": common.CODEC_SEGMENTS}
 
 
 def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
-    """With the learning rate of 1, ``value`` -1 adds 1 to every weight."""
+    """Return a gradient that adds 1 to every weight if ``value`` is -1, with the learning rate of 1."""
     return {name: np.full(part.shape, value, np.float32) for name, part in INIT.items()}
 
 
@@ -66,7 +66,7 @@ class Training:
         self._ending = False
 
     async def begin(self) -> None:
-        """Creates the parameters and starts the steps."""
+        """Create the parameters and start the steps."""
         self.handles = list(await asyncio.gather(*(client.parameters("model", INIT, SGD) for client in self.clients)))
         self._steps = [asyncio.create_task(self._train(handle)) for handle in self.handles]
 
@@ -75,7 +75,7 @@ class Training:
             check(await handle.push_pull(gradient()), handle.version)
 
     async def goes_on(self) -> None:
-        """Returns when both workers have made some more steps, all of them right."""
+        """Wait until both workers have made some more steps, all of them right."""
         goals = [handle.step + _STEPS for handle in self.handles]
         async with asyncio.timeout(60):
             while any(handle.step < goal for handle, goal in zip(self.handles, goals, strict=True)):
@@ -86,14 +86,14 @@ class Training:
         assert all(handle.statistics().ignored == 0 for handle in self.handles)
 
     async def end(self) -> None:
-        """Stops both workers after the same step."""
+        """Stop both workers after the same step."""
         self._ending = True
-        for task in self._steps:  # One may stand before a step that the other does not make any more.
+        for task in self._steps:  # One may wait at a step that the other no longer makes.
             task.cancel()
         await asyncio.gather(*self._steps, return_exceptions=True)
 
     async def join(self, **arguments: Any) -> psdist.AsyncClient:
-        """One more client."""
+        """Connect one more client."""
         named = {"scheduler": self.cluster.address, "token": self.cluster.token, "connect_timeout": 60.0}
         return await psdist.AsyncClient(**(named | arguments)).connect()
 
@@ -122,7 +122,7 @@ async def training() -> AsyncIterator[Training]:
 
 
 class Peer:
-    """Speaks to the processes of a training by hand, as one of its workers or as somebody without a token."""
+    """Peer that calls the processes of a training by hand, as one of its workers or as a caller without a token."""
 
     def __init__(self, training: Training, metadata: tuple[tuple[str, str], ...]) -> None:
         self.training = training
@@ -130,22 +130,22 @@ class Peer:
         self._channels: list[grpc.aio.Channel] = []
 
     def channel(self, address: str, message_bytes: int = 256 << 20) -> grpc.aio.Channel:
-        """A channel that itself refuses nothing."""
+        """Return a channel that refuses nothing by itself."""
         self._channels.append(open_channel(address, message_bytes))
         return self._channels[-1]
 
     async def map(self) -> common.ClusterMap:
-        """The cluster map."""
+        """Return the cluster map."""
         stub = scheduler_pb2_grpc.SchedulerServiceStub(self.channel(self.training.cluster.address))
         return (await stub.GetClusterMap(scheduler_pb2.GetClusterMapRequest(), metadata=self.metadata)).map
 
     async def addresses(self) -> dict[str, str]:
-        """Where the scheduler and the servers listen."""
+        """Return the addresses of the scheduler and the servers."""
         servers = {server.server_id: server.address for server in (await self.map()).servers}
         return {"scheduler": self.training.cluster.address} | servers
 
     async def push_pull(self, identity: dict[str, Any], header: dict[str, Any], slice_: dict[str, Any]) -> None:
-        """Sends one slice, as worker 0's, to the server that holds it."""
+        """Send one slice, as worker 0's, to its server."""
         cluster = await self.map()
         entry = next(entry for entry in cluster.parameters if entry.spec.name == "model")
         client, index = self.training.clients[0], slice_.get("slice", 0)
@@ -166,7 +166,7 @@ class Peer:
         await call.read()
 
     async def close(self) -> None:
-        """Closes the channels."""
+        """Close the channels."""
         for channel in self._channels:
             await channel.close()
 
@@ -186,7 +186,7 @@ async def stranger(training: Training) -> AsyncIterator[Peer]:
 
 
 async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
-    """The error that a call by hand ends with."""
+    """Return the error that a call by hand ends with."""
     async with asyncio.timeout(60):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await awaitable
@@ -250,7 +250,7 @@ async def test_attaching_with_something_else(
 @pytest.mark.parametrize("policy", ["reject", "skip"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 async def test_non_finite_gradients_by_policy(training: Training, consistency: Any, policy: Any, bad: float) -> None:
-    """The trainers' own clients have second parameters, in each mode: a bad gradient counts for nothing there."""
+    """Check second parameters of the trainers' own clients, in each mode: a bad gradient counts for nothing there."""
     name = f"other-{next(_numbers)}"
     settings = {"init": INIT, "optimizer": SGD, "consistency": consistency, "non_finite": policy}
     one, two = await asyncio.gather(*(client.parameters(name, **settings) for client in training.clients))
@@ -264,7 +264,7 @@ async def test_non_finite_gradients_by_policy(training: Training, consistency: A
     else:
         await asyncio.gather(one.push(poisoned), two.push(gradient()))
         assert one.statistics().abstained == 1
-    # BSP: the mean of those that count. Else each push that counts is an update of its own.
+    # BSP: the mean of the gradients that count. In other modes each push that counts is an update of its own.
     counted = 1 if policy == "skip" or isinstance(consistency, psdist.BSP) else 2
     check(await one.pull(), counted)
     check(await two.pull(), counted)
@@ -368,7 +368,7 @@ async def test_a_push_by_hand_that_is_wrong(
 async def test_a_call_that_does_not_say_who_sends(
     training: Training, peer: Peer, method: str, message: Any, words: str
 ) -> None:
-    """It is malformed, and of no other run."""
+    """Check a call without a sender: it is malformed, and belongs to no other run."""
     for address in list((await peer.addresses()).values())[1:]:
         path = f"/psdist.v1.ServerService/{method}"
         refused = await refusal(
@@ -394,7 +394,7 @@ async def test_reflection_lists_services_for_a_caller_with_the_token(
 
 
 async def _services(asker: Peer, address: str) -> set[str]:
-    """The services that the process at ``address`` says that it has."""
+    """Return the services that the process at ``address`` reports."""
     request = reflection_pb2.ServerReflectionRequest(list_services="")
     stub = reflection_pb2_grpc.ServerReflectionStub(asker.channel(address))
     (response,) = [r async for r in stub.ServerReflectionInfo(iter([request]), metadata=asker.metadata)]
@@ -402,7 +402,7 @@ async def _services(asker: Peer, address: str) -> set[str]:
 
 
 async def test_refusals_of_grpc_itself_have_no_detail(training: Training, peer: Peer) -> None:
-    """Only their status tells them apart."""
+    """Check refusals by gRPC, which only their status identifies."""
     for role, address in (await peer.addresses()).items():
         channel = peer.channel(address)
         limit = limits.CONTROL_MESSAGE_BYTES if role == "scheduler" else limits.DATA_MESSAGE_BYTES
@@ -427,7 +427,7 @@ async def test_bytes_that_are_no_message(training: Training, peer: Peer) -> None
     await training.goes_on()
 
 
-# The limit is the process's, before it looks at what is called: some methods tell of all.
+# The process checks the limit before it reads the method, so a few methods stand for all.
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("role", ["scheduler", "server-0", "server-1"])
 async def test_a_message_over_the_limit(training: Training, peer: Peer, role: str, every: int) -> None:
@@ -449,7 +449,7 @@ async def test_metadata_over_the_limit(training: Training, peer: Peer) -> None:
 
 
 def _noises() -> list[bytes]:
-    """Things that come to open ports: noise, other protocols, and a HTTP/2 that begins well."""
+    """Return input that open ports receive: noise, other protocols, and HTTP/2 that starts correctly."""
     rng = random.Random(0)
     preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
     settings = b"\0\0\0\4\0\0\0\0\0"
@@ -476,7 +476,7 @@ async def test_random_bytes_at_every_port(training: Training, peer: Peer) -> Non
 
 
 async def _make_noise(host: str, port: int, noise: bytes) -> None:
-    """Says it, waits for an answer, and hangs up."""
+    """Send the bytes, wait for an answer, and hang up."""
     reader, writer = await asyncio.open_connection(host, port)
     with suppress(ConnectionError):
         writer.write(noise)
@@ -501,14 +501,14 @@ async def test_connections_that_say_nothing(training: Training, peer: Peer) -> N
 
 
 def _methods(role: str) -> list[str]:
-    """Paths of all methods that a scheduler or a server has, read from the descriptors."""
+    """Return the paths of all methods of a scheduler or a server, read from the descriptors."""
     file, name = (scheduler_pb2, "SchedulerService") if role == "scheduler" else (server_pb2, "ServerService")
     service = file.DESCRIPTOR.services_by_name[name]
     return [f"/{service.full_name}/{method.name}" for method in service.methods]
 
 
 async def test_without_the_token_no_method_reads_a_body(training: Training, stranger: Peer, peer: Peer) -> None:
-    """The body is no message: whoever parsed it would say so."""
+    """Check with a body that is no message: parsing it would raise an error."""
     asked = 0
     for role, address in (await peer.addresses()).items():
         channel = stranger.channel(address)

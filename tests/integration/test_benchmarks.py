@@ -1,4 +1,4 @@
-"""The benchmarks run: small sizes, few rounds, real clusters and peers. Their figures are not judged here."""
+"""The benchmarks run: small sizes, few rounds, real clusters and peers. Their figures are not judged."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_bench_on_a_cluster_of_its_own() -> None:
     assert set(report["transports"]) == {"server-0", "server-1"}
 
 
-# Beside the one above they only have other flags, and a launcher.
+# They differ from the one above only in flags, and in a launcher.
 @pytest.mark.long
 def test_bench_on_a_cluster_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = EmbeddedCluster(servers=1)

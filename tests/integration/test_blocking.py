@@ -1,6 +1,6 @@
 """No event loop of a run blocks for long with a large model: 256 MiB in 2,000 tensors, half of them with an override.
 
-Judged by the processor time of the loop's thread in one turn, which a busy machine changes little. Sizes at which a
+Measured by the processor time of the loop's thread in one turn, which a busy machine changes little. Sizes at which a
 mistake cannot be missed are left to ``python -m benchmarks.blocking --bytes 4294967296`` and ``--tensors 20000``.
 """
 
@@ -26,7 +26,7 @@ from psdist_server.kernels.memory import WeightsMemory
 from psdist_server.scheduler_session import ServerSession
 from psdist_server.server import ParameterServer
 
-#: Before memory was made in threads, servers worked for 300 ms, and workers for 800.
+#: Before memory was allocated in threads, servers blocked for 300 ms, and workers for 800.
 LIMIT_SECONDS = 0.1
 CASES = [
     (2, "shm"),
@@ -55,8 +55,8 @@ def test_no_loop_works_for_long_in_one_turn(tmp_path: Path, copies: int, transpo
 
 
 async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its shards may be known as soon as it registers, for example when it replaces a dead server. Allocating their
-    memory may take longer than the scheduler waits for a session."""
+    """Check a server whose shards are known as soon as it registers, for example when it replaces a dead server.
+    Allocating their memory may take longer than the scheduler waits for a session."""
     opened = threading.Event()
     session, make_room = ServerSession._session, WeightsMemory.make_room
 
@@ -92,5 +92,5 @@ async def test_a_server_opens_its_session_before_it_has_memory(monkeypatch: pyte
 
 
 async def shards_of(client: AsyncClient) -> Sequence[Any]:
-    """The shards of the only parameter set."""
+    """Return the shards of the only parameter set."""
     return (await client.status()).parameters[0].entry.shards

@@ -60,7 +60,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[EmbeddedClust
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
-    """Makes a client of the cluster; all are closed at the end."""
+    """Factory of clients of the cluster; all are closed at the end."""
     clients: list[psdist.AsyncClient] = []
 
     async def join(**arguments: object) -> psdist.AsyncClient:
@@ -74,12 +74,12 @@ async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
 
 
 def new_name() -> str:
-    """Parameters of a test's own: the cluster is shared."""
+    """Return a name for a test's own parameters: the cluster is shared."""
     return f"parameters-{next(_numbers)}"
 
 
 async def two_handles(join: Join, transport: str, **settings: object) -> list[psdist.AsyncParameters]:
-    """One parameters of two workers."""
+    """Return the handles of one parameter set in two workers."""
     clients = [await join(rank=rank, transport=transport) for rank in (0, 1)]
     return await handles_of(clients, **settings)
 
@@ -280,7 +280,7 @@ async def test_what_is_wrong_with_a_bucket_is_said_and_changes_nothing(
     before = raw(await handle.pull())
     with pytest.raises(error, match=words):
         await handle.push_pull_async(bucket)
-    assert raw(await handle.pull()) == before and handle.step == 0  # no step was begun
+    assert raw(await handle.pull()) == before and handle.step == 0  # no step was started
     await handle.push_pull_async({"scale": np.float64(1)})
     with pytest.raises(error, match=words):
         await handle.push_pull_async(bucket)
@@ -453,7 +453,7 @@ async def test_the_steady_state_takes_no_more_memory(join: Join, transport: str)
             traced.append(tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()
-    # Python's own tables grow for some thousand steps, and change their size in jumps now and then; a step that leaked
+    # Python's own tables grow for some thousand steps, and change their size in jumps now and then. A step that leaked
     # its request, its bucket or its arrays would take some 500 bytes each time.
     growth = statistics.median(later - before for before, later in itertools.pairwise(traced))
     assert growth < 25_000, f"{growth} bytes more after each 150 steps: {traced}"

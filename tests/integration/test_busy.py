@@ -1,5 +1,5 @@
-"""A worker whose interpreter is held, with real processes: it is not gone. Where it is expelled all the same, because
-it was busy for longer than ``--worker-timeout``, its push counts once, or is told as dropped."""
+"""A worker whose interpreter is held, with real processes: it counts as alive. If it is nevertheless expelled, because
+it was busy for longer than ``--worker-timeout``, its push counts once or is reported as dropped."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from launched import Run
 
-#: Rank 1 holds its interpreter twice: between two pushes, as a long call of C code in the script does, and in the
-#: middle of one, as a garbage collection may. It "trains" with gradients that follow from the weights, so
-#: that what is done twice, or without a worker, is in all that comes after it; or "counts" its pushes; or "goes-on"
-#: to count where rank 0 does not end before rank 1 does.
+#: Rank 1 holds its interpreter twice: between two pushes, like a long call of C code in the script, and in the middle
+#: of a push, like a garbage collection. In mode "trains" its gradients follow from the weights, so any step that is
+#: made twice, or without a worker, changes everything after it. "counts" counts its pushes; "goes-on" counts, too, and
+#: rank 0 does not end before rank 1.
 _SCRIPT = """
 import ctypes, os, pathlib, sys
 import numpy as np
@@ -91,12 +91,12 @@ _CASES = (
 
 
 def _cases(brief: tuple[str, str]) -> list[Any]:
-    """All of them; make test has ``brief``, and the others are long."""
+    """Return all cases; ``make test`` runs ``brief``, the others are long."""
     return [pytest.param(*case, marks=[] if case == brief else [pytest.mark.long]) for case in _CASES]
 
 
 class Result:
-    """What the workers of a run said at its end."""
+    """Final output of a run's workers."""
 
     def __init__(self, run: Run) -> None:
         status, self.text = run.end()
@@ -110,7 +110,7 @@ class Result:
 
     @property
     def busy(self) -> int:
-        """How often a worker was busy."""
+        """Return how often a worker was busy."""
         return self.text.count("is busy before push")
 
 
@@ -119,7 +119,7 @@ Starts = Callable[..., Result]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Starts]:
-    """Runs the script to its end, with these arguments and flags."""
+    """Run the script to its end, with these arguments and flags."""
     made: list[Run] = []
 
     def start(*arguments: str, transport: str, flags: tuple[str, ...] = ()) -> Result:
@@ -149,7 +149,8 @@ def test_a_busy_worker_is_not_gone(start: Starts, mode: str, transport: str) -> 
 
 @pytest.mark.parametrize(("mode", "transport"), _cases(("asp", "grpc")))
 def test_what_an_expelled_worker_pushes_counts_once_or_is_told(start: Starts, mode: str, transport: str) -> None:
-    """The others go on without it. In BSP they have closed its step by then; else its push goes on."""
+    """Check that the other workers continue. In BSP they have closed its step by then; in other modes its push
+    continues."""
     what = "goes-on" if mode == "bsp" else "counts"
     result = start(mode, what, _BUSY_SECONDS, transport=transport, flags=("--worker-timeout", "1"))
     assert result.busy == 2 and int(result.of[1]["life"]) >= 3, result.text

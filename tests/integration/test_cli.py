@@ -1,4 +1,4 @@
-"""The commands' surface: help, version, unknown words; and that ``psdist run`` starts without heavy imports."""
+"""The commands' interface: help, version, unknown words; and that ``psdist run`` starts without heavy imports."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_help_begins_with_the_five_flags_that_matter(program: str, first: list[s
 
 
 def test_a_server_waits_for_the_name_of_its_scheduler_and_then_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether the resolver refuses the name or does not answer at all."""
+    """Check a resolver that refuses the name, and one that does not answer at all."""
     monkeypatch.setenv("PSDIST_TOKEN", "secret")
     flags = ("--host", "0.0.0.0", "--insecure", "--start-timeout", "0.5", "--scheduler", "scheduler.invalid:7000")
     status, _, text = call(*flags, program="server")
@@ -153,7 +153,7 @@ def test_scale_and_drain_refuse_what_makes_no_sense() -> None:
 
 @pytest.mark.parametrize("module", ["psdist.cli.run", "psdist.cli.worker", "psdist.settings.config"])
 def test_launchers_import_nothing_heavy(module: str) -> None:
-    """A launcher must start quickly, and must not have imported grpc when it forks."""
+    """Check imports: a launcher must start quickly, and must not have imported grpc when it forks."""
     program = f"import sys, {module}; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
     heavy = {"grpc", "numpy", "numba", "obstore", "psutil", "rich", "structlog", "xxhash"}

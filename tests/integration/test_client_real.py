@@ -40,7 +40,7 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
-    """Makes a client of the cluster; all are closed at the end."""
+    """Factory of clients of the cluster; all are closed at the end."""
     clients: list[psdist.AsyncClient] = []
 
     async def join(**arguments: object) -> psdist.AsyncClient:
@@ -55,7 +55,7 @@ async def join(cluster: EmbeddedCluster) -> AsyncIterator[Join]:
 
 @pytest.fixture
 def name() -> str:
-    """Parameters of this test's own: the cluster is shared."""
+    """Name of this test's own parameters: the cluster is shared."""
     return f"parameters-{next(_numbers)}"
 
 
@@ -149,7 +149,7 @@ async def _join_and_pull(join: Join, name: str) -> psdist.AsyncParameters:
 
 
 async def _meet(first: psdist.AsyncParameters, second: psdist.AsyncParameters) -> None:
-    """The older member makes the steps before the joiner's first one."""
+    """Let the older member make the steps before the joiner's first one."""
     while first.step < second.first_step:
         await first.push({"w": np.full(10, -1.0)})
 
@@ -336,7 +336,7 @@ async def test_very_many_small_tensors(join: Join, name: str) -> None:
 
 
 async def test_a_killed_server_is_an_error_at_once(join: Join, name: str) -> None:
-    """The last test: the cluster is of no use after it."""
+    """Check it in the last test: the cluster is of no use afterwards."""
     client = await join()
     weights = await client.parameters(name, {"w": np.ones(100_000, np.float32)}, SGD)
     await weights.push({"w": np.ones(100_000)})

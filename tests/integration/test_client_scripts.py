@@ -104,7 +104,7 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_ends_a_wait_that_it_does_not_wake(cluster: EmbeddedCluster) -> None:
-    """As where it comes just before the main thread waits: the system gives the signal to another thread."""
+    """Check a signal just before the main thread waits: the system gives the signal to another thread."""
     code, out, error = run(
         """
 import signal
@@ -206,7 +206,7 @@ with psdist.Client(worker_id=sys.argv[1]) as client:
 
 
 def test_a_compressed_run_does_not_wait_for_the_compiler(cluster: EmbeddedCluster, tmp_path: Path) -> None:
-    """Neither its first push, nor its end, nor Ctrl-C."""
+    """Check its first push, its end, and Ctrl-C."""
     empty = {"NUMBA_CACHE_DIR": str(tmp_path)}
     code, interpreted, error = run(COMPRESSED, cluster, "ends", **empty)
     assert code == 0 and all("compiling kernels for" in line for line in error.splitlines()), error
@@ -215,6 +215,6 @@ def test_a_compressed_run_does_not_wait_for_the_compiler(cluster: EmbeddedCluste
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=240)
     assert process.returncode and error.rstrip().endswith("KeyboardInterrupt"), error
-    # Whoever waited would leave all kernels in the cache.
+    # A script that waited would leave all kernels in the cache.
     assert len(list(tmp_path.rglob("*.nbi"))) < 10
     assert run(COMPRESSED, cluster, "compiled")[:2] == (0, interpreted)

@@ -1,5 +1,5 @@
-"""On a CUDA device, where there is one: gradients are encoded with the bytes of the host, and arrays of CuPy and torch
-are taken and given. Skipped and counted elsewhere."""
+"""Codecs on a CUDA device, if there is one: gradients are encoded with the bytes of the host, and arrays of CuPy and
+torch are accepted and returned. Skipped and counted elsewhere."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``docker-compose up`` for real, where a container engine answers: it trains, prints an accuracy, and ends with 0.
+"""``docker-compose up`` with a real container engine, if one answers: it trains, prints an accuracy, and exits with 0.
 
-Each case is a project of its own name, and takes its containers and networks away again. The image is built once by
-Compose itself from ``servers/Dockerfile``.
+Each case is a project of its own name and removes its containers and networks afterwards. Compose itself builds the
+image once, from ``servers/Dockerfile``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.timeout(BUILD_SECONDS + 2 * TRAIN_
 
 
 def _compose() -> list[str] | None:
-    """The command of Compose 1.29 or of v2, if one of them is installed."""
+    """Return the command of Compose 1.29 or of v2, or nothing if neither is installed."""
     if shutil.which("docker-compose"):
         return ["docker-compose"]
     if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True).returncode == 0:
@@ -45,7 +45,7 @@ def _why_not() -> str:
 
 @pytest.fixture(scope="module")
 def engine() -> list[str]:
-    """The command of Compose, with the image built. Skips where there is no engine."""
+    """Command of Compose, with the image built. Skips the test if there is no engine."""
     if reason := _why_not():
         pytest.skip(reason)
     command = _compose() or []
@@ -61,21 +61,21 @@ class Project:
         self._command = [*command, "--project-name", self.name]
 
     def compose(self, *words: str, **environ: str) -> str:
-        """Runs Compose on this project; its output."""
+        """Run Compose on this project. Returns its output."""
         return _run([*self._command, *words], TRAIN_SECONDS, **environ)
 
     def containers(self, service: str) -> list[str]:
-        """Ids of a service's containers, the ended ones too."""
+        """Return the ids of a service's containers, including ended ones."""
         labels = (f"com.docker.compose.project={self.name}", f"com.docker.compose.service={service}")
         filters = [word for label in labels for word in ("--filter", f"label={label}")]
         return _run(["docker", "ps", "--all", "--quiet", "--no-trunc", *filters], 30).split()
 
     def wait(self, service: str) -> list[int]:
-        """Exit codes of a service's containers, once all have ended."""
+        """Return the exit codes of a service's containers, once all have ended."""
         return [int(code) for code in _run(["docker", "wait", *self.containers(service)], TRAIN_SECONDS).split()]
 
     def statuses(self) -> dict[str, list[int]]:
-        """Exit codes of the containers of each service, all of which have ended."""
+        """Exit codes by service, once all of its containers have ended."""
         services = ("scheduler", "server", "worker")
         states = {
             s: [_inspect(c, "{{.State.Status}} {{.State.ExitCode}}") for c in self.containers(s)] for s in services
@@ -83,18 +83,18 @@ class Project:
         return {service: [int(state.removeprefix("exited ")) for state in of] for service, of in states.items()}
 
     def logs(self, service: str) -> str:
-        """What a service's containers have printed."""
+        """Return the output of a service's containers."""
         return self.compose("logs", "--no-color", service)
 
     def follow(self, service: str) -> subprocess.Popen[str]:
-        """The command that prints what a service's containers print, until they end."""
+        """Return the command that prints the output of a service's containers until they end."""
         command = [*self._command, "logs", "--no-color", "--follow", service]
         return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
 @pytest.fixture
 def project(engine: list[str]) -> Iterator[Project]:
-    """A project that is taken away again, whatever happens."""
+    """A project that is always removed afterwards."""
     project = Project(engine)
     yield project
     project.compose("down", "--volumes", "--timeout", "5")
@@ -102,7 +102,8 @@ def project(engine: list[str]) -> Iterator[Project]:
 
 
 def test_the_commands_of_the_file_in_their_order(project: Project) -> None:
-    """A run ends by itself, with all containers, and the next one goes on from it with another number of workers."""
+    """Check that a run ends by itself, with all containers, and that the next run resumes from it with another number
+    of workers."""
     for number, (workers, words) in enumerate(((2, ()), (4, ("--scale", "worker=4")), (4, ("--scale", "worker=4")))):
         if number == 2:
             project.compose("down")
@@ -124,7 +125,7 @@ def test_a_server_and_the_scheduler_may_die(project: Project) -> None:
         assert any("step" in line for line in worker.stdout), project.logs("worker")
         killed = [project.containers(service)[0] for service in ("server", "scheduler")]
         for container in killed:
-            # Not by docker kill, which is a wish that the container stays down.
+            # Not by docker kill, which also asks for the container to stay down.
             os.kill(int(_inspect(container, "{{.State.Pid}}")), signal.SIGKILL)
         worker.stdout.read()
     codes, logs = project.wait("worker"), project.logs("worker")

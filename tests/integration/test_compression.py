@@ -1,6 +1,5 @@
-"""Compressed gradients with real servers: the very bytes of a plain single-process reference that decodes the
-encoders' output, over each transport, through the loss of a server, and through a resume with residuals.
-"""
+"""Compressed gradients with real servers: the exact bytes of a plain single-process reference that decodes the
+encoders' output, over each transport, through the loss of a server, and through a resume with residuals."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ ADAM = optim.Adam(lr=1e-2)
 WORKERS, STEPS = 2, 4
 LAYOUT = flat_vector.layout_of(split(initial()))
 SLICING = Slicing(TOTAL, SLICE)
-#: By name, the codec of each rank.
+#: The codec of each rank, by name.
 CODECS: dict[str, tuple[Codec, Codec]] = {
     "int8": (Int8(), Int8()),
     "by chance": (Int8(stochastic=True, seed=5), Int8(stochastic=True, error_feedback=True)),
@@ -75,7 +74,7 @@ _numbers = itertools.count()
 
 
 def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
-    """What servers get of a gradient."""
+    """Return a gradient as servers decode it."""
     if encoder is None:
         return flat
     push, out = encoder.begin_push(), np.empty(TOTAL, np.float32)
@@ -88,7 +87,7 @@ def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
 
 
 def reference_run(codecs: Sequence[Codec], steps: int) -> list[bytes]:
-    """The weights after every step, in one process."""
+    """Return the weights after every step, in one process."""
     encoders = [
         None if isinstance(codec, Float32) else encoder_of(codec, LAYOUT, SLICING, rank)
         for rank, codec in enumerate(codecs)
@@ -133,7 +132,7 @@ class Workers:
         )  # fmt: skip
 
     async def load_kernels(self) -> None:
-        """Has servers load compiled kernels, by a large set; else numpy does their work, with the same bytes."""
+        """Make servers load compiled kernels, by a large set. Otherwise numpy does their work, with the same bytes."""
         await asyncio.gather(*(client.connect() for client in self.clients))
         large = {"w": np.zeros(LARGE_ELEMENTS, np.float32)}
         await asyncio.gather(*(client.parameters("large", large, ADAM) for client in self.clients))
@@ -157,7 +156,7 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 
 async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """A step in buckets: the last layers first."""
+    """Make a step in buckets: the last layers first."""
     buckets = [await handle.push_pull_async({name: values[name]}) for name in reversed(values)]
     weights: dict[str, np.ndarray] = {}
     for bucket in buckets:
@@ -166,7 +165,7 @@ async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray]) -> 
 
 
 async def in_buffers(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """A step of the gradient buffers, which stay as they are."""
+    """Make a step of the gradient buffers, which stay unchanged."""
     buffers = await handle.gradient_buffers()
     for name, array in buffers.items():
         array[...] = values[name]
@@ -199,8 +198,8 @@ async def test_weights_are_the_references(cluster: EmbeddedCluster, name: str, t
 
 
 def encode_meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Slices are encoded one by one while those before are sent, as those of large gradients are. Gets whether each
-    push was."""
+    """Encode slices one by one while earlier ones are sent, as with large gradients. Returns a list that gets one bool
+    per push: True if it was encoded this way."""
     monkeypatch.setattr(encoding, "LARGE_ELEMENTS", 1)
     monkeypatch.setattr(off_loop, "LARGE_ELEMENTS", 1)
     monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
@@ -304,7 +303,8 @@ async def test_a_killed_server_changes_not_a_bit(
 async def test_a_push_that_is_made_again_after_a_fail_over_may_be_whole_in_part(
     transport: TransportName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waits for the other worker when it is given up: the slices of the lost server are whole by then."""
+    """Check a push that waits for the other worker when it is given up: the slices of the lost server are complete by
+    then."""
     wholes: asyncio.Queue[EncodedDifferences] = asyncio.Queue()
 
     def send_whole(push: EncodedDifferences, slices: Iterable[int]) -> None:
@@ -341,7 +341,7 @@ async def test_a_push_that_is_made_again_after_a_fail_over_may_be_whole_in_part(
     ],
 )
 async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name: str, numbers: Sequence[int]) -> None:
-    """Each life makes two steps; the snapshot is of the first of them, so that the second is made again."""
+    """Check two lives of two steps each. The snapshot is of the first step, so the second step is made again."""
     codecs, names = CODECS[name], ("mine", "others")
     expected = reference_run(codecs, len(numbers) + 1)
     for life, servers in enumerate(numbers):
@@ -373,14 +373,14 @@ async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name
 
 
 async def psdist_close(client: AsyncClient) -> None:
-    """Leaves without another snapshot."""
+    """Leave without another snapshot."""
     if client.snapshots is not None:
         client.snapshots.close()
     await client.close()
 
 
 async def choices(client: AsyncClient) -> set[str]:
-    """The codecs that workers chose, and why, as ``psdist status`` has it."""
+    """Return the workers' codecs, with the reasons, as ``psdist status`` shows them."""
     calls = client.session.calls
     form = as_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
     table = io.StringIO()
@@ -414,7 +414,7 @@ async def test_a_codec_is_chosen_by_the_speed_of_the_links(
         assert statistics.compression.choice.startswith(f"{codec}: a push takes ")
         assert len(measured) == WORKERS and min(measured) > 1e5
         while statistics.compression.choice not in await choices(workers.clients[0]):
-            await workers.clients[0].session.membership.view.changed(0.1)  # Heartbeats tell it.
+            await workers.clients[0].session.membership.view.changed(0.1)  # Heartbeats report it.
     finally:
         await workers.close()
 

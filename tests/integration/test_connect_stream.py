@@ -69,7 +69,7 @@ async def bench() -> AsyncIterator[TcpBench]:
 
 
 class Connection:
-    """A TCP connection to the server's port, which says nothing by itself."""
+    """TCP connection to the server's port, which sends nothing by itself."""
 
     def __init__(self, bench: TcpBench) -> None:
         self._port = bench.listener.port
@@ -84,7 +84,7 @@ class Connection:
         await asyncio.get_running_loop().sock_sendall(self._socket, data)
 
     async def frame(self) -> tuple[pb.ShareResponse, bytes]:
-        """The next frame. Raises ConnectionError at the end."""
+        """Return the next frame. Raises ConnectionError at the end."""
         header, payload = struct.unpack("<II", await self._receive(8))
         return pb.ShareResponse.FromString(await self._receive(header)), await self._receive(payload)
 
@@ -99,7 +99,7 @@ class Connection:
         return data
 
     async def until_cut_off(self) -> None:
-        """Returns when the server has ended the connection."""
+        """Wait until the server has ended the connection."""
         with pytest.raises(ConnectionError):
             while True:
                 await self.frame()
@@ -133,7 +133,7 @@ class Worker:
         self._ids = 0
 
     async def ask(self, request: pb.ConnectRequest | bytes | None = None) -> pb.ConnectResponse:
-        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
+        """Send the stream's request and return the answer. Raises the error that ends the stream."""
         default = pb.ConnectRequest(identity=self.bench.identity(self.worker))
         await self.call.write(default if request is None else request)
         return await self.stream()
@@ -170,7 +170,7 @@ class Worker:
         return pb.ShareRequest(call_id=self._ids, pull=pull)
 
     def slices(self, push: pb.ShareRequest, values: np.ndarray = GRADIENT) -> bytes:
-        """The frames with the payloads of a push."""
+        """Return the frames with the payloads of a push."""
         return b"".join(self.slice(push, index, cut(values)[index].tobytes()) for index in push.push.slices)
 
     @staticmethod
@@ -178,14 +178,14 @@ class Worker:
         return framed(pb.ShareRequest(call_id=push.call_id, slice=pb.SliceHeader(slice=index)), payload)
 
     async def send(self, *requests: pb.ShareRequest, values: np.ndarray = GRADIENT) -> None:
-        """Sends requests, and the payloads of pushes."""
+        """Send requests, and the payloads of pushes."""
         for request in requests:
             await self.connection.send(framed(request))
             if request.WhichOneof("kind") == "push" and not request.push.header.abstain:
                 await self.connection.send(self.slices(request, values))
 
     async def answers(self, request: pb.ShareRequest) -> dict[int, tuple[pb.SliceResult, np.ndarray]]:
-        """All answers of a call, by slice. Raises the error that it or the stream ends with."""
+        """Return all answers of a call, by slice. Raises the error that it or the stream ends with."""
         slices = request.push.slices if request.WhichOneof("kind") == "push" else request.pull.slices
         found: dict[int, tuple[pb.SliceResult, np.ndarray]] = {}
         while len(found) < len(slices):
@@ -201,7 +201,7 @@ class Worker:
         return found
 
     async def say(self, request: pb.ShareRequest, values: np.ndarray = GRADIENT) -> np.ndarray:
-        """Makes a call; the weights that it is answered with."""
+        """Make a call. Returns the weights of its answer."""
         await self.send(request, values=values)
         answers = await self.answers(request)
         return np.concatenate([answers[index][1] for index in sorted(answers)])
@@ -214,7 +214,7 @@ async def connected(bench: TcpBench, worker: int = 0) -> Worker:
 
 
 async def still_serves(bench: TcpBench, step: int = 0) -> None:
-    """Another connection makes a step."""
+    """Check that another connection can make a step."""
     before = np.frombuffer(await bench.pull(bench.identity()), np.float32)
     peer = await connected(bench)
     assert np.array_equal(await peer.say(peer.push(step)), before - np.float32(0.5) * GRADIENT)
@@ -287,7 +287,8 @@ async def test_asynchronous_pushes_tell_staleness(bench: TcpBench) -> None:
 async def test_payloads_are_taken_before_they_are_answered_where_slices_are_clipped_together(
     bench: TcpBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Clipping answers no slice before all of them came, which are more than may be held."""
+    """Check payloads that exceed the limit on held memory: clipping answers no slice before all of them have
+    arrived."""
     monkeypatch.setattr(limits, "TCP_WINDOW_SLICES", 2)
     await bench.create(optimizer=optim.SGD(lr=1.0, max_grad_norm=1e9))
     peer = await connected(bench)
@@ -356,7 +357,7 @@ async def test_a_wrong_call_changes_nothing_and_the_connection_goes_on(bench: Tc
     peer = await connected(bench)
     request = change(peer)
     await peer.connection.send(framed(request))
-    if request.WhichOneof("kind") == "push":  # payloads that were sent before the refusal came
+    if request.WhichOneof("kind") == "push":  # payloads that were sent before the refusal arrived
         await peer.connection.send(peer.slice(request, 0, cut(GRADIENT)[0].tobytes()))
     response, _ = await peer.connection.frame()
     with pytest.raises(error):
@@ -378,7 +379,7 @@ async def test_what_is_not_finite_is_left_out_and_told(bench: TcpBench) -> None:
     await good.send(request := good.push(0))
     with pytest.raises(NonFiniteGradientError):
         await bad.say(bad.push(0), values=np.full(TOTAL, np.inf, np.float32))
-    await bad.send(bad.push(0))  # what was not taken before the error
+    await bad.send(bad.push(0))  # not taken before the error
     answers = await good.answers(request)
     assert np.isfinite(np.concatenate([values for _, values in answers.values()])).all()
 
@@ -390,7 +391,7 @@ async def test_a_fenced_workers_calls_end(bench: TcpBench, when: str) -> None:
     await peer.connection.send(framed(request := peer.push(0)))
     if when == "after them":
         await peer.connection.send(peer.slices(request))
-    await peer.say(peer.pull())  # the push was read by now
+    await peer.say(peer.pull())  # the push has been read by now
     await bench.follow(entry(2, ready=True), live=0)
     if when != "after them":
         await peer.connection.send(peer.slices(request))
@@ -452,7 +453,7 @@ async def test_a_wrong_frame_cuts_the_connection_off_and_the_stream_says_why(ben
     with pytest.raises(error, match=match):
         await peer.stream()
     await peer.connection.until_cut_off()
-    # Nothing that was complete is lost, and nothing else was changed.
+    # No complete push is lost, and nothing else was changed.
     mine, other = await connected(bench), await connected(bench, 1)
     await mine.send(request := mine.push(0))
     assert np.array_equal(await other.say(other.push(0)), STEPPED)
@@ -479,7 +480,7 @@ async def test_a_peer_that_stops_within_a_payload(bench: TcpBench, monkeypatch: 
 
 
 async def test_a_peer_that_never_reads(bench: TcpBench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It asks for much, again and again."""
+    """Check a peer that asks for much, again and again."""
     monkeypatch.setattr(limits, "STALL_SECONDS", 0.2)
     monkeypatch.setattr(limits, "STREAM_CALLS_MAX", 1 << 30)
     monkeypatch.setattr(limits, "SHARED_ROUNDS_MAX", 1 << 30)

@@ -1,4 +1,4 @@
-"""Ranges of a data set leased by real workers of real runs: who uses what, when nobody dies and when somebody does.
+"""Ranges of a data set leased by real workers of real runs: which worker uses which samples, with and without deaths.
 
 In ASP with SGD of rate 1 each push adds 1 to the weights of the samples it used, so the weights count the uses.
 """
@@ -81,14 +81,14 @@ def runs() -> Iterator[list[Run]]:
 
 
 def start(path: Path, runs: list[Run], *arguments: object) -> Run:
-    """A run of the script with three workers and one server."""
+    """Start a run of the script with three workers and one server."""
     flags = ("--nservers", "1", "--nproc-per-node", "3")
     runs.append(Run(path, _SCRIPT, *map(str, arguments), flags=flags))
     return runs[-1]
 
 
 def used(text: str) -> Counter[tuple[int, int]]:
-    """How often each sample of each data epoch was used, by what the workers wrote."""
+    """Count the uses of each sample in each data epoch, from the workers' files."""
     counts: Counter[tuple[int, int]] = Counter()
     for epoch, samples in re.findall(r"data epoch (\d+) used ([\d ]+)", text):
         counts.update((int(epoch), int(sample)) for sample in samples.split())
@@ -96,13 +96,14 @@ def used(text: str) -> Counter[tuple[int, int]]:
 
 
 def uses(text: str) -> list[int]:
-    """How often each sample was used, by the weights at the end."""
+    """Count the uses of each sample, from the final weights."""
     return [int(count) for count in re.findall(r"uses ([\d ]+) position", text)[-1].split()]
 
 
 @pytest.mark.parametrize("consistency", [pytest.param("BSP", marks=pytest.mark.long), "ASP"])
 def test_each_sample_is_used_once_in_each_data_epoch(tmp_path: Path, runs: list[Run], consistency: str) -> None:
-    """The number of ranges is no multiple of the workers: in BSP the last one's step must not wait for the others."""
+    """Check a number of ranges that is no multiple of the workers: in BSP the last one's step must not wait for the
+    others."""
     run = start(tmp_path, runs, consistency, "plain", 124, 2)
     status, text = run.end()
     assert status == 0, text
@@ -146,7 +147,7 @@ def test_what_a_frozen_worker_held_is_used_again_and_counted(tmp_path: Path, run
     assert status == 0, text
     assert "rejoined as incarnation 2" in text
     assert "rank 1 repeated 1 failed 0" in text
-    # What it was about to push when it was frozen may have been dropped, or be a second use.
+    # The push that it was about to make when it was frozen may have been dropped, or be a second use.
     counts = Counter(uses(text))
     assert counts in (Counter({1: 300}), Counter({1: 295, 2: 5})), text
 
@@ -210,7 +211,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def name() -> str:
-    """A data set of this test's own: the cluster is shared."""
+    """Name of a data set of this test's own: the cluster is shared."""
     return f"data-{next(_numbers)}"
 
 

@@ -1,5 +1,6 @@
-"""Servers whose weights lie on a device, as real programs: the very bytes of servers without one, in whatever mixture,
-whoever is killed, and when a device is lost. The device is the processor's (``tests/support/host_device.py``)."""
+"""Servers whose weights are on a device, as real programs: the exact bytes of servers without one, in any mixture,
+whichever process is killed, and when a device is lost. The device is the processor's
+(``tests/support/host_device.py``)."""
 
 from __future__ import annotations
 
@@ -47,7 +48,7 @@ def runs() -> Iterator[list[Run]]:
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers with ``--device cuda`` have a device on the processor."""
+    """Give servers with ``--device cuda`` a device on the processor."""
     folders = [_ROOT / "tests" / "support" / "emulated", _ROOT, _ROOT / "servers"]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
 
@@ -133,7 +134,7 @@ def test_a_snapshot_of_one_kind_of_server_is_resumed_by_the_other(
 
 
 def test_without_a_device_the_run_ends_at_once_with_what_is_missing(tmp_path: Path, runs: list[Run]) -> None:
-    """Device 999 is on no machine, whether or not it has CuPy, a driver and others."""
+    """Check device 999, which no machine has, with or without CuPy, a driver and other devices."""
     runs.append(Run(tmp_path, _TRAIN, "1", "0", "65536", flags=("--server-device", "cuda:999")))
     status, text = runs[-1].end()
     assert status == 78, text

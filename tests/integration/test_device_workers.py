@@ -1,4 +1,4 @@
-"""A worker with gradients on a device trains as one with the same gradients on the host, over every transport, with
+"""A worker with gradients on a device trains like one with the same gradients on the host, over every transport, with
 real servers. The device is the processor."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from psdist.launch.embedded import EmbeddedCluster
 from psdist.settings.config import TransportName
 
 pytestmark = needs_compiler
-#: So that every parameter set has a name of its own.
+#: Gives every parameter set a name of its own.
 _numbers = count()
 INIT = {"w": np.ones((100, 300), np.float32), "b": np.zeros(77, np.float32)}
 

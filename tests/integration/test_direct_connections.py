@@ -1,5 +1,5 @@
-"""Direct connections of workers, with real servers: what is fallen back to and told, broken connections, given-up
-pushes, and strangers at the port."""
+"""TCP connections of workers, with real servers: fallbacks and their reports, broken connections, given-up pushes, and
+strangers at the port."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 @asynccontextmanager
 async def members(cluster: EmbeddedCluster, *arguments: dict[str, Any]) -> AsyncIterator[list[AsyncClient]]:
-    """One client for each set of arguments, over tcp unless they say otherwise."""
+    """One client for each set of arguments, over tcp unless they name another transport."""
     clients = [
         AsyncClient(cluster.address, cluster.token, **({"rank": rank, "transport": "tcp"} | given))
         for rank, given in enumerate(arguments)
@@ -53,7 +53,7 @@ async def opened(clients: list[AsyncClient], name: str, **settings: Any) -> list
 
 
 def gradient(value: float = -1.0) -> dict[str, np.ndarray]:
-    """With the learning rate of 1, ``value`` -1 adds 1 to every weight."""
+    """Return a gradient that adds 1 to every weight if ``value`` is -1, with the learning rate of 1."""
     return {"w": np.full(SIZE, value, np.float32)}
 
 
@@ -62,13 +62,13 @@ def streams(handle: AsyncParameters) -> list[TcpStream]:
 
 
 async def steps(handles: list[AsyncParameters], goal: float) -> None:
-    """One step of all, after which every weight is ``goal``."""
+    """Make one step of all workers, after which every weight is ``goal``."""
     results = await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
     assert all(set(values["w"].tolist()) == {goal} for values in results)
 
 
 async def until(condition: Any) -> None:
-    """Lets others run until there is something to see."""
+    """Run the event loop until ``condition`` holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
@@ -132,7 +132,7 @@ async def test_connections_that_break_in_the_middle_of_a_push_lose_nothing(clust
 
 
 async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: EmbeddedCluster) -> None:
-    """The servers take no slice of it that was not whole when it was given up."""
+    """Check that the servers take no slice of it that was not complete when it was given up."""
     async with members(cluster, {"request_timeout": 0.5}, {}) as clients:
         handles = await opened(clients, "given-up")
         await steps(handles, 1.0)
@@ -148,7 +148,7 @@ async def test_a_given_up_push_leaves_its_gradient_to_the_user(cluster: Embedded
 
 
 async def test_calls_in_opposite_orders_do_not_wait_for_each_other(cluster: EmbeddedCluster) -> None:
-    """Each worker gives the other's last bucket first, and slices are held until both have come."""
+    """Check that each worker can give the other's last bucket first, while slices are held until both have arrived."""
     names = [f"t{number}" for number in range(6)]
     part = {name: np.zeros(8 * SLICE, np.float32) for name in names}
     async with members(cluster, {}, {}) as clients:

@@ -25,7 +25,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def test_the_commands_of_the_wire_page_make_stubs(tmp_path: Path) -> None:
-    """As a reader runs them in a copy of the repository. The stubs are those that its client imports."""
+    """Check them in a copy of the repository, as a reader runs them. The stubs must be those that its client
+    imports."""
     (commands,) = re.findall(r"```sh\n(.*?)```", (DOCS / "wire.md").read_text(), re.S)
     (tmp_path / "proto").symlink_to(DOCS.parent / "proto")
     lines = [line for line in commands.splitlines() if not line.startswith("pip ")]
@@ -124,7 +125,7 @@ def test_the_tutorial_has_the_program_of_the_readme() -> None:
 
 
 def test_the_loop_for_torch_resumes_at_its_step(tmp_path: Path) -> None:
-    """That of the README, which is the one of the page on torch."""
+    """Check the loop of the README, which is the one of the page on torch."""
     first, second = (
         re.findall(r"```diff\n(.*?)```", (DOCS / page).read_text(), re.S)[0] for page in ("../README.md", "torch.md")
     )
@@ -167,7 +168,7 @@ batches = [torch.tensor([float(number)]) for number in range(int(sys.argv[1]))]
 
 
 def _table(page: str, title: str) -> list[list[str]]:
-    """The cells of the table below a title of a page, without its head."""
+    """Return the cells of the table below a title of a page, without its head."""
     section = (DOCS / page).read_text().split(f"## {title}\n")[1].split("\n## ")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row] for row in rows[2:]]
@@ -209,7 +210,7 @@ def test_the_page_on_optimizers_has_each_with_its_defaults() -> None:
 
 
 def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
-    """Also whether it can send weights, and whether a GPU encodes it."""
+    """Check also which codecs can send weights, and which ones a GPU encodes."""
     rows = {row[0].strip("`"): row for row in _table("compression.md", "Codecs") if len(row) == 7}
     classes = {name: getattr(compression, name) for name in compression.__all__}
     kinds = {name for name, one in classes.items() if isinstance(one, type) and issubclass(one, compression.Codec)}
@@ -231,7 +232,7 @@ def test_the_page_on_compression_has_each_codec_with_its_defaults() -> None:
 
 
 def _program_of(page: str, directory: Path) -> Path:
-    """The Python program of a page, as a file."""
+    """Write the Python program of a page to a file."""
     (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.S)
     script = directory / "program.py"
     script.write_text(code)

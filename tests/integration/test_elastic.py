@@ -1,7 +1,7 @@
-"""Servers and workers come and go while training runs: ``psdist scale``, ``psdist drain``, agents that join, workers
-that are told to leave, an elastic run below its minimum, and runs that cannot go on.
+"""Servers and workers that join and leave during training: ``psdist scale``, ``psdist drain``, agents that join,
+workers that are asked to leave, an elastic run below its minimum, and runs that cannot continue.
 
-Each push adds one to every weight, so what the weights are says how often pushes were counted.
+Each push adds one to every weight, so the weights show how often pushes were counted.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from psdist.cli.status import as_json
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist.wire import auth
 
-#: Trains until the file "stop" is there; all learn of it by the weights, so that in BSP all stop at one step. A step
-#: takes a while, as with a model: those who are waited for need the processors, too.
+#: Script that trains until the file "stop" exists. All workers learn of it by the weights, so that in BSP all stop at
+#: the same step. A step takes a while, as with a model: the other processes need the processors, too.
 _TRAIN = """
 import atexit, os, sys, time
 import numpy as np
@@ -60,7 +60,7 @@ _COPIES = ("--nservers", "2", "--replicas", "2")
 
 
 class Stage:
-    """A run in a directory, and the commands that are given to it there."""
+    """A run in a directory, and the commands that are run there."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -69,21 +69,21 @@ class Stage:
         self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
 
     def start(self, mode: str, *flags: str) -> Run:
-        """Starts ``psdist run``, with two workers."""
+        """Start ``psdist run`` with two workers."""
         self.run = Run(self.path, _TRAIN, mode, flags=flags)
         return self.run
 
     def psdist(self, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        """Runs a command to its end."""
+        """Run a command to its end."""
         argv = [sys.executable, "-m", "psdist.cli.main", *arguments]
         return subprocess.run(
             argv, env=self.environ | environ, cwd=self.path, capture_output=True, text=True, timeout=240
         )
 
     def until(self, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Asks for the status until it is as it should be; the scheduler may be away meanwhile.
+        """Poll the status until ``holds`` accepts it; the scheduler may be away meanwhile.
 
-        Asked here and not by commands, and ten times a second: else who asks takes the cores from those who are asked.
+        The status is read here ten times a second, not by commands: those would take processor time from the run.
         """
         deadline = time.monotonic() + 200
         process = self.agents[0] if self.run is None else self.run.process
@@ -96,7 +96,7 @@ class Stage:
                 raise AssertionError(f"ended with {process.wait(0.1)}")
 
     def _status(self) -> dict[str, Any]:
-        """What ``psdist status`` would show; nothing where the scheduler does not answer."""
+        """Return the status as ``psdist status`` shows it, or an empty dict if the scheduler does not answer."""
         if self.run is None:
             address, token = (self.path / "scheduler").read_text().strip(), "secret"
         else:
@@ -111,7 +111,7 @@ class Stage:
         return as_json(answer)
 
     def agent(self, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Starts ``psdist-worker``, which joins."""
+        """Start ``psdist-worker``, which joins the run."""
         program = "from psdist.cli import main; main.worker()"
         agent = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
@@ -126,7 +126,7 @@ class Stage:
         return agent
 
     def services(self) -> dict[str, str]:
-        """Starts a scheduler and a server; the environment of agents."""
+        """Start a scheduler and a server. Returns the environment of agents."""
         (self.path / "train.py").write_text(_TRAIN)
         here = ("--run-id", "elastic", "--log-level", "warning")
         for module, flag in (("psdist_scheduler", "--address-file"), ("psdist_server", "--scheduler-file")):
@@ -143,7 +143,7 @@ class Stage:
         return {"PSDIST_TOKEN": "secret", "PSDIST_SCHEDULER_FILE": str(self.path / "scheduler")}
 
     def finish(self) -> tuple[int, str]:
-        """Lets the training end; the status of the run and all that it printed."""
+        """Let the training end. Returns the run's exit status and everything that it printed."""
         (self.path / "stop").touch()
         assert self.run is not None
         status, text = self.run.end()
@@ -151,7 +151,7 @@ class Stage:
 
 
 def line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Reads a process's lines up to one with ``pattern``."""
+    """Read a process's lines up to one that matches ``pattern``."""
     assert process.stdout is not None
     seen = []
     for text in process.stdout:
@@ -162,7 +162,7 @@ def line(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 
 
 def close(process: subprocess.Popen[str]) -> None:
-    """Ends a process of a test with what it started."""
+    """End a test's process and the processes that it started."""
     if process.poll() is None:
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
@@ -185,7 +185,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def copies(status: dict[str, Any]) -> dict[str, int]:
-    """Complete copies by server."""
+    """Number of complete copies, by server."""
     held: dict[str, int] = {}
     for one in status["parameters"]:
         for shard in one["shards"]:
@@ -195,7 +195,7 @@ def copies(status: dict[str, Any]) -> dict[str, int]:
 
 
 def settled(status: dict[str, Any], *servers: str) -> bool:
-    """Whether exactly these servers hold all, each shard twice, and nothing moves."""
+    """True if exactly these servers hold all shards, each shard twice, and nothing is moving."""
     shards = [shard for one in status["parameters"] for shard in one["shards"]]
     whole = all(len(shard["backups"]) == 1 and not shard["filling"] for shard in shards)
     return whole and sorted(copies(status)) == sorted(servers)
@@ -209,7 +209,7 @@ def test_servers_come_and_go_while_training_runs(stage: Stage) -> None:
     run = stage.start("bsp", *_COPIES)
     run.until("made step 10$")
     scaled = stage.psdist("scale", "servers", "3")
-    # What it says depends on whether the launcher listens already, which it does from its third second on.
+    # Its output depends on whether the launcher listens yet, which it does from its third second on.
     assert scaled.returncode == 0, scaled
     stage.until(lambda status: settled(status, "server-0", "server-1", "server-2"))
     drained = stage.psdist("drain", "server-0")
@@ -303,7 +303,7 @@ def test_workers_join_and_leave_while_training_runs(stage: Stage, mode: str) -> 
     assert joiner.wait(60) == 143 and left > 0
     status = stage.until(lambda status: all(m["state"] != "live" for m in status["members"] if m["rank"] == 2))
     (gone,) = [member for member in status["members"] if member["rank"] == 2]
-    # A machine that does much else may not take its farewell within the second that it has.
+    # On a busy machine its farewell may not arrive within the second that it has.
     assert (gone["state"], gone["reason"]) == ("left", "stopped") or gone["state"] == "lost"
     run.until("made step", 4)
     code, text = stage.finish()
@@ -331,7 +331,8 @@ def test_the_launcher_starts_and_stops_workers(stage: Stage, mode: str) -> None:
     run.until("rank 0 made step", 2)
     more = stage.psdist("scale", "workers", "2")
     assert more.returncode == 0, more
-    # No rank is given twice, and some were kept for those that might have been started: 2 to 5 of four, 6 of one.
+    # No rank is assigned twice, and some were reserved for workers that might have been started: ranks 2 to 5 for four,
+    # 6 for one.
     run.until("rank 7 made step")
     code, text = stage.finish()
     assert code == 0 and "Traceback" not in text and "failed" not in text, text
@@ -355,7 +356,7 @@ def test_an_elastic_run_waits_below_its_minimum_and_says_so(stage: Stage) -> Non
     versions = [-1]
 
     def stands(status: dict[str, Any]) -> bool:
-        """Whether training went on since this was asked before. The servers tell of its last step a little later."""
+        """True if training made no step since the previous call. Servers report the last step slightly later."""
         versions.append(status["parameters"][0]["version_max"])
         return bool(versions[-1] == versions[-2])
 
@@ -392,5 +393,5 @@ _FILE = ("--scheduler-file", "scheduler")
 
 
 def waits(status: dict[str, Any]) -> list[str]:
-    """What members wait for."""
+    """Return the reasons that members are waiting for."""
     return [text for member in status["members"] for text in member["waiting_for"]]

@@ -1,5 +1,4 @@
-"""Encoded gradients over real gRPC and direct TCP connections, spoken by hand: behaviour, and refusals
-that change nothing."""
+"""Encoded gradients over real gRPC and TCP connections, sent by hand: results, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def as_bytes(part: bytes) -> np.ndarray:
 
 
 def after(gradient: np.ndarray) -> np.ndarray:
-    """The weights after a step of SGD with the learning rate 0.5."""
+    """Return the weights after a step of SGD with the learning rate 0.5."""
     stepped: np.ndarray = INITIAL - np.float32(0.5) * gradient
     return stepped
 
@@ -59,7 +58,7 @@ def after(gradient: np.ndarray) -> np.ndarray:
 async def push(
     bench: TcpBench, transport: str, step: int, parts: Sequence[bytes], worker: int = 0, **header: Any
 ) -> Any:
-    """Pushes all slices; the weights after it. Raises the error that the call ends with."""
+    """Push all slices. Returns the weights after it. Raises the error that the call ends with."""
     if transport == "grpc":
         return await bench.push_pull(bench.header(step, worker, **(SEGMENTS | header)), parts)
     peer = await connected(bench, worker)
@@ -138,7 +137,7 @@ async def test_decoders_are_prepared_by_the_first_encoded_push(
 
 
 class Compiler:
-    """Stands for the one that compiles in the background."""
+    """Stand-in for the compiler that works in the background."""
 
     def __init__(self, prepared: list[str]) -> None:
         self._prepared = prepared
@@ -168,7 +167,7 @@ async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(b
     whole = spb.GradientDifference(number=1, from_zeros=True)
     stepped = await push(bench, transport, 0, ENCODED, difference=whole)
     assert stepped.tobytes() == after(decoded()).tobytes()
-    # It came before, and so it is ignored as any other.
+    # It arrived before, so it is ignored like any other.
     again = await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
     assert again.tobytes() == stepped.tobytes()
     with pytest.raises(StaleEstimateError, match="difference to the gradient of push 2"):
@@ -188,7 +187,7 @@ async def test_differences_whose_sum_is_not_finite(bench: TcpBench, transport: s
     else:
         assert (await refused).tobytes() == before
     assert await bench.pull(bench.identity()) == before
-    # The gradient before stays.
+    # The earlier gradient stays.
     step = 1 if policy == "reject" else 2
     less = [raw(np.full(part.size, -3e38, np.float32)) for part in cut(GRADIENT)]
     weights = await push(bench, transport, step, less, difference=spb.GradientDifference(number=1))
@@ -215,7 +214,7 @@ async def test_a_worker_that_is_gone_leaves_no_estimate(bench: TcpBench) -> None
 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
-#: Encodings of the first slice, of 10 elements, that are none.
+#: Invalid encodings of the first slice, which has 10 elements.
 MALFORMED: dict[str, bytes] = {
     "nothing": b"",
     "no segment": b"\0\0\0\0",

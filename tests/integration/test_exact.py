@@ -1,6 +1,5 @@
-"""BSP is exact: W workers and S servers, over each transport and with real server processes, give the very bytes of a
-plain single-process numpy reference that adds the gradients in rank order.
-"""
+"""BSP is exact: W workers and S servers, over each transport and with real server processes, give the exact bytes of a
+plain single-process numpy reference that adds the gradients in rank order."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from tests.support import reference
 
 STEPS = 5
 SLICE = 4096
-#: Eight slices and a bit, with tensors that begin and end anywhere, a scalar and an empty one among them.
+#: Eight slices and a bit, with tensors that start and end anywhere, including a scalar and an empty one.
 SHAPES = {"embed": (101, 61), "w1": (17, 23, 41), "scale": (), "none": (0, 4), "w2": (9973,), "b": (7,), "w3": (1301,)}
 TOTAL = sum(int(np.prod(shape)) for shape in SHAPES.values())
 
@@ -42,7 +41,7 @@ PLAIN: dict[str, Optimizer] = {
     "overrides": optim.Adam(overrides=(optim.override("w*", lr=0.1, beta1=0.5), optim.override("b", lr=0.0))),
 }
 WARM = optim.Cosine(20, warmup_steps=3)
-#: Every optimizer as it is, and with warm-up and clipping.
+#: Every optimizer by itself, and with warm-up and clipping.
 OPTIMIZERS = PLAIN | {
     f"{name}-warm-clipped": replace(spec, schedule=WARM, max_grad_norm=1.0) for name, spec in PLAIN.items()
 }
@@ -67,7 +66,7 @@ def joined(values: dict[str, np.ndarray]) -> bytes:
 
 
 def reference_run(spec: Optimizer, workers: int) -> list[bytes]:
-    """The weights after every step, in one process, with plain numpy, uncut."""
+    """Return the weights after every step, in one process, with plain numpy, not cut into slices."""
     weights, mean = initial(), np.empty(TOTAL, np.float32)
     rule = Rule(spec)
     states = tuple(np.zeros(TOTAL, np.float32) for _ in rule.state_names)
@@ -99,8 +98,8 @@ def group_ranges(spec: Optimizer) -> tuple[tuple[int, int, int], ...]:
     return tuple(ranges)
 
 
-#: Servers, workers and transport of make test: one and one, and several that do not divide each other. The others are
-#: long.
+#: Servers, workers and transport under make test: one and one, and several that do not divide each other. The others
+#: are long.
 _BRIEFLY = {(1, 1, "tcp"), (3, 2, "auto")}
 _CASES = [
     pytest.param(*case, marks=[] if case in _BRIEFLY else [pytest.mark.long])
@@ -128,7 +127,7 @@ async def test_weights_are_byte_identical_to_the_reference(
     clients = [AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(workers)]
     await asyncio.gather(*(client.connect() for client in clients))
     try:
-        if workers > 1:  # So that servers load compiled kernels; else numpy does their work, with the same bytes.
+        if workers > 1:  # Makes servers load compiled kernels; else numpy does their work, with the same bytes.
             large = {"w": np.zeros(LARGE_ELEMENTS, np.float32)}
             await asyncio.gather(
                 *(client.parameters("large", init=large, optimizer=optim.SGD(0.1)) for client in clients)

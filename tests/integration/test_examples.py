@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*words: str, workers: int = 2, servers: int = 2) -> str:
-    """Output of ``psdist run`` with an example and its arguments."""
+    """Return the output of ``psdist run`` with an example and its arguments."""
     launcher = [
         sys.executable,
         "-m",
@@ -36,13 +36,13 @@ def run(*words: str, workers: int = 2, servers: int = 2) -> str:
 
 
 def accuracies(output: str) -> list[float]:
-    """Percentages of the final lines (progress lines have the word in the middle)."""
+    """Return the percentages of the final lines (progress lines have the word in the middle)."""
     return [float(number) for number in re.findall(r"^(?:\[worker 0\] )?test accuracy ([\d.]+)%", output, re.M)]
 
 
 @pytest.fixture(scope="module")
 def synchronous() -> str:
-    """Output of the example as ``make demo`` runs it."""
+    """Return the output of the example as ``make demo`` runs it."""
     return run("examples/digits.py", "--compare")
 
 
@@ -54,7 +54,8 @@ def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
 
 
 def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a run may resume with another number, and late workers name the same schedule."""
+    """Check the number of steps: a run may then resume with another number of workers, and late workers name the same
+    schedule."""
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(sys, "argv", ["digits.py"])
     digits = importlib.import_module("digits")
@@ -117,7 +118,7 @@ def test_quickstart_is_short() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_every_example_reports_its_loss_in_the_loop(name: str) -> None:
-    """Without it ``psdist run`` would have no progress to show."""
+    """Check the reports: without them ``psdist run`` would have no progress to show."""
     tree = ast.parse((ROOT / "examples" / name).read_text())
     loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
     calls = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call)]

@@ -1,5 +1,5 @@
-"""Servers and the scheduler are killed under load, with two copies of each shard: nothing that was acknowledged is
-lost, nothing counts twice, and a synchronous run gives the very bytes that it gives without a fault."""
+"""Servers and the scheduler are killed under load, with two copies of each shard. Nothing that was acknowledged is
+lost, nothing counts twice, and a synchronous run gives the exact bytes of a run without a fault."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ values = weights.pull()["w"]
 assert (values == pushes).all(), np.unique(values)
 print("rank", rank, "counts", np.unique(values), "resent", weights.statistics().resent)
 """
-#: A killed member is missed immediately. On a busy machine nobody else must be: that would change the result.
+#: A killed member is missed immediately. On a busy machine no other member may be, since that would change the result.
 _FLAGS = ("--nservers", "3", "--replicas", "2", "--failure-timeout", "15")
 
 

@@ -1,7 +1,7 @@
 """Faults in the middle of training, with the real launcher and real processes: workers, servers, scheduler, launcher.
 
-Each update adds 1 to every weight, whoever contributed to it. A script kills its own process at a known place: inside a
-push, with some slices sent and others not.
+Each contribution adds 1 to every weight. A script kills its own process at a known place: inside a push, with some
+slices sent and others not.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def runs() -> Iterator[list[Run]]:
         run.stop()
 
 
-#: Whose life ends in which push; and the transport with which make test has that, "" for none.
+#: Which workers die, and in which push; and the transport that ``make test`` uses, "" for none.
 _KILLED = {
     ("1.0", "push_pull", "pull"): "",
     ("0.0,1.0", "push", "push"): "",
@@ -115,14 +115,15 @@ def test_a_server_that_had_the_only_copy_ends_the_run(tmp_path: Path, runs: list
     runs[0].child("psdist_server", "--server-id", "server-1").kill()
     status, text = runs[0].end()
     assert status == 70, text
-    last = text.splitlines()[-1]  # by who heard of it first: the launcher from its process, or from the scheduler
+    last = text.splitlines()[-1]  # by the first to notice: the launcher from its process, or the scheduler
     assert re.search(" psdist: (server 1 died: killed by SIGKILL; the only copy|lost: server-1)", last), text
     assert list(tmp_path.glob("psdist-*")) == []
 
 
 @pytest.mark.parametrize(
     ("signum", "expected"),
-    # What a launcher does at each signal has tests without training; this one is the way through a step.
+    # Other tests cover the launcher's reaction to each signal without training; this one covers the path through a
+    # step.
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.long)],
 )
 def test_a_signal_in_the_middle_of_steps(tmp_path: Path, runs: list[Run], signum: int, expected: int) -> None:

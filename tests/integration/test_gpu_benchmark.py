@@ -1,4 +1,4 @@
-"""The benchmark of devices runs from its command line to its table, on an emulated device. No figure is judged."""
+"""The benchmark of devices, from its command line to its table, on an emulated device. Figures are not judged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALL = ("--elements", "9000", "--rounds", "1", "--times", "1", "--threads", "2
 def test_every_case_has_rows_and_every_target_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(_ROOT / "tests" / "support" / "emulated"))  # Where it finds psdist is its own.
+    monkeypatch.setenv("PYTHONPATH", str(_ROOT / "tests" / "support" / "emulated"))  # Its own path to psdist.
     out = tmp_path / "gpu.json"
     status = gpu.main([*_SMALL, "--run-elements", "20000", "--out", str(out)], lambda name: HostDevice())
     results = json.loads(out.read_text())

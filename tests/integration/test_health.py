@@ -1,6 +1,5 @@
-"""The health probe against real gRPC servers, and against nobody; as a program, because an engine runs it that way.
-The answers of a scheduler and a server, as real processes.
-"""
+"""The health probe against real gRPC servers, and without a server. It runs as a program, as a container engine runs
+it. Also the answers of a scheduler and a server, as real processes."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def server() -> Iterator[tuple[health.HealthServicer, str]]:
 
 
 def probe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the probe as an engine does."""
+    """Run the probe as an engine does."""
     command = [sys.executable, "-m", "psdist.cli.health", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
@@ -82,7 +81,7 @@ def test_a_service_is_asked_for_by_name(server: tuple[health.HealthServicer, str
 
 
 def watch(stack: ExitStack, address: str, service: str) -> Iterator[str]:
-    """The states of a service, as they change."""
+    """Return the states of a service, as they change."""
     channel = stack.enter_context(grpc.insecure_channel(address))
     request = health_pb2.HealthCheckRequest(service=service)
     watched = health_pb2_grpc.HealthStub(channel).Watch(

@@ -1,8 +1,8 @@
-"""``psdist run`` with real processes: how a run ends, what is printed last, and that nothing is left of it.
+"""``psdist run`` with real processes: how a run ends, its last output, and that nothing is left of it.
 
 The launcher is under test, so scheduler and servers are stand-ins that only keep the contract of their processes
-(flags, address file, lifeline); ``test_launch_training`` runs the real ones. Scripts speak by lines, and tests wait for
-lines.
+(flags, address file, lifeline); ``test_launch_training`` runs the real ones. Scripts communicate by lines, and tests
+wait for lines.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if os.environ.get("STAND_IN") == "server dies" and settings.server_id == "server
     os.kill(os.getpid(), 9)
 os.read(settings.lifeline_fd, 1)
 """
-#: A worker's script in which the arguments say what each rank does.
+#: A worker's script whose arguments set the actions of each rank.
 _WORKER = """
 import os, signal, subprocess, sys, time
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -82,7 +82,8 @@ for word in sys.argv[1:]:
 
 
 class Launched:
-    """A command under test. Its two outputs come as one, in order, unless ``stderr`` says where the second goes."""
+    """A command under test. Its two outputs are merged, in order, unless ``stderr`` names a destination for the
+    second."""
 
     def __init__(self, argv: list[str], environ: dict[str, str], cwd: Path, stderr: int = subprocess.STDOUT) -> None:
         self.process = subprocess.Popen(
@@ -97,7 +98,7 @@ class Launched:
         self.lines: list[str] = []
 
     def until(self, pattern: str, count: int = 1) -> list[re.Match[str]]:
-        """Reads lines until ``pattern`` was found in ``count`` of all lines so far; returns the matches."""
+        """Read lines until ``pattern`` was found in ``count`` of all lines so far. Returns the matches."""
         assert self.process.stdout is not None
         found = [match for line in self.lines if (match := re.search(pattern, line))]
         while len(found) < count:
@@ -108,14 +109,14 @@ class Launched:
         return found
 
     def end(self) -> tuple[int, str]:
-        """Exit status and everything printed."""
+        """Return the exit status and everything printed."""
         assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
         self.process.stdout.close()
         return self.process.wait(), "\n".join(self.lines)
 
     def close(self) -> None:
-        """Forgets a command that a failed test left."""
+        """Clean up a command that a failed test left behind."""
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process.wait()
@@ -144,23 +145,23 @@ class Stage:
         }
 
     def start(self, *arguments: str, command: str = "run", **environ: str) -> Launched:
-        """Starts ``psdist COMMAND``."""
+        """Start ``psdist COMMAND``."""
         argv = [sys.executable, "-m", "psdist.cli.main", command, *arguments]
         return self.start_program(argv, environ)
 
     def start_program(
         self, argv: list[str], environ: Mapping[str, str] = MappingProxyType({}), stderr: int = subprocess.STDOUT
     ) -> Launched:
-        """Starts any program."""
+        """Start any program."""
         self.launched.append(Launched(argv, {**self.environ, **environ}, self.path / "work", stderr))
         return self.launched[-1]
 
     def run(self, *arguments: str, command: str = "run", **environ: str) -> tuple[int, str]:
-        """Runs ``psdist COMMAND`` to its end."""
+        """Run ``psdist COMMAND`` to its end."""
         return self.start(*arguments, command=command, **environ).end()
 
     def processes(self) -> list[psutil.Process]:
-        """All live processes that were started on this stage."""
+        """Return all live processes that were started on this stage."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -171,7 +172,7 @@ class Stage:
         return found
 
     def assert_clean(self) -> None:
-        """No process, directory or note is left."""
+        """Check that no process, directory or note is left."""
         _, alive = psutil.wait_procs(self.processes(), timeout=60)
         assert [process.cmdline() for process in alive] == []
         assert list(self.path.glob("psdist-*")) == []
@@ -180,7 +181,7 @@ class Stage:
 
 @contextlib.contextmanager
 def on_stage(path: Path) -> Iterator[Stage]:
-    """A stage of which nothing is left at the end."""
+    """A stage. Checks at the end that nothing is left of it."""
     built = Stage(path)
     try:
         yield built
@@ -215,7 +216,7 @@ def test_while_it_runs_it_is_noted_and_then_not_any_more(stage: Stage) -> None:
     run = stage.start("--run-id", "noted", "--nservers", "1", "train.py", "connect", "wait")
     run.until(r"\[server 0\] pid \d+ server-0")
     run.until(r"\[worker 0\] pid")
-    # The note gets the address at the launcher's next look; the servers have it from the file itself.
+    # The launcher adds the address to the note when it next looks; the servers read it from the file itself.
     note = stage.path / "psdist" / "runs" / "noted.json"
     values = json.loads(note.read_text())
     directory = Path(values["directory"])
@@ -367,7 +368,7 @@ def test_signals_end_everything(stage: Stage, signum: int, status: int) -> None:
     stage.assert_clean()
 
 
-#: An agent that is told its ranks, and asks no scheduler.
+#: An agent that gets its ranks by flags, and asks no scheduler for them.
 _AGENT = ("--nnodes", "1", "--node-rank", "0", "--scheduler", "127.0.0.1:9")
 
 
@@ -381,7 +382,7 @@ def test_a_hangup_that_is_ignored_from_the_start_stays_ignored(
     run = stage.start_program(argv, {"PSDIST_TOKEN": "t" * 32})
     run.until(r"\[worker 0\] ready")
     run.process.send_signal(signal.SIGHUP)
-    # The worker goes on only now, and opening both ends waits for nobody.
+    # The worker continues only now, and opening both ends waits for nobody.
     meeting = os.open(stage.path / "work" / "meeting", os.O_RDWR)
     status, text = run.end()
     os.close(meeting)
@@ -401,7 +402,7 @@ def test_an_interrupt_that_is_ignored_from_the_start_ends_the_run(stage: Stage) 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_after_the_end_of_the_run_changes_nothing(stage: Stage, signum: int) -> None:
-    # It comes while Python ends: after the run, and before the process is gone.
+    # It arrives while Python ends: after the run, and before the process has exited.
     late = f"import atexit, signal; atexit.register(lambda: [signal.raise_signal({signum:d})])"
     program = f"{late}; from psdist.cli.main import main; main()"
     stage.launched.append(
@@ -418,7 +419,7 @@ def test_a_second_signal_does_not_wait_for_the_deaf(stage: Stage) -> None:
     run.until(r"\[worker 0\] pid \d+")
     run.process.send_signal(signal.SIGINT)
     run.until("repeat the signal to kill")
-    # Those of the first second are taken for the same stop.
+    # Signals in the first second count as the same stop.
     while run.process.poll() is None:
         run.process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -438,7 +439,7 @@ def test_the_deaf_are_killed_after_the_grace(stage: Stage) -> None:
 
 
 def test_a_killed_launcher_leaves_no_process(stage: Stage) -> None:
-    """SIGKILL leaves no time for anything: also what the scripts had started is gone."""
+    """Check that the processes of the scripts are gone, too. SIGKILL leaves no time for any cleanup."""
     run = stage.start("--run-id", "killed", "--nproc-per-node", "2", "train.py", "connect", "deaf", "child", "wait")
     run.until(r"pid \d+", 2 * 2 + 2 + 1)
     assert len(stage.processes()) >= 1 + 4 + 2 + 1 + 1
@@ -447,7 +448,7 @@ def test_a_killed_launcher_leaves_no_process(stage: Stage) -> None:
     run.end()
     _, alive = psutil.wait_procs(stage.processes(), timeout=60)
     assert [process.cmdline() for process in alive] == []
-    # The next command sweeps the note and the directory.
+    # The next command removes the note and the directory.
     assert stage.run("train.py", "connect")[0] == 0
     stage.assert_clean()
 

@@ -1,6 +1,5 @@
-"""Programs whose standard streams are closed, on a full disk or on a terminal that is gone; and the lifeline of a
-script's own cluster, which must be no standard stream, and no forked process's either.
-"""
+"""Programs whose standard streams are closed, on a full disk or on a terminal that is gone. Also the lifeline of a
+script's own cluster, which must not be a standard stream, nor be held by a forked process."""
 
 from __future__ import annotations
 
@@ -19,9 +18,9 @@ from tests.integration.test_launch_run import Stage, on_stage
 
 _RUN = (sys.executable, "-m", "psdist.cli.main", "run")
 _VERSION = (sys.executable, "-m", "psdist.cli.main", "version")
-#: Python's streams hold back what could not be written, unless this is set.
+#: Unless this is set, Python's streams hold back output that could not be written.
 _BUFFERED = {"PYTHONUNBUFFERED": ""}
-#: What a shell does with the standard streams of a program that it starts.
+#: Redirections that a shell applies to the standard streams of a program that it starts.
 _CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
 
 
@@ -32,12 +31,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 
 def redirected(streams: str, *argv: str) -> list[str]:
-    """The command with its streams redirected as by a shell."""
+    """Return the command with its streams redirected as by a shell."""
     return ["sh", "-c", f'exec "$@" {streams}', "sh", *argv]
 
 
 def done(streams: str, *argv: str, **environ: str) -> tuple[int, str, str]:
-    """Status, output and errors of a program."""
+    """Return status, output and errors of a program."""
     ended = subprocess.run(
         redirected(streams, *argv),
         env={**os.environ, **_BUFFERED, **environ},
@@ -58,7 +57,7 @@ def done(streams: str, *argv: str, **environ: str) -> tuple[int, str, str]:
 )
 def test_a_full_disk_ends_no_run(stage: Stage, streams: str, titles: list[str]) -> None:
     flags = ("--nproc-per-node", "2")
-    # A restart is said before it is done.
+    # A restart is announced before it is made.
     argv = (*_RUN, *flags, "train.py", "connect", "1.0:fail", "hello", "hello")
     run = stage.start_program(redirected(streams, *argv), _BUFFERED)
     status, text = run.end()
@@ -138,7 +137,7 @@ def test_a_message_that_fails_takes_no_other_effect_with_it() -> None:
     [
         _VERSION,
         (*_VERSION[:-1], "--help"),
-        # More than the stream holds back, so that it is written before the command ends.
+        # More than the stream's buffer, so that it is written before the command ends.
         (sys.executable, "-c", "from psdist.cli import main; main._end(lambda: print('x' * 100_000) or 0)"),
     ],
 )
@@ -199,7 +198,7 @@ def test_closed_streams_end_no_scheduler(streams: str) -> None:
 
 # --- the cluster of a script without a launcher -----------------------------------------------------------------------
 
-#: Prints what the children of a cluster have as their lifeline and their standard streams.
+#: Prints the lifeline and the standard streams of a cluster's children.
 _EMBEDDED = """
 import os, sys
 from psdist.launch.embedded import EmbeddedCluster
@@ -263,7 +262,7 @@ def test_a_forked_process_does_not_keep_the_cluster_of_a_killed_script(stage: St
     (services,) = script.until(r"^services (\d+) (\d+)")
     (forked,) = script.until(r"^forked (\d+)")
     with contextlib.ExitStack() as stack:
-        # They tell of an exit even where nobody reaps orphans.
+        # They report an exit even if nobody reaps orphans.
         ends = [os.pidfd_open(int(pid)) for pid in (*services.groups(), forked[1])]
         for end in ends:
             stack.callback(os.close, end)

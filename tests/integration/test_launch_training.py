@@ -36,7 +36,7 @@ if "hold" in sys.argv:
     signal.pause()
 """
 
-#: Raises in step 3 as often as it is started.
+#: Raises in step 3 of every start.
 _FAILING_SCRIPT = """
 import numpy as np
 import psdist
@@ -53,7 +53,7 @@ print("rank", context.rank, "is done")
 
 
 class Stage:
-    """A directory with the script; commands started in it."""
+    """A directory with the script, and the commands started in it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -62,7 +62,7 @@ class Stage:
         self.environ = {**os.environ, "XDG_RUNTIME_DIR": str(path), "TMPDIR": str(path)}
 
     def start(self, command: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        """Starts ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""
+        """Start ``psdist``, ``psdist-scheduler``, ``psdist-server`` or ``psdist-worker``."""
         call = {"psdist": "main", "psdist-worker": "worker", "psdist-server": "server"}.get(command, "scheduler")
         program = f"from psdist.cli import main; main.{call}()"
         process = subprocess.Popen(
@@ -82,19 +82,19 @@ class Stage:
         return self.end(self.start(command, *arguments, **environ))
 
     def end(self, process: subprocess.Popen[str]) -> tuple[int, str]:
-        """Status and the rest of the output."""
+        """Return the status and the rest of the output."""
         text, _ = process.communicate()
         return process.returncode, text
 
     def scheduler(self, *arguments: str) -> tuple[subprocess.Popen[str], str]:
-        """A scheduler that listens, and its address."""
+        """Start a scheduler that listens. Returns it and its address."""
         scheduler = self.start("psdist-scheduler", "--run-id", "by-hand", *arguments, PSDIST_TOKEN="secret")
         line = until(scheduler, r"listening at (\S+:\d+)")
         return scheduler, line[1]
 
 
 def until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
-    """Reads a process's lines up to one with ``pattern``."""
+    """Read a process's lines up to one with ``pattern``."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -124,7 +124,7 @@ def test_a_run_trains_and_ends_quietly(stage: Stage) -> None:
     assert "[worker 0] rank 0 of 2 local 0 weight -4.0" in text
     assert "[worker 1] rank 1 of 2 local 1 weight -4.0" in text
     assert "warning" not in text and "[scheduler]" not in text and "[server" not in text, text
-    # Everything but the script's own lines has the time.
+    # All lines except the script's own have the time.
     others = [line for line in text.splitlines() if "] rank " not in line]
     assert others and all(re.match(r"(\[\w+\] )?\d\d:\d\d:\d\d ", line) for line in others), text
 
@@ -210,7 +210,7 @@ else:
 
 
 def test_programs_started_by_hand_form_a_world(stage: Stage) -> None:
-    """Two agents without node ranks are given different ones; what is wrong is said, and harms nobody."""
+    """Check two agents without node ranks: they get different ones. A mistake is reported, and harms nobody."""
     scheduler, address = stage.scheduler("--min-workers", "2")
     server = stage.start("psdist-server", "--scheduler", address, PSDIST_TOKEN="secret")
     status, text = stage.run("psdist-worker", "--scheduler", address, "--nnodes", "2", "train.py", PSDIST_TOKEN="wrong")
@@ -262,7 +262,7 @@ def test_a_taken_port_is_named(stage: Stage) -> None:
 
 def test_an_unreachable_scheduler_is_named(stage: Stage) -> None:
     with socket.socket() as closed:
-        # Bound and not listening: nobody else gets the port, and connections are refused.
+        # Bound but not listening: nobody else gets the port, and connections are refused.
         closed.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{closed.getsockname()[1]}"
         status, text = stage.run("psdist-worker", "--scheduler", address, "--start-timeout", "0.3", "train.py")

@@ -1,5 +1,5 @@
-"""Factors on the learning rate that pushes carry: the very bytes of the same rates in one process, with every optimizer
-and over each transport, clipped, compressed and in buckets, through the loss of a server."""
+"""Learning-rate factors that pushes carry: the exact bytes of the same rates in one process, with every optimizer and
+over each transport, clipped, compressed and in buckets, through the loss of a server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support import reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-#: By step. The last three of a schedule that no specification has.
+#: Factors by step. The last three belong to a schedule that no specification has.
 FACTORS = [1.0, 0.25, 0.0, 3.0, 1 / 3, 1e-4, 1e3]
 OPTIMIZERS: dict[str, optim.Optimizer] = {
     "adam": ADAM,
@@ -42,7 +42,7 @@ OPTIMIZERS: dict[str, optim.Optimizer] = {
 def applied_alone(
     optimizer: optim.Optimizer, weights: np.ndarray, states: tuple[np.ndarray, ...], mean: np.ndarray, step: int
 ) -> None:
-    """A step in one process."""
+    """Apply a step in one process."""
     if optimizer.max_grad_norm:
         squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
         mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
@@ -51,7 +51,7 @@ def applied_alone(
 
 
 def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
-    """The weights after every step, in one process."""
+    """Return the weights after every step, in one process."""
     weights = initial()
     states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
     if optimizer.kind == "ftrl":
@@ -73,7 +73,7 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 
 async def make_step(workers: Workers, step: int) -> list[bytes]:
-    """A step of all workers, in buckets or in one call."""
+    """Make a step of all workers, in buckets or in one call."""
     push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
     for handle in workers.handles:
         handle.lr_factor = FACTORS[step]
@@ -95,7 +95,7 @@ async def test_so_it_has_over_other_transports(cluster: EmbeddedCluster, transpo
 
 
 async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimizer: optim.Optimizer) -> None:
-    """A run has the bytes of one process."""
+    """Check that a run has the bytes of one process."""
     expected, workers = reference_run(optimizer), Workers(cluster, transport)
     try:
         await workers.open(PLAIN, optimizer=optimizer)
@@ -143,7 +143,7 @@ async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster
 
 @pytest.mark.parametrize("optimizer", [optim.SGD(lr=1.0), optim.SGD(lr=1.0, max_grad_norm=1e9)])
 async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
-    """The step has the factor of the lowest rank, and the others may continue."""
+    """Check that the step has the factor of the lowest rank, and the others may continue."""
     workers = Workers(cluster)
     try:
         await workers.open(PLAIN, BSP(), optimizer)
@@ -163,7 +163,7 @@ async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, 
 async def test_one_that_says_nothing_has_that_of_the_others(
     cluster: EmbeddedCluster, factors: tuple[float | None, float | None]
 ) -> None:
-    """And the last digits are no difference."""
+    """Check also that a difference in the last digits is ignored."""
     workers = Workers(cluster)
     try:
         await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0))
@@ -176,7 +176,7 @@ async def test_one_that_says_nothing_has_that_of_the_others(
 
 
 async def test_a_worker_that_joins_later_does_not_decide(cluster: EmbeddedCluster) -> None:
-    """Whatever its rank: it, or a script that was started again, has perhaps not heard of the run's rate."""
+    """Check it for any rank: such a worker, or a restarted script, may not know the run's rate yet."""
     values, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
     clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
     try:
@@ -198,7 +198,8 @@ async def test_a_worker_that_joins_later_does_not_decide(cluster: EmbeddedCluste
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), 1e39, 1.1e9, "3", True])
 async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, factor: float) -> None:
-    """By the client, and by servers for who does not ask it: the step is not made, and can be made after it."""
+    """Check that the client refuses it, and servers do for callers without this check. The step is not made, and can be
+    made afterwards."""
     workers = Workers(cluster)
     try:
         await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5))

@@ -1,7 +1,7 @@
 """Memory of a server: 12 bytes per parameter with Adam, two slices per connected worker (over tcp four), and 150 MB for
-the rest.
+everything else.
 
-Workers that share memory lend it their gradients' besides: the same memory, which each process that reads it counts.
+Workers that share memory also lend it the memory of their gradients; every process that reads it counts it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OTHER_BYTES = 150_000_000
 
 
 def peak_bytes(pid: int) -> int:
-    """The most memory the process ever had in RAM (VmHWM)."""
+    """Return the most memory that the process ever had in RAM (VmHWM)."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -32,12 +32,12 @@ def peak_bytes(pid: int) -> int:
 
 
 def has_mapped(pid: int, library: str) -> bool:
-    """Whether the process has loaded a library."""
+    """True if the process has loaded a library."""
     return library in Path(f"/proc/{pid}/maps").read_text()
 
 
 @pytest.mark.parametrize("transport", ["grpc", *(pytest.param(one, marks=pytest.mark.long) for one in ("tcp", "shm"))])
-# With one worker there is less of the same.
+# One worker needs less of it.
 @pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 4])
 async def test_server_memory_stays_within_its_bound(workers: int, transport: TransportName) -> None:
     cluster = EmbeddedCluster(servers=1)
@@ -64,7 +64,7 @@ async def test_server_memory_stays_within_its_bound(workers: int, transport: Tra
 
 
 async def test_a_server_of_small_vectors_does_without_the_compiler() -> None:
-    """Its memory, and half a second at its start."""
+    """Check that it saves the compiler's memory, and half a second at its start."""
     cluster = EmbeddedCluster(servers=1)
     client = AsyncClient(cluster.address, cluster.token)
     try:

@@ -1,4 +1,4 @@
-"""What scripts report under ``psdist run``: on the console, in the file and for TensorBoard; and without a launcher."""
+"""Reports of scripts under ``psdist run``: on the console, in the file and for TensorBoard; and without a launcher."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 
 
 def check_phases(line: dict[str, Any]) -> None:
-    """Phases add up to the step, and shares to the whole."""
+    """Check that phases add up to the step, and shares to the whole."""
     phases = [line[f"{name}_ms"] for name in ("compute", "push", "wait", "pull")]
     assert sum(phases) == pytest.approx(line["step_ms"]) and all(phase >= 0 for phase in phases)
     assert line["communication_share"] + line["compute_efficiency"] == pytest.approx(1)
@@ -80,7 +80,7 @@ def test_files_have_everything_that_was_reported(
     assert sum(line["samples"] for line in lines) == 40 * 30
     assert sum(line["loss"] * line["samples"] for line in lines) == pytest.approx(40 * 20)
     assert lines[-1]["step"] == 40 and [line["step"] for line in lines] == sorted(line["step"] for line in lines)
-    # Of each worker: its gradients, and the weights once more, for its first pull.
+    # For each worker: its gradients, and the weights once more, for its first pull.
     assert sum(line["push_bytes"] for line in lines) == 2 * 40 * 20_000
     assert sum(line["pull_bytes"] for line in lines) == 2 * 41 * 20_000
     for line in lines:
@@ -119,7 +119,7 @@ def test_an_agent_files_the_workers_of_its_node(tmp_path: Path) -> None:
     assert re.search(r"psdist: step 12  .* 2 workers\n", done.stderr), done.stderr
 
 
-@pytest.mark.long  # That files are continued is also in the unit tests of the trackers.
+@pytest.mark.long  # Unit tests of the trackers also check that files are continued.
 def test_a_resumed_run_goes_on_in_the_same_files(tmp_path: Path, runs: list[Run]) -> None:
     flags = ("--log-dir", "logs", "--tensorboard", "tb", "--run-id", "digits", "--storage-path", "kept")
     flags = (*flags, "--progress", "off", "--metrics-interval", "0")
@@ -198,7 +198,7 @@ for step in range(3):
 
 @pytest.mark.parametrize("progress", ["auto", "plain"])
 def test_a_script_alone_has_its_trackers_and_a_line_if_it_asks_for_it(tmp_path: Path, progress: str) -> None:
-    """It ends without closing anything: what is left is handed on at the exit."""
+    """Check a script that ends without closing anything: remaining reports are delivered at the exit."""
     (tmp_path / "alone.py").write_text(ALONE)
     done = subprocess.run(
         [sys.executable, "alone.py"], env=os.environ | {"PSDIST_PROGRESS": progress}, cwd=tmp_path,

@@ -32,7 +32,7 @@ async def clients(cluster: EmbeddedCluster) -> AsyncIterator[list[AsyncClient]]:
 
 
 async def counters(clients: list[AsyncClient], name: str, consistency: Consistency) -> list[AsyncParameters]:
-    """Parameters in which SGD with lr 1 counts pushes: the gradient of a push is -1 in its slot."""
+    """Create parameters in which SGD with lr 1 counts pushes: the gradient of a push is -1 in its slot."""
     init = {"slots": np.zeros((WORKERS, PUSHES, 50), np.float32)}
     optimizer = optim.SGD(lr=1.0)
     return await asyncio.gather(
@@ -52,7 +52,7 @@ def one_hot(rank: int, push: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("bound", [0, 1, 3])
 async def test_ssp_never_lets_a_worker_run_further_ahead_than_its_bound(clients: list[AsyncClient], bound: int) -> None:
     fast, slow = await counters(clients, f"ssp-{bound}", SSP(bound))
-    begun = 0  # Pushes that the slow worker has begun: the servers cannot have more of them.
+    begun = 0  # Pushes that the slow worker has started: the servers cannot have more of them.
     leads = []
 
     async def run_fast() -> None:
@@ -63,7 +63,7 @@ async def test_ssp_never_lets_a_worker_run_further_ahead_than_its_bound(clients:
     async def run_slow() -> None:
         nonlocal begun
         for push in range(PUSHES):
-            for _ in range(8):  # What makes it slow.
+            for _ in range(8):  # The cause of its slowness.
                 await slow.pull()
             begun += 1
             await slow.push_pull(one_hot(1, push))
@@ -91,7 +91,7 @@ async def test_bsp_backup_worker_does_not_hold_the_others(clients: list[AsyncCli
     first, second = await counters(clients, "backup", BSP(backup_workers=1))
     for push in range(3):
         await first.push_pull(one_hot(0, push))
-    # The second worker is late: its contribution is dropped and it gets the weights as they are.
+    # The second worker is late: its contribution is dropped and it gets the current weights.
     values = await second.push_pull(one_hot(1, 0))
     assert values["slots"][1].sum() == 0
     assert values["slots"][0, :3].min() == 1

@@ -1,4 +1,4 @@
-"""The benchmark between hosts: very small, with real namespaces and shaped links, where this machine can have them."""
+"""The benchmark between hosts: very small, with real namespaces and shaped links, if this machine supports them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def namespaces_of(pid: int) -> list[str]:
 
 
 def processes_in(namespaces: str) -> list[str]:
-    """Commands of processes that name these hosts."""
+    """Return the commands of processes that name these hosts."""
     return [" ".join(one.info["cmdline"] or ()) for one in psutil.process_iter(["cmdline"])
             if any(namespaces in word for word in one.info["cmdline"] or ())]  # fmt: skip
 
@@ -62,7 +62,7 @@ def test_nothing_is_left_behind_by_an_interrupt(signum: int) -> None:
     command = [*COMMAND, "--rate", "100mbit", "--contender", "--rounds", "100000"]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert "raw TCP" in process.stdout.readline()  # The hosts are there, and contenders start.
+        assert "raw TCP" in process.stdout.readline()  # The hosts exist, and contenders start.
         assert len(namespaces_of(process.pid)) == 3
         os.kill(process.pid, signum)
         process.wait(120)
@@ -87,7 +87,7 @@ def test_hosts_share_no_memory_files_and_are_removed(tmp_path: Path) -> None:
         before = hosts.counters(1)
         rates = network.transfer(hosts, 0.2)
         moved = hosts.counters(1) - before
-        # Both links carried what was received, and neither more than its rate and its bucket allow.
+        # Both links carried all received bytes, and neither more than its rate and its bucket allow.
         assert min(moved.sent, moved.received) > 1 << 20
         assert max(rates) < 1.2e9
     assert namespaces_of(os.getpid()) == []

@@ -1,5 +1,5 @@
-"""On a CUDA device, where there is one: the same comparisons that other tests make on the processor's. Skipped and
-counted elsewhere."""
+"""Comparisons on a CUDA device, if there is one, that other tests make on the processor's. Skipped and counted
+elsewhere."""
 
 from __future__ import annotations
 

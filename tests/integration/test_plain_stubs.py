@@ -23,7 +23,7 @@ def generate_stubs(target: Path) -> None:
 
 def test_a_client_of_generated_stubs_alone_registers_creates_pushes_and_pulls(tmp_path: Path) -> None:
     generate_stubs(tmp_path)
-    # -S: no .pth files, so the only psdist there is are the stubs; grpc itself comes by its folder.
+    # -S: no .pth files, so psdist consists of the stubs alone; the path adds the folder of grpc itself.
     start = (
         f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({sysconfig.get_path('purelib')!r});"
         f"import psdist; assert psdist.__file__.startswith({str(tmp_path)!r}), psdist.__file__;"

@@ -1,6 +1,5 @@
-"""Compressed weights with real servers: workers have the very bytes of published weights as one process makes them,
-over each transport, in each kind of call, through the loss of a server, and through resumes.
-"""
+"""Compressed weights with real servers: workers hold the exact bytes of the reference weights that one process
+computes, over each transport, in each kind of call, through the loss of a server, and through resumes."""
 
 from __future__ import annotations
 
@@ -55,7 +54,7 @@ BRIEFLY = [pytest.param(name, marks=[] if name in ("topk", "by chance") else [py
 
 @dataclass
 class Reference:
-    """The weights of a run of plain gradients in one process, and those that workers have."""
+    """The weights of a run of plain gradients in one process, and the weights that its workers hold."""
 
     codec: Codec | None
 
@@ -65,7 +64,7 @@ class Reference:
         self._step = 0
 
     def step(self) -> bytes:
-        """What workers have after the next step."""
+        """Make the next step. Returns the weights that workers hold after it."""
         mean = np.empty(TOTAL, np.float32)
         parts = [gradient(self._step, rank) for rank in range(WORKERS)]
         reference.combine(mean, parts, len(parts))
@@ -99,19 +98,19 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 
 async def in_place(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """A step whose result is read where it lies."""
+    """Make a step whose result is read in place."""
     return joined(await handle.push_pull(values, copy=False))
 
 
 async def into_arrays(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """A push, and a pull into arrays of the caller."""
+    """Push, then pull into arrays of the caller."""
     await handle.push(values)
     out = {name: np.empty_like(array) for name, array in values.items()}
     return joined(await handle.pull(out))
 
 
 async def as_new_arrays(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
-    """A step whose result the caller writes to."""
+    """Make a step whose result the caller writes to."""
     result = await handle.push_pull(values)
     found = joined(result)
     for array in result.values():
@@ -136,7 +135,7 @@ async def test_workers_have_the_published_weights(
             )
             assert results == [expected.step()] * WORKERS, f"step {step}"
         assert workers.handles[0].statistics().transport == transport
-        if transport != "shm":  # The first worker held everything before.
+        if transport != "shm":  # The first worker had everything before.
             pulled = workers.handles[0].statistics().pull_bytes - before[0]
             assert pulled < 0.55 * 4 * TOTAL * len(kinds)
             again = workers.handles[0].statistics().pull_bytes
@@ -169,7 +168,7 @@ async def test_without_common_steps_all_end_with_the_same(
 
 
 async def test_a_worker_that_missed_many_steps_is_sent_the_weights(cluster: EmbeddedCluster) -> None:
-    """One pushes alone; soon the other lacks more bytes than the weights have."""
+    """Check one worker that pushes alone: soon the other lacks more bytes than the weights have."""
     workers = Workers(cluster, "tcp")
     try:
         await workers.open(PLAIN, ASP(), pull=Int8())
@@ -214,7 +213,7 @@ async def test_a_killed_server_changes_not_a_bit(name: str, transport: Transport
 async def test_a_resumed_run_goes_on_with_the_published_weights(
     tmp_path: Path, lives: tuple[tuple[int, str | None], ...]
 ) -> None:
-    """Each life makes two steps, the snapshot comes after them, and the codec may change in the next one."""
+    """Check two lives of two steps each. The snapshot comes after them, and the codec may change in the next life."""
     expected = Reference(None)
     for life, (servers, name) in enumerate(lives):
         cluster = await asyncio.to_thread(EmbeddedCluster, servers, storage=tmp_path / "storage", run_id="resumed")

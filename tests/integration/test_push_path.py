@@ -1,4 +1,4 @@
-"""How many coroutines of psdist are nested between ``push_pull`` and the write to a connection."""
+"""Number of psdist's coroutines that are nested between ``push_pull`` and the write to a connection."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.requests import PushRequest
 from psdist.launch.embedded import EmbeddedCluster
 
-#: From the user's call to the coroutine that writes to the connection, these two included.
+#: From the user's call to the coroutine that writes to the connection, including both.
 DEPTH_MAX = 8
 PRODUCT = str(Path(psdist.__file__).parent)
 
@@ -31,14 +31,14 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 class Nesting:
-    """Counts the coroutines that wait for the one that runs, across the tasks that they started."""
+    """Count the coroutines that wait for the running one, across the tasks that they started."""
 
     def __init__(self) -> None:
         self._at_start: WeakKeyDictionary[asyncio.Task[Any], int] = WeakKeyDictionary()
         self.deepest = 0
 
     def start_task(self, loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any], **more: Any) -> Any:
-        """A task factory."""
+        """Start a task, as a task factory."""
         task = asyncio.Task(work, loop=loop, **more)
         self._at_start[task] = self.depth()
         return task
@@ -56,7 +56,7 @@ class Nesting:
         self.deepest = max(self.deepest, self.depth())
 
     def note_in(self, monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
-        """Counts at each call of a method, which is not a coroutine."""
+        """Count at each call of a method, which is not a coroutine."""
         plain = getattr(owner, method)
 
         def noted(*args: Any) -> Any:

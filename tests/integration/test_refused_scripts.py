@@ -1,4 +1,4 @@
-"""A script that its run refuses ends with a status of its own, and is not restarted: it would be refused again."""
+"""Scripts that their run refuses end with a status of their own, and are not restarted: they would be refused again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with psdist.init() as context:
 """
 
 
-# A script continues after an error that it catches, and another error is no reason not to try again.
+# A script continues after an error that it catches. Another error does not prevent a new attempt.
 @pytest.mark.parametrize(
     ("what", "status"),
     [("differs", 78), ("raises", 1), pytest.param("agrees", 0, marks=pytest.mark.long)],

@@ -1,5 +1,5 @@
-"""A worker that is frozen past its lease, with real processes: the others go on without it, and when it thaws it takes
-part again by itself, with nothing of it counted twice."""
+"""A worker that is frozen past its lease, with real processes: the others continue without it. When it thaws it rejoins
+by itself, and nothing that it pushed is counted twice."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def runs() -> Iterator[list[Run]]:
 def test_a_frozen_worker_takes_part_again(tmp_path: Path, runs: list[Run], consistency: str, transport: str) -> None:
     runs.append(Run(tmp_path, _SCRIPT, consistency, transport=transport))
     frozen = int(runs[0].until(r"rank 1 stops at \d+ as (\d+)")[1])
-    # The others go on: in BSP and SSP only because they do not wait for it any more.
+    # The others continue: in BSP and SSP only because they no longer wait for it.
     runs[0].until(r"worker-1 .*is lost: its session broke")
     runs[0].until(r"rank 0 has made step", 3)
     os.kill(frozen, signal.SIGCONT)
-    # Its step was closed without it. Without steps, nothing is: that push goes on.
+    # Its step was closed without it. In a mode without steps nothing is closed, so that push continues.
     dropped = consistency == "bsp"
     runs[0].until(rf"rank 1 dropped {dropped:d} resumed {not dropped:d} {transport}")
     status, text = runs[0].end()

@@ -1,4 +1,5 @@
-"""An agent that asks for its ranks where no scheduler is: it says for whom it waits, and then what to do."""
+"""An agent that asks for its ranks where no scheduler is: it reports the address that it waits for, and later the
+remedy."""
 
 from __future__ import annotations
 

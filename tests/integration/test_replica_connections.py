@@ -31,7 +31,7 @@ Request, Response = pb.ReplicateRequest, pb.ReplicateResponse
 
 
 class Primary:
-    """One stream, on which the test says what server A would."""
+    """One stream, on which the test plays server A."""
 
     def __init__(self, channel: grpc.aio.Channel, stack: AsyncExitStack) -> None:
         self.call = channel.stream_stream(
@@ -51,7 +51,7 @@ class Primary:
         self.welcome = answer.welcome
 
     async def share(self) -> None:
-        """Opens the stream with an arena."""
+        """Open the stream with an arena."""
         self.arena = GradientArena.create(ARENA, "float32")
         self._stack.callback(self.arena.detach)
         with fd_passing.listening() as (name, listener):
@@ -62,7 +62,7 @@ class Primary:
         assert self.welcome.arena_nonce == self.arena.nonce and not self.welcome.port
 
     async def connect(self) -> None:
-        """Opens the stream with a TCP connection."""
+        """Open the stream with a TCP connection."""
         await self.hello(tcp=True)
         await self.dial(self.welcome.nonce)
         assert (await self.receive()).WhichOneof("kind") == "opened"
@@ -96,7 +96,7 @@ class Primary:
         return Response.FromString(data[PREFIX.size :])
 
     async def fill(self) -> None:
-        """The only slice, all zeros, which is acknowledged."""
+        """Fill the only slice with zeros, and wait until it is acknowledged."""
         await self.send(begin=Request.Begin(lsn=0))
         await self.send(np.zeros(SIZE, np.float32).tobytes(), state=Request.SliceState(slice=0, array=0, arrays=1))
         await self.send(end=Request.End())

@@ -23,7 +23,8 @@ PATIENCE_SECONDS = 60
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    # A killed member is missed immediately. On a busy machine nobody else must be: that would change the result.
+    # A killed member is missed immediately. On a busy machine no other member may be, since that would change the
+    # result.
     cluster = EmbeddedCluster(servers=3, replicas=2, failure_timeout=6.0)
     yield cluster
     cluster.close()
@@ -36,7 +37,7 @@ async def train(
     kill: bool,
     until: Callable[[], bool] = lambda: True,
 ) -> np.ndarray:
-    """The weights after all steps, with a server killed on the way, and after as many more as it takes ``until``."""
+    """Train with a server killed on the way, and then until ``until`` holds. Returns the weights after all steps."""
     clients = [AsyncClient(cluster.address, cluster.token, rank=r, transport=transport) for r in range(WORKERS)]
     await asyncio.gather(*(client.connect() for client in clients))
     init = {"w": np.zeros(SIZE, np.float32)}
@@ -57,16 +58,16 @@ async def work(cluster: EmbeddedCluster, handle: AsyncParameters, rank: int, kil
     rng = np.random.default_rng(rank)
     for step in range(STEPS):
         if kill and rank == 0 and step == KILLED_AT:
-            cluster.processes[1].send_signal(signal.SIGKILL)  # The scheduler is the first.
+            cluster.processes[1].send_signal(signal.SIGKILL)  # The first one is the scheduler.
         await handle.push_pull({"w": gradient(rng)})
 
 
 def gradient(rng: np.random.Generator) -> np.ndarray:
-    """Whole numbers: their sums do not depend on the order in which they are added."""
+    """Return whole numbers: their sums do not depend on the order in which they are added."""
     return rng.integers(-8, 9, SIZE).astype(np.float32)
 
 
-# Over gRPC test_failover asks the same of psdist run.
+# For gRPC, test_failover checks the same of psdist run.
 @pytest.mark.parametrize("transport", [*(pytest.param(one, marks=pytest.mark.long) for one in ("grpc", "shm")), "tcp"])
 async def test_bsp_ends_with_the_same_bytes_whether_a_server_was_killed_or_not(
     cluster: EmbeddedCluster, transport: str
@@ -91,7 +92,7 @@ async def test_copies_are_filled_again_and_compared(cluster: EmbeddedCluster) ->
 
 
 def are_whole_and_compared(shown: pb.GetStatusResponse) -> bool:
-    """Whether each shard has its two copies again, and each copy was compared. Servers tell of that a little later."""
+    """True if each shard has its two copies again, and each copy was compared. Servers report that slightly later."""
     shards = [shard for parameters in shown.parameters for shard in parameters.entry.shards]
     whole = all(len(shard.backups) == 1 and not shard.filling for shard in shards)
     replicas = [

@@ -1,7 +1,6 @@
-"""A run that goes on from its snapshot with other settings makes the very bytes of the numpy reference that changes
-them at that step. Another optimizer begins its state anew where that is said: later snapshots know it, and a server
-that takes over, and a run that goes back. Real processes.
-"""
+"""Runs that resume from a snapshot with other settings: the exact bytes of a numpy reference that changes them at that
+step. If asked, another optimizer starts with fresh state; later snapshots, a server that takes over, and a run that is
+rolled back must know this. Real processes."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ RUN_ID = "changed"
 
 
 class Reference:
-    """The parameters in one process, with plain numpy, uncut."""
+    """Single-process reference of the parameters in plain numpy, not cut into slices."""
 
     def __init__(self, spec: Optimizer, workers: int = WORKERS) -> None:
         self.weights = initial()
@@ -40,17 +39,17 @@ class Reference:
         self.begin(spec)
 
     def begin(self, spec: Optimizer) -> None:
-        """Goes on with another optimizer, whose state begins anew."""
+        """Continue with another optimizer and fresh state."""
         self.spec, self.since, self.ranges = spec, self.step, group_ranges(spec)
         self.states = tuple(np.zeros(TOTAL, np.float32) for _ in spec.state_names)
         Rule(spec).initialize(self.weights, self.states, self.ranges)
 
     def change(self, spec: Optimizer) -> None:
-        """Goes on with other settings, and the state as it is."""
+        """Continue with other settings and the current state."""
         self.spec, self.ranges = spec, group_ranges(spec)
 
     def train(self) -> bytes:
-        """One step by all workers; the weights then."""
+        """Make one step of all workers. Returns the weights after it."""
         mean = np.empty(TOTAL, np.float32)
         reference.combine(mean, [gradient(self.step, rank) for rank in range(self.workers)], self.workers)
         if self.spec.max_grad_norm:
@@ -81,7 +80,7 @@ async def life(storage: Path, workers: int = WORKERS, **settings: Any) -> AsyncI
 
 
 class Life:
-    """What is there while it lasts."""
+    """Running cluster with its clients."""
 
     def __init__(self, cluster: EmbeddedCluster, clients: list[AsyncClient]) -> None:
         self.cluster = cluster
@@ -90,7 +89,7 @@ class Life:
     async def open(
         self, name: str, spec: Optimizer, consistency: Consistency | None = None, **settings: Any
     ) -> list[AsyncParameters]:
-        """The parameters of all workers. Raises what one of them is refused with."""
+        """Create the parameters in all workers. Raises the refusal of any of them."""
         given = split(initial())
         return await asyncio.gather(
             *(
@@ -100,7 +99,7 @@ class Life:
         )
 
     async def train(self, handles: list[AsyncParameters], expected: Reference, steps: int = 1) -> None:
-        """Steps, each compared with the reference."""
+        """Make steps and compare each with the reference."""
         for _ in range(steps):
             step = handles[0].step
             assert step == expected.step
@@ -111,22 +110,22 @@ class Life:
             assert [joined(result) for result in results] == [wanted] * len(handles), f"step {step}"
 
     async def save(self) -> None:
-        """A snapshot, at the step that all are at."""
+        """Take a snapshot at the step that all workers have reached."""
         await asyncio.gather(*(client.snapshot(timeout=60) for client in self.clients))
 
     async def events(self) -> list[str]:
-        """What the scheduler tells by ``psdist status``."""
+        """Return the events that ``psdist status`` reports."""
         return [event.text for event in (await self.clients[0].status()).events]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What the workers' logs said about settings, and forgets it."""
+    """Return the workers' log messages about settings, and clear the log."""
     found = [record.getMessage() for record in caplog.records if "resumes from snapshot" in record.getMessage()]
     caplog.clear()
     return found
 
 
-#: Settings before and after that keep the state, every way to change them at once.
+#: Settings before and after; the state is kept. Every possible change is made together.
 CHANGED: dict[str, tuple[Optimizer, Optimizer]] = {
     "sgd": (
         optim.SGD(lr=0.1, momentum=0.9),
@@ -184,7 +183,7 @@ async def test_another_optimizer_begins_its_state_anew_and_keeps_it(
         assert len(lines) == WORKERS and "the optimizer's state is reset" in lines[0]
         expected.begin(after)
         await run.train(handles, expected, 2)
-        run.cluster.processes[-1].kill()  # A server: what takes over counts from the reset, too.
+        run.cluster.processes[-1].kill()  # A server: the one that takes over counts from the reset, too.
         await run.train(handles, expected, 2)
         assert {handle.statistics().dropped for handle in handles} == {0}
         await run.save()
@@ -203,7 +202,7 @@ async def test_another_optimizer_begins_its_state_anew_and_keeps_it(
 
 @pytest.mark.long
 async def test_steps_and_none_in_turn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """BSP, then ASP by one worker, then BSP again with the state as it is, then ASP with another optimizer."""
+    """Check BSP, then ASP by one worker, then BSP again with the state kept, then ASP with another optimizer."""
     adam, lion = optim.Adam(lr=1e-2), optim.Lion(lr=1e-3)
     expected = Reference(adam, workers=1)
     turns: list[tuple[Optimizer, Consistency, bool]] = [
@@ -260,7 +259,7 @@ if run.rank == 0:
 
 
 class Script:
-    """The script's weights in plain numpy."""
+    """Return the script's weights, computed in plain numpy."""
 
     def __init__(self, spec: Optimizer) -> None:
         self.weights, self.step = np.zeros(20_000, np.float32), 0
@@ -281,7 +280,7 @@ class Script:
 
 
 class Commands:
-    """Runs of the script by one command, one after another."""
+    """Consecutive runs of the script by one command."""
 
     def __init__(self, path: Path, runs: list[Run]) -> None:
         self.path = path
@@ -306,7 +305,7 @@ def runs() -> Iterator[list[Run]]:
 
 
 def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None:
-    """The same command with another rate."""
+    """Check that the same command can resume with another rate."""
     started = Commands(tmp_path, runs)
     expected = Script(optim.SGD(lr=0.1))
     status, text = started.start("SGD", {"lr": 0.1}, "", 3).end()
@@ -321,11 +320,11 @@ def test_what_a_user_of_psdist_run_sees(tmp_path: Path, runs: list[Run]) -> None
     assert started.result() == expected.train(6)
 
 
-# How a reset goes on is shown above without the launcher.
+# Tests above show, without the launcher, how training continues after a reset.
 @pytest.mark.long
 def test_what_a_user_of_psdist_run_sees_of_a_reset(tmp_path: Path, runs: list[Run]) -> None:
-    """The same command with another optimizer, which is refused and then reset; and the run goes back to before the
-    reset, because a server is lost."""
+    """Check that another optimizer is refused and then reset, by the same command. The run then returns to a step
+    before the reset, because a server is lost."""
     started = Commands(tmp_path, runs)
     expected = Script(optim.SGD(lr=0.1))
     status, text = started.start("SGD", {"lr": 0.1}, "", 6).end()

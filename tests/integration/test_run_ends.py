@@ -1,4 +1,4 @@
-"""How runs end whose programs are started one by one, as on several machines: the exit status of each.
+"""Ends of runs whose programs are started one by one, as on several machines: the exit status of each program.
 
 Every status that ``exit_codes.TABLE`` gives a role is named by ``ends`` at a test of this file, or by ``ELSEWHERE``.
 """
@@ -81,14 +81,14 @@ while not Path("go").exists():
 sys.argv = ["psdist", "drain", "server-0", "--scheduler", Path("address").read_text().strip()]
 main.main()
 """
-#: How each finds the scheduler. The others get it from their arguments.
+#: How each program finds the scheduler. The others get the address from their arguments.
 _PLACES = {"scheduler": "--address-file", "server": "--scheduler-file", "agent": "--scheduler-file"}
 #: Limit of one wait; only a program that hangs reaches it.
 _HANGS_SECONDS = 120.0
 
 
 def ends(*pairs: Pair) -> Callable[[F], F]:
-    """Names the statuses that a test makes occur."""
+    """Name the statuses that a test produces."""
     _named.update(pairs)
     return lambda test: test
 
@@ -101,7 +101,7 @@ class Programs:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start(self, name: str, *arguments: str, **variables: str) -> None:
-        """Starts a program: scheduler, server, agent, command or script, as its name begins."""
+        """Start a program: scheduler, server, agent, command or script, as its name begins."""
         role = name.partition("-")[0]
         environment = {key: value for key, value in os.environ.items() if not key.startswith("PSDIST_")}
         environment |= {"XDG_STATE_HOME": str(self.path), "XDG_RUNTIME_DIR": str(self.path), **variables}
@@ -113,7 +113,7 @@ class Programs:
             )  # fmt: skip
 
     def statuses(self, *names: str) -> Mapping[str, int]:
-        """The exit status of each program, or of these, once they have ended."""
+        """Return the exit status of each program, or of the named ones, once they have ended."""
         until = time.monotonic() + _HANGS_SECONDS
         try:
             return {name: self._processes[name].wait(until - time.monotonic()) for name in names or self._processes}
@@ -121,32 +121,32 @@ class Programs:
             pytest.fail(f"not all have ended\n{self.text}")
 
     def script(self, name: str, text: str) -> str:
-        """Writes a script of workers. Returns its name."""
+        """Write a script of workers. Returns its name."""
         (self.path / name).write_text(text)
         return name
 
     def text_of(self, name: str) -> str:
-        """Everything that a program printed."""
+        """Return everything that a program printed."""
         return (self.path / f"{name}.log").read_text("utf-8", "replace")
 
     @property
     def text(self) -> str:
-        """Everything that was printed."""
+        """Return everything that was printed."""
         return "\n".join(f"--- {name}\n{self.text_of(name)}" for name in self._processes)
 
     def process(self, name: str) -> psutil.Process:
-        """A program that was started."""
+        """Return a started program."""
         return psutil.Process(self._processes[name].pid)
 
     def until(self, condition: Callable[[], bool]) -> None:
-        """Waits for something that no program tells of."""
+        """Wait for a condition that no program reports."""
         pause, until = threading.Event(), time.monotonic() + _HANGS_SECONDS
         while not condition():
             assert time.monotonic() < until, self.text
             pause.wait(0.02)
 
     def stop(self) -> None:
-        """Ends whatever still runs. Workers end with their agents."""
+        """End all programs that still run. Workers end with their agents."""
         for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
@@ -164,7 +164,7 @@ def programs(tmp_path: Path) -> Iterator[Programs]:
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_scripts_that_never_come_end_the_run_everywhere(programs: Programs) -> None:
-    """One of two nodes is never started."""
+    """Check a run of two nodes whose second node never starts."""
     programs.start("scheduler", "--min-workers", "2", "--start-timeout", "10")
     programs.start("server")
     programs.start("agent-0", "--nnodes", "2", "--node-rank", "0", programs.script("waits.py", _WAITS))
@@ -180,8 +180,8 @@ def test_scripts_that_never_come_end_the_run_everywhere(programs: Programs) -> N
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("script", ["raise RuntimeError('no data')", "print('all done')"])
 def test_an_agent_that_gives_up_ends_the_others_with_its_reason(programs: Programs, script: str) -> None:
-    """Without any time limit. A script that succeeds without psdist.init() is waited for as vainly as one that
-    fails."""
+    """Check an agent without any time limit. A script that succeeds without psdist.init() never arrives, just like one
+    that fails."""
     programs.start("scheduler", "--min-workers", "2")
     programs.start("server")
     programs.start("agent-0", "--nnodes", "2", "--node-rank", "0", programs.script("waits.py", _WAITS))
@@ -196,7 +196,7 @@ def test_an_agent_that_gives_up_ends_the_others_with_its_reason(programs: Progra
 
 @ends((69, "script"), (69, "launcher"))
 def test_a_script_looks_for_its_scheduler_as_long_as_its_launcher(programs: Programs) -> None:
-    """It always looked for a minute."""
+    """Check the time for which a script looks: it used to be a minute in every case."""
     free = programs.script("alone.py", "import psdist\npsdist.init()")
     (programs.path / "address").write_text(f"127.0.0.1:{free_port('127.0.0.1')}\n")
     programs.start(
@@ -257,7 +257,7 @@ def test_programs_that_find_nothing_or_come_too_late(programs: Programs) -> None
 
 @ends((128, "command"))
 def test_an_interrupted_command_ends_by_the_signal(programs: Programs) -> None:
-    """It waits for a scheduler that takes connections and says nothing."""
+    """Check a command that waits for a scheduler that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent.settimeout(_HANGS_SECONDS)
         address = f"127.0.0.1:{silent.getsockname()[1]}"
@@ -283,7 +283,7 @@ def test_a_script_that_is_told_to_end_ends_by_the_signal(programs: Programs) -> 
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_command_hears_that_the_run_is_lost(programs: Programs) -> None:
-    """The scheduler answers for 5 s then. So the command has imported everything before."""
+    """Check a command that has imported everything before the loss: the scheduler answers for only 5 s after it."""
     programs.start("scheduler")
     programs.start("server")
     waits = "import threading\n" + _WAITS + "    open('trains', 'w').close()\n    threading.Event().wait()\n"

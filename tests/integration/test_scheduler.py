@@ -1,4 +1,4 @@
-"""The scheduler's process, spoken to with the generated stubs alone: real gRPC, real files, real signals."""
+"""The scheduler's process, driven by the generated stubs alone: real gRPC, real files, real signals."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Process:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """Return the address at which it listens."""
         return self.file.read_text().strip()
 
     async def end(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, str]:
@@ -67,7 +67,7 @@ Start = Callable[..., Awaitable[Process]]
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """Starts schedulers; ends those that are left."""
+    """Factory that starts schedulers, and ends those that are left."""
     started: list[Process] = []
 
     async def one(*flags: str, wait: bool = True, token: str = TOKEN, **options: Any) -> Process:
@@ -96,7 +96,7 @@ async def _listening(process: asyncio.subprocess.Process) -> None:
         assert line, f"the scheduler ended: {''.join(lines)}"
 
 
-#: An address has one server.
+#: Only one server may listen at an address.
 _ports = itertools.count(1)
 
 
@@ -111,7 +111,7 @@ class Peer:
         self.session: Any = None
 
     async def register(self, role: pb.Role = pb.ROLE_WORKER, **fields: Any) -> pb.RegisterResponse:
-        """Registers and opens the session."""
+        """Register and open the session."""
         if role == pb.ROLE_SERVER:
             fields.setdefault("address", f"127.0.0.1:{next(_ports)}")
         request = pb.RegisterRequest(protocol_version=limits.PROTOCOL_VERSION, role=role, host="box", pid=7, **fields)
@@ -120,48 +120,48 @@ class Peer:
         return self.member
 
     async def say(self, **event: Any) -> None:
-        """One message on the session."""
+        """Send one message on the session."""
         await self.session.write(pb.SessionRequest(**event))
 
     async def open(self, **says: bool) -> common.ClusterMap:
-        """Opens the session and returns the map that comes first."""
+        """Open the session and return the map that comes first."""
         hello = pb.SessionRequest.Hello(member_id=self.member.member_id, incarnation=self.member.incarnation, **says)
         self.session = self.stub.Session(metadata=self.metadata)
         await self.session.write(pb.SessionRequest(hello=hello))
         return await self.read_map()
 
     async def read(self, kind: str) -> Any:
-        """The next command of this kind."""
+        """Read the next command of this kind."""
         async for response in self.session:
             if response.WhichOneof("command") == kind:
                 return getattr(response, kind)
         raise AssertionError(f"the session ended before a {kind} came")
 
     async def read_map(self, condition: Callable[[common.ClusterMap], bool] = lambda _: True) -> common.ClusterMap:
-        """The next map for which the condition holds."""
+        """Return the next map for which the condition holds."""
         while not condition(cluster := await self.read("map")):
             pass
         return cluster
 
     def create(self, layout: common.Layout = LAYOUT) -> Any:
-        """Calls CreateParameters."""
+        """Call CreateParameters."""
         request = pb.CreateParametersRequest(
             worker_id=self.member.member_id, incarnation=self.member.incarnation, spec=SPEC, layout=layout
         )
         return self.stub.CreateParameters(request, metadata=self.metadata)
 
     async def ask(self, method: str, request: Any) -> Any:
-        """A call with one answer."""
+        """Make a call with one answer."""
         return await getattr(self.stub, method)(request, metadata=self.metadata)
 
     async def status(self) -> pb.GetStatusResponse:
-        """The status report."""
+        """Return the status report."""
         return await self.ask("GetStatus", pb.GetStatusRequest())
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def peer() -> AsyncIterator[Callable[..., Peer]]:
-    """Makes peers; closes their channels."""
+    """Factory of peers; closes their channels."""
     made: list[Peer] = []
 
     def one(process: Process, **options: Any) -> Peer:
@@ -174,7 +174,7 @@ async def peer() -> AsyncIterator[Callable[..., Peer]]:
 
 
 async def until(call: Any, state: int) -> pb.CreateParametersResponse:
-    """The first answer with this state."""
+    """Return the first answer with this state."""
     async for response in call:
         if response.state == state:
             return response
@@ -182,7 +182,7 @@ async def until(call: Any, state: int) -> pb.CreateParametersResponse:
 
 
 async def commit(uploader: Peer, primaries: list[Peer], epoch: int = 0) -> int:
-    """Commits uploaded values, which all primaries say that they have. Returns the epoch that shows it."""
+    """Commit uploaded values that all primaries report to have stored. Returns the epoch that shows it."""
     request = pb.CommitParametersRequest(
         worker_id=uploader.member.member_id, incarnation=1, parameters="mlp", epoch=epoch
     )
@@ -195,14 +195,14 @@ async def commit(uploader: Peer, primaries: list[Peer], epoch: int = 0) -> int:
 
 
 async def refusal(awaitable: Awaitable[Any]) -> errors.PsdistError:
-    """The error that a call fails with."""
+    """Return the error that a call fails with."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await awaitable
     return status.from_call(caught.value, "scheduler")
 
 
 async def first(call: Any) -> Any:
-    """The first answer of a stream."""
+    """Return the first answer of a stream."""
     return await anext(aiter(call))
 
 
@@ -256,7 +256,8 @@ async def test_a_run_from_registration_to_a_restarted_scheduler(start: Start, pe
 async def test_an_idle_scheduler_ends_after_its_servers_and_forgets_the_run(
     start: Start, peer: Any, tmp_path: Path
 ) -> None:
-    """What is kept of a run that has ended would give the next one ranks after those of members that are gone."""
+    """Check that the run's state is deleted. Otherwise the next run would get ranks after those of members that are
+    gone."""
     flags = ("--store", str(tmp_path / "s"), "--run-id", "digits")
     process = await start(*flags, "--idle-timeout", "0.2")
     server, worker = peer(process), peer(process)
@@ -273,7 +274,7 @@ async def test_an_idle_scheduler_ends_after_its_servers_and_forgets_the_run(
 
 
 async def test_a_signal_while_servers_end_keeps_the_store(start: Start, peer: Any, tmp_path: Path) -> None:
-    """A server has not left: it continues when the scheduler is back."""
+    """Check a server that has not left: it continues when the scheduler is back."""
     process = await start("--store", str(tmp_path / "s"), "--idle-timeout", "0.2")
     server, worker = peer(process), peer(process)
     await server.register(pb.ROLE_SERVER)
@@ -287,7 +288,7 @@ async def test_a_signal_while_servers_end_keeps_the_store(start: Start, peer: An
 async def test_a_scheduler_that_is_told_to_end_forgets_a_run_that_all_have_left(
     start: Start, peer: Any, tmp_path: Path
 ) -> None:
-    """It keeps one that a member has not left."""
+    """Check that state is kept while one member has not left."""
     for leaves in (False, True):
         process = await start("--store", str(store := tmp_path / f"store-{leaves}"))
         server = peer(process)
@@ -299,7 +300,7 @@ async def test_a_scheduler_that_is_told_to_end_forgets_a_run_that_all_have_left(
 
 
 async def _fill(cluster: common.ClusterMap, servers: dict[str, Peer]) -> None:
-    """Primaries say that all copies are complete."""
+    """Report for primaries that all copies are complete."""
     for number, shard in enumerate(cluster.parameters[0].shards):
         for place, replica in enumerate(shard.filling, len(shard.backups)):
             filled = pb.ReplicaFilled(
@@ -313,7 +314,7 @@ def _whole(cluster: common.ClusterMap) -> bool:
 
 
 async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any, tmp_path: Path) -> None:
-    # An eighth of it is how often is looked at what servers know.
+    # Checks of the servers' knowledge come at intervals of an eighth of --failure-timeout.
     flags = ("--store", str(tmp_path / "s"), "--run-id", "digits", "--replicas", "2", "--failure-timeout", "20")
     process = await start(*flags)
     everyone = [peer(process) for _ in range(3)]
@@ -373,7 +374,7 @@ async def test_copies_are_filled_promoted_moved_and_kept(start: Start, peer: Any
 
 
 async def _fill_always(worker: Peer, servers: dict[str, Peer]) -> None:
-    """Servers as they are: they fill copies, and say which map they know, without which nobody leaves a shard."""
+    """Act as the servers do: fill copies and report the known map, without which nobody leaves a shard."""
     while True:
         cluster = await worker.read_map()
         await _fill(cluster, servers)
@@ -398,7 +399,8 @@ async def test_launchers_hear_how_many_servers_are_wanted(start: Start, peer: An
 
 
 async def test_members_that_take_differences_and_members_that_do_not(start: Start, peer: Any) -> None:
-    """Who says nothing of differences, as an earlier release, is sent whole maps. Each session begins with one."""
+    """Check that a peer that does not mention differences, like an earlier release, is sent whole maps. Each session
+    starts with one."""
     process = await start()
     old, new, other = peer(process), peer(process), peer(process)
     await old.register()

@@ -20,7 +20,7 @@ from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.tcp_service import TcpCallStream
 from tests.integration.test_server_service import TOKEN, cluster_map, entry
 
-#: One slice, which is more than the buffers of a connection hold.
+#: One slice, larger than the buffers of a connection.
 TOTAL = 1 << 20
 GRADIENT = np.ones(TOTAL, np.float32)
 STEPPED = np.float32(-0.5)
@@ -44,7 +44,7 @@ class Bench:
         await self.follow(2)
 
     async def follow(self, live: int, first: int = 0) -> None:
-        """A new map, with ``live`` workers from number ``first`` on."""
+        """Install a new map, with ``live`` workers from number ``first`` on."""
         self.epoch += 1
         members = self.entry.members[first : first + live]
         await self.host.adopt_map(cluster_map(self.epoch, replace(self.entry, members=members)))
@@ -89,12 +89,12 @@ class Worker:
         await self.send(pb.ShareRequest(call_id=step + 1, slice=pb.SliceHeader(slice=0)), GRADIENT.tobytes())
 
     async def header(self) -> pb.ShareResponse:
-        """The header of the next frame."""
+        """Return the header of the next frame."""
         size, _ = struct.unpack("<II", await self.receive(8))
         return pb.ShareResponse.FromString(await self.receive(size))
 
     async def receive(self, size: int) -> bytes:
-        """So many bytes, or those until the server closed the connection."""
+        """Receive this many bytes, or all until the server closed the connection."""
         data = bytearray()
         async with asyncio.timeout(60):
             while len(data) < size:
@@ -119,7 +119,7 @@ async def a_fenced_worker_that_reads_late() -> None:
     for worker in (late, other):
         await worker.connect()
         await worker.push(0)
-    assert (await late.header()).slice.version == 1  # The rest of the frame is in no buffer but the server's weights.
+    assert (await late.header()).slice.version == 1  # Only the server's weights hold the rest of the frame.
     assert (await other.header()).slice.version == 1
     assert await other.receive(4 * TOTAL) == np.full(TOTAL, STEPPED).tobytes()
     await bench.follow(1, first=1)

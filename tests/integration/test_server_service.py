@@ -61,7 +61,7 @@ def cluster_map(epoch: int, what: ParametersEntry, address: str = "", live: int 
 
 
 class Bench:
-    """One server on a free port and what a test says to it."""
+    """One server on a free port and the messages of a test."""
 
     def __init__(self, host: ParameterServer, channel: grpc.aio.Channel) -> None:
         self.host = host
@@ -220,7 +220,8 @@ async def test_non_finite_gradient_is_rejected_or_left_out(bench: Bench) -> None
 
 
 async def test_a_stream_whose_second_slice_is_refused_keeps_the_first(bench: Bench) -> None:
-    """Each slice is taken or refused by itself. The same push again: what is in is ignored."""
+    """Check that each slice is taken or refused by itself. In a repetition of the push, slices that were taken are
+    ignored."""
     await bench.create(consistency=ASP())
     first, second, third = payloads(GRADIENT)
     with pytest.raises(InvalidArgumentError, match="slice 1 has 40 bytes in float32, not 39"):
@@ -234,7 +235,7 @@ async def test_a_stream_whose_second_slice_is_refused_keeps_the_first(bench: Ben
 
 
 async def test_a_second_header_is_refused(bench: Bench) -> None:
-    """It would change who sends, or what, in the middle of a stream."""
+    """Check a second header, which would change the sender or the call in the middle of a stream."""
     await bench.create(consistency=ASP())
     parts = payloads(GRADIENT)
     requests = [pb.PushRequest(slice=i, payload=part, header=bench.header(i)) for i, part in enumerate(parts)]
@@ -287,7 +288,7 @@ async def test_a_base_version_of_the_future_is_refused(bench: Bench) -> None:
 
 
 async def test_a_pull_names_each_slice_once(bench: Bench) -> None:
-    """Else one small request could make a server hold millions of answers."""
+    """Check a repeated slice. Otherwise one small request could make a server hold millions of answers."""
     await bench.create()
     request = pb.PullRequest(identity=bench.identity(), dtype=cpb.DTYPE_FLOAT32, slices=[1, 1])
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -360,7 +361,7 @@ async def test_a_proposal_holds_its_step_until_it_is_withdrawn(bench: Bench) -> 
 
 
 async def grpc_turn(bench: Bench) -> None:
-    """One round trip: everything sent before it has reached the server's loop."""
+    """Make one round trip: everything sent before it has reached the server's loop."""
     await bench.stub.GetStatistics(pb.GetStatisticsRequest(), metadata=auth.metadata(TOKEN))
 
 

@@ -1,5 +1,5 @@
-"""Scripts that train several parameter sets in turn, with real processes: however they are interrupted, they resume at
-the start of an iteration for all sets, and workers join all sets there."""
+"""Scripts that train several parameter sets in turn, with real processes. After any interruption they resume at the
+start of an iteration for all sets, and workers join all sets there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def runs() -> Iterator[list[Run]]:
 
 
 def start(path: Path, runs: list[Run], steps: int, d_steps: int, *flags: str) -> Run:
-    """A run in ``path``, which resumes from its newest snapshot."""
+    """Start a run in ``path``, which resumes from its newest snapshot."""
     path.mkdir(exist_ok=True)
     storage = ("--storage-path", str(path / "runs"), "--run-id", path.name)
     run = Run(path, _SCRIPT, str(steps), "0.01", str(path), str(d_steps), flags=(*storage, *flags))
@@ -39,7 +39,7 @@ def start(path: Path, runs: list[Run], steps: int, d_steps: int, *flags: str) ->
 
 
 def end(run: Run, status: int = 0) -> str:
-    """The output of a run that ends with ``status``."""
+    """Return the output of a run that ends with ``status``."""
     code, text = run.end()
     everything = "".join(run.seen) + text
     assert code == status, everything
@@ -47,13 +47,13 @@ def end(run: Run, status: int = 0) -> str:
 
 
 def undisturbed(path: Path, runs: list[Run], steps: int, d_steps: int) -> bytes:
-    """The last weights of a run that nobody disturbs."""
+    """Return the last weights of a run that nobody disturbs."""
     end(start(path, runs, steps, d_steps))
     return final(path)
 
 
 def final(path: Path) -> bytes:
-    """The last weights of both sets."""
+    """Return the last weights of both sets."""
     with np.load(path / "weights.npz") as weights:
         return weights["D"].tobytes() + weights["G"].tobytes()
 
@@ -78,7 +78,7 @@ def test_interrupted_runs_resume_where_an_iteration_starts(tmp_path: Path, runs:
 
 
 def worker_of(run: Run, rank: int) -> psutil.Process:
-    """The process of a rank's script."""
+    """Return the process of a rank's script."""
     scripts = [child for child in run.family.children(recursive=True) if "train.py" in child.cmdline()]
     return next(script for script in scripts if script.environ().get("RANK") == str(rank))
 
@@ -121,7 +121,7 @@ def test_periodic_snapshots_are_cut_where_an_iteration_starts(tmp_path: Path, ru
     run = start(path, runs, steps, d_steps, "--save-interval", "1s", "--keep-last", "50")
     while len(list(path.glob("runs/commits/*"))) < 2:
         run.until(r"rank 0 is at")
-    run.stop()  # Nothing is saved at this end.
+    run.stop()  # This end saves nothing.
     # The run may have been killed while it wrote one.
     texts = [file.read_text() for file in (path / "runs" / "commits").iterdir()]
     commits = [json.loads(text) for text in texts if text]

@@ -43,7 +43,7 @@ COUNT = -(-TOTAL // SLICE)
 
 
 class Worker:
-    """One Share stream and its connection, and the arenas of both sides."""
+    """Share stream with its connection, and the arenas of both sides."""
 
     def __init__(self, bench: Bench, worker: int = 0) -> None:
         self.bench = bench
@@ -59,7 +59,7 @@ class Worker:
         self._ids = 0
 
     async def attach(self, fd: int | None = None, **changes: object) -> pb.Attached:
-        """Attaches, with another file than the arena's if one is given."""
+        """Attach the arena's file, or another file if one is given."""
         with fd_passing.listening() as (name, listener):
             exchange = asyncio.ensure_future(fd_passing.swap_files(listener, self.arena.fd if fd is None else fd))
             try:
@@ -74,7 +74,7 @@ class Worker:
         return attached
 
     async def ask(self, request: pb.ShareRequest | bytes) -> pb.Attached:
-        """Sends the stream's request and returns the answer. Raises what the stream ends with."""
+        """Send the stream's request and return the answer. Raises the error that ends the stream."""
         await self.call.write(request)
         response = await self.hear_stream()
         return response.attached
@@ -91,7 +91,7 @@ class Worker:
         return response
 
     async def send(self, *requests: pb.ShareRequest | bytes) -> None:
-        """Sends requests on the connection."""
+        """Send requests on the connection."""
         assert self.connection is not None
         for request in requests:
             message = request if isinstance(request, bytes) else request.SerializeToString()
@@ -151,7 +151,7 @@ async def attached(bench: Bench, worker: int = 0, values: np.ndarray = GRADIENT)
 
 
 async def still_serves(bench: Bench, step: int = 0) -> None:
-    """Another stream makes a step."""
+    """Check that another stream can make a step."""
     before = np.frombuffer(await bench.pull(bench.identity()), np.float32)
     peer = await attached(bench)
     answers = (await peer.say(peer.push(step))).answers
@@ -408,7 +408,7 @@ async def test_a_call_by_a_newer_map_waits_for_it_and_those_after_it_too(bench: 
     assert await bench.pull(bench.identity()) == INITIAL.tobytes()
     await bench.follow(entry(1, ready=True))
     assert (await peer.say()).call_id == early.call_id
-    with pytest.raises(StaleEpochError):  # by then it is out of date
+    with pytest.raises(StaleEpochError):  # out of date by then
         await peer.say()
     assert list((await peer.say(peer.pull())).answers.versions) == [1] and late.call_id == 2
 

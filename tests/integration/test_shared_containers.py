@@ -1,6 +1,6 @@
-"""Shared memory between containers: used where they share an IPC namespace, and not taken for shared where they do not.
+"""Shared memory between containers: used if they share an IPC namespace, and not attempted if they do not.
 
-Each test has its own network, server and workers, and takes them away again.
+Each test has its own network, server and workers, and removes them afterwards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Host:
         docker("network", "create", "--internal", self.name)
         address = ("--insecure", "--host", "0.0.0.0")
         self.start("scheduler", "psdist-scheduler", "--port", "29600", *address)
-        # The name is resolved when the server looks for the scheduler, so nobody waits here.
+        # The name is resolved when the server looks for the scheduler, so there is no wait here.
         self.start("server", "psdist-server", "--scheduler", "scheduler:29600", *address, ipc="shareable")
 
     def start(self, role: str, *command: str, ipc: str = "private") -> None:
@@ -57,14 +57,14 @@ class Host:
         return ["--network", self.name, "--network-alias", role, "--env", "PSDIST_TOKEN=secret", "--ipc", ipc]
 
     def close(self) -> None:
-        """Takes all away."""
+        """Remove the containers and the network."""
         for container in self.started:
             docker("rm", "--force", container)
         docker("network", "rm", self.name)
 
     @property
     def shared(self) -> str:
-        """The IPC namespace of the server."""
+        """Return the IPC namespace of the server."""
         return f"container:{self.name}-server"
 
     def sockets(self) -> str:
@@ -80,7 +80,7 @@ def docker(*words: str) -> str:
 
 @pytest.fixture
 def host(engine: list[str]) -> Iterator[Host]:
-    """Skips where there is no container engine."""
+    """A host. Skips the test if there is no container engine."""
     host = Host()
     yield host
     host.close()

@@ -1,8 +1,8 @@
-"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Training goes on, or the
-error is clear; nothing is left in the shared-memory file system.
+"""Faults of shared memory: no room, nothing shared, liars, and processes that are killed. Either training continues or
+the error is clear; nothing is left in the shared-memory file system.
 
-Real scheduler, servers and worker processes. Each update adds 1 to every weight for a mean gradient of -1, so that the
-weights say what was contributed.
+Real scheduler, servers and worker processes. Each update adds 1 to every weight for a mean gradient of -1, so the
+weights show all contributions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 @contextmanager
 def file_limit(size: int) -> Iterator[None]:
-    """Processes started meanwhile, and this one, can make no larger file."""
+    """Limit the size of files that this process, and those started meanwhile, can make."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -161,7 +161,7 @@ async def test_another_shared_memory_file_system_is_another_host(cluster: Embedd
 
 
 class Liar:
-    """A Share handler that does everything right but for one thing."""
+    """Share handler that is correct except for one fault."""
 
     def __init__(self, lie: str) -> None:
         self.lie = lie
@@ -201,7 +201,7 @@ async def test_a_server_that_lies_is_not_shared_with(lie: str, reason: str) -> N
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("psdist.v1.ServerService", handlers),))
     await server.start()
     async with channels.open_channel(f"127.0.0.1:{port}") as channel:
-        await channel.channel_ready()  # One attempt to connect may take longer than it may on a busy machine.
+        await channel.channel_ready()  # On a busy machine one attempt to connect may take longer than its limit.
         call = channel.stream_stream("/psdist.v1.ServerService/Share")(metadata=auth.metadata("secret"))
         arena = GradientArena.create(100, "float32")
         attaching = attach(call, pb.Attach(dtype=common_pb2.DTYPE_FLOAT32), arena, Slicing(100, 4096), "the server")
@@ -257,14 +257,14 @@ async def test_what_a_given_up_push_left_in_the_arena_is_not_changed_by_what_is_
         buffer["w"][...] = -3.0
         with pytest.raises(WaitTimeoutError):
             await handles[0].push_pull(buffer)
-        # The servers have the gradient and read it once the other has pushed; what is written now is not theirs.
+        # The servers have the gradient and read it once the other has pushed; later writes do not reach them.
         assert set(buffer["w"].tolist()) == {-3.0}
         buffer["w"][...] = 1e6
         other = asyncio.create_task(handles[1].push_pull(gradient()))
         values = (await handles[0].push_pull(buffer))["w"]
         assert set(values.tolist()) == set((await other)["w"].tolist()) == {3.0}
         assert handles[0].statistics().ignored > 0 and handles[0].statistics().transport == "shm"
-        # And the buffers are still where they were, and shared.
+        # And the buffers are still at the same place, and shared.
         buffer["w"][...] = -5.0
         results = await asyncio.gather(handles[0].push_pull(buffer), handles[1].push_pull(gradient()))
         assert set(results[0]["w"].tolist()) == {6.0}
@@ -285,12 +285,13 @@ async def test_what_is_written_after_closing_in_the_middle_of_a_push_reaches_nob
             await pushing
         buffer["w"][...] = 1e6
         values = set((await handles[1].push_pull(gradient()))["w"].tolist())
-        # Over the others some slices may not have arrived before the end.
+        # Some slices may not have arrived over the other transports before the end.
         assert values == {2.0} if transport == "shm" else values <= {1.0, 2.0}
 
 
 async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluster: EmbeddedCluster) -> None:
-    """The others can finish the step that the given-up push left at the servers, and write the weights."""
+    """Check that in-place weights do not change. The other workers can finish the step that the given-up push left at
+    the servers, and write the weights."""
     async with members(cluster, {"request_timeout": 0.5, "transport": "shm"}, {}) as clients:
         handles = await opened(clients, "moving")
         await asyncio.gather(*(handle.push_pull(gradient()) for handle in handles))
@@ -302,8 +303,8 @@ async def test_weights_after_a_given_up_push_stand_still_for_their_reader(cluste
         assert set(seen.tolist()) == {1.0}
         assert set((await handles[1].push_pull(gradient()))["w"].tolist()) == {3.0}
         assert set(seen.tolist()) == {1.0}
-        await handles[0].push(buffer)  # was taken already
-        # Once a push ended well, weights are read in place again.
+        await handles[0].push(buffer)  # already taken
+        # After a push that ended well, weights are read in place again.
         seen = (await handles[0].pull(copy=False))["w"]
         shared = handles[0].servers.shared_memory.weights
         assert set(seen.tolist()) == {3.0} and shared is not None and np.shares_memory(seen, shared)
@@ -339,7 +340,7 @@ while True:
 
 
 class Worker:
-    """A process that takes part as rank 1, and pushes without a pause once it is told to."""
+    """Process that takes part as rank 1. It waits for a command and then pushes without a pause."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str) -> None:
         self.process = subprocess.Popen(
@@ -352,12 +353,12 @@ class Worker:
         )
 
     def joined(self) -> None:
-        """Returns when it is a member."""
+        """Wait until it is a member."""
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "joined\n"
 
     def push(self) -> None:
-        """Lets it begin."""
+        """Let it start pushing."""
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()
@@ -403,13 +404,13 @@ async def test_a_worker_killed_while_servers_read_its_arena(
         worker.process.kill()
         await killing
         values = (await handle.push_pull(gradient()))["w"]
-        # Both were in each step, with 2 for their mean; in the last two the other may be missing, in any slice.
+        # Both were in each step, with 2 for their mean; in the last two steps the other may be missing, in any slice.
         assert handle.version == steps + 2
         assert set(values.tolist()) <= {2.0 * steps + more for more in (2.0, 3.0, 4.0)}
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets others run until there is something to see."""
+    """Run the event loop until ``condition`` holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
@@ -421,7 +422,7 @@ def under_way(handle: AsyncParameters) -> bool:
 
 
 async def test_a_killed_server_ends_calls_at_once() -> None:
-    # Not because it is silent for so long.
+    # The cause must not be its silence.
     lost = await asyncio.to_thread(EmbeddedCluster, 2, failure_timeout=600.0)
     try:
         async with members(lost, {"transport": "shm"}, {"transport": "shm"}) as clients:
@@ -433,7 +434,7 @@ async def test_a_killed_server_ends_calls_at_once() -> None:
             lost.processes[1].kill()
             with pytest.raises(ServerLostError):
                 await asyncio.wait_for(waiting, 60.0)
-            # What was read in place is still there to be read.
+            # The weights that were read in place are still readable.
             assert set(view.tolist()) == {1.0}
     finally:
         await asyncio.to_thread(lost.close)
@@ -452,7 +453,7 @@ with fd_passing.listening() as (name, _):
 
 @pytest.fixture
 def stale() -> Iterator[Path]:
-    """A socket of a process that was killed."""
+    """Socket of a killed process."""
     subprocess.run([sys.executable, "-c", _STALE], stdout=subprocess.DEVNULL, check=False)
     (socket,) = fd_passing.DIRECTORY.glob("psdist-*")
     yield socket

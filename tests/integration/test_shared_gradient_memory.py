@@ -1,6 +1,6 @@
 """Parameter sets that take turns with the memory in which servers read their gradients.
 
-Each update adds 1 to every weight for a mean gradient of -1, so that the weights say what was contributed.
+Each update adds 1 to every weight for a mean gradient of -1, so the weights show all contributions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def opened(
 
 
 async def turn(handle: AsyncParameters, value: float) -> np.ndarray:
-    """One step whose gradient is written to the buffers; the weights after it. Shared memory is kept."""
+    """Make one step whose gradient is written to the buffers. Returns the weights after it. Memory stays shared."""
     buffer = await handle.gradient_buffers()
     buffer["w"][...] = value
     weights = (await handle.push_pull(buffer))["w"]
@@ -108,12 +108,12 @@ async def test_what_a_given_up_push_left_is_not_changed_by_who_has_the_next_turn
         await until_pushed(clients[1], names[0])
         pushing.cancel()
         await asyncio.wait({pushing})
-        # The servers read that gradient once the other worker has pushed. Later writes of the second worker are not
-        # theirs.
+        # The servers read that gradient once the other worker has pushed. Later writes of the second worker do not
+        # reach it.
         results = await asyncio.gather(turn(second, -5.0), turn(others[1], -1.0))
         assert set(results[0].tolist()) == set(results[1].tolist()) == {4.0}
         assert set((await turn(others[0], -1.0)).tolist()) == {3.0}
-        await first.push({"w": np.full(SIZE, -3.0, np.float32)})  # was taken already
+        await first.push({"w": np.full(SIZE, -3.0, np.float32)})  # already taken
         # Both share memory again, at the same place.
         results = await asyncio.gather(turn(first, -3.0), turn(others[0], -1.0))
         assert set(results[0].tolist()) == {5.0}

@@ -1,6 +1,6 @@
-"""Shared memory between workers and servers gives the very bytes of gRPC and of the reference, and status shows it.
+"""Shared memory between workers and servers gives the exact bytes of gRPC and of the reference, and status shows it.
 
-Real scheduler and servers. Every test asserts that memory was shared where it should be: a fallback would pass as well.
+Real scheduler and servers. Every test asserts that memory was shared where expected: a fallback would pass as well.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from psdist.v1 import scheduler_pb2
 from tests.integration.test_exact import OPTIMIZERS, STEPS, TOTAL, gradient, initial, joined, reference_run, split
 
 SGD = psdist.optim.SGD(lr=1.0)
-#: Optimizers that take different ways through the kernels.
+#: Optimizers that take different paths through the kernels.
 SOME = ("adam", "nesterov", "overrides", "lion-warm-clipped")
 
 
-# One server has all slices; of three none has as many as another, and two have nothing that these have not.
+# One server has all slices. Three servers have a different number each. Two servers cover no further case.
 @pytest.fixture(
     scope="module", params=[1, pytest.param(2, marks=pytest.mark.long), 3], ids=lambda servers: f"S{servers}"
 )
@@ -93,7 +93,7 @@ MIXES: tuple[list[TransportName], ...] = (
 async def test_bytes_are_those_of_the_reference(
     cluster: EmbeddedCluster, transports: list[TransportName], slice_elements: int
 ) -> None:
-    # Clipping adds the slices' squares in order, so its reference is for one size of slices.
+    # Clipping adds the slices' squares in order, so the reference is for one slice size.
     names = [name for name in SOME if slice_elements == 4096 or "clipped" not in name]
     async with workers(cluster, *transports) as clients:
         for name in names:
@@ -201,7 +201,7 @@ async def test_who_only_reads_shares_weights(cluster: EmbeddedCluster) -> None:
 
 
 async def torn_pulls(clients: list[AsyncClient], name: str, pulls: int) -> int:
-    """Pulls by one worker while two others push; how many held a slice that was not the same all over."""
+    """Pull in one worker while two others push. Returns how many pulls held a slice with mixed versions."""
     size, cut = 1 << 20, 1 << 18
     handles = await opened(clients, name, init={"w": np.zeros(size, np.float32)}, consistency=ASP(), slice_elements=cut)
     ending = False
@@ -256,7 +256,7 @@ async def test_status_shows_each_connection_and_why(cluster: EmbeddedCluster) ->
             told = [one for one in shown["worker-0"] if one.transport == "shm"]
             if len(told) == len(servers) and shown["worker-1"]:
                 break
-            # Heartbeats tell it, every 2.5 s.
+            # Heartbeats report it, every 2.5 s.
             await clients[0].session.membership.view.changed(0.1)
         assert sorted(one.server_id for one in told) == servers
         assert {one.parameters for one in told} == {"shown"}

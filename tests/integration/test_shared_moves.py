@@ -1,5 +1,5 @@
 """Shared memory over changes of the cluster map, when servers die or are drained, and arenas that are replaced while
-they are offered. Training stays exact and shared, what is read in place stays as it is, and nothing is kept unused.
+they are offered. Training stays exact and shared, in-place reads stay unchanged, and no unused memory is kept.
 
 Real scheduler and servers, with two copies of each shard. Each update adds 1 to every weight.
 """
@@ -35,7 +35,7 @@ GRADIENT = {"a": np.full(SIZE, -1.0, np.float32), "b": np.full(SIZE, -1.0, np.fl
 
 @pytest.fixture
 def cluster() -> Iterator[EmbeddedCluster]:
-    """For a test that takes servers away."""
+    """Cluster for a test that removes servers."""
     cluster = EmbeddedCluster(servers=3, replicas=2)
     yield cluster
     cluster.close()
@@ -43,7 +43,7 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 @pytest.fixture(scope="module")
 def whole() -> Iterator[EmbeddedCluster]:
-    """For tests that leave it as it is, each with parameters of its own."""
+    """Cluster for tests that do not change it, each with its own parameters."""
     cluster = EmbeddedCluster(servers=3, replicas=2)
     yield cluster
     cluster.close()
@@ -77,7 +77,7 @@ def values(weights: dict[str, np.ndarray]) -> set[float]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Lets others run until there is something to see."""
+    """Run the event loop until ``condition`` holds."""
     async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110 - nobody tells
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ def epoch_of(handle: AsyncParameters) -> int:
 
 
 def check_shared(handle: AsyncParameters, without: str) -> None:
-    """All servers but one are shared with, and the weights are read in place."""
+    """Check that memory is shared with all servers but one, and that the weights are read in place."""
     transports = handle.statistics().transports
     assert without not in transports and set(transports.values()) == {"shm"}, transports
     shared = handle.servers.shared_memory.weights
@@ -171,7 +171,7 @@ async def test_weights_that_replicas_do_not_have_yet_are_waited_for(
         copy, ahead = SharedStream.copy_moving, []
 
         async def copy_newer(stream: SharedStream, index: int, target: np.ndarray) -> int:
-            """As if the server had just written another version, which is not acknowledged."""
+            """Copy the memory as if the server had just written another version that is not acknowledged."""
             version = await copy(stream, index, target)
             ahead.append(version + 1)
             return version + 1
@@ -208,7 +208,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
         buffer = await handles[0].gradient_buffers()
         assert "withdrawn while it was offered" in str(handles[0].statistics().transports)
         assert not shared_memory.streams
-        # What servers would read by the file that they were given is not what is written now.
+        # By the file that they were given, servers would not read the values written now.
         for array in buffer.values():
             array[...] = -1.0
         results = await asyncio.gather(handles[0].push_pull(buffer), handles[1].push_pull(GRADIENT))
@@ -216,7 +216,7 @@ async def test_an_arena_that_is_replaced_while_it_is_offered_is_offered_anew(
 
 
 def mapped() -> list[str]:
-    """The inode of each mapping of weights in this process."""
+    """Return the inode of each mapping of weights in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split()[4] for line in lines if "memfd:psdist-weights" in line]
 
@@ -235,7 +235,7 @@ async def test_what_was_shared_ends_with_its_last_user_without_the_garbage_colle
             shared_memory = handles[0].servers.shared_memory
             streams = [weakref.ref(stream) for stream in shared_memory.streams.values()]
             before = count()
-            await shared_memory.withdraw()  # ends the streams; the next call opens others
+            await shared_memory.withdraw()  # closes the streams; the next call opens others
             await step(handles, copy=False)
             assert [stream() for stream in streams] == [None] * len(streams) and count() == before > 0
             await handles[0].close()

@@ -27,7 +27,7 @@ def start(directory: Path, seed: int) -> subprocess.Popen[str]:
 
 
 def losses(process: subprocess.Popen[str]) -> list[str]:
-    """Losses and accuracies that the run printed, which do not depend on time: BSP is exact."""
+    """Return the run's printed losses and accuracies, which do not depend on time: BSP is exact."""
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     found = re.findall(r"loss [0-9.]+ +test accuracy +[0-9.]+%", output)

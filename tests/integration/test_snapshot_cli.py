@@ -1,6 +1,7 @@
-"""``psdist run`` with real processes and a storage: saves at its end, goes on where it was, and refuses what it must.
+"""``psdist run`` with real processes and a storage: it saves at its end, resumes there, and refuses impossible
+requests.
 
-Each run is a process tree of its own; scripts speak by lines, and tests wait for lines.
+Each run is a process tree of its own. Scripts communicate by lines, and tests wait for lines.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ with psdist.init() as context:
 
 
 class Stage:
-    """A directory with the script; ``psdist`` commands started in it, as somebody does who knows no flags."""
+    """A directory with the script, and the ``psdist`` commands started in it, as by a user who knows no flags."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,7 +52,7 @@ class Stage:
         del self.environ["PSDIST_STORAGE_PATH"]
 
     def start(self, *arguments: str, cwd: Path | None = None) -> subprocess.Popen[str]:
-        """Starts ``psdist``."""
+        """Start ``psdist``."""
         process = subprocess.Popen(
             [sys.executable, "-m", "psdist.cli.main", *arguments],
             env=self.environ,
@@ -65,17 +66,17 @@ class Stage:
         return process
 
     def run(self, *arguments: str, cwd: Path | None = None) -> tuple[int, str]:
-        """Runs ``psdist`` to its end: status and output."""
+        """Run ``psdist`` to its end. Returns status and output."""
         process = self.start(*arguments, cwd=cwd)
         text, _ = process.communicate()
         return process.returncode, text
 
     def train(self, *arguments: str) -> tuple[int, str]:
-        """``psdist run`` of run ``digits``, with one server."""
+        """Start ``psdist run`` of run ``digits``, with one server."""
         return self.run("run", "--run-id", "digits", "--nservers", "1", *arguments)
 
     def snapshots(self, storage: str = "psdist-runs/digits") -> list[dict[str, Any]]:
-        """What ``psdist snapshot list`` says, the newest first."""
+        """Return the rows of ``psdist snapshot list``, newest first."""
         status, text = self.run("snapshot", "list", storage, "--format", "json")
         assert status == 0, text
         found: list[dict[str, Any]] = json.loads(text)
@@ -102,7 +103,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 def until(process: subprocess.Popen[str], word: str) -> str:
-    """The first line with ``word``."""
+    """Return the first line with ``word``."""
     assert process.stdout is not None
     seen = []
     for line in process.stdout:
@@ -147,7 +148,7 @@ def test_a_run_saves_on_demand_and_at_its_end_and_the_same_command_goes_on(stage
     assert [one["steps"]["model"] for one in stage.snapshots()][:2] == [step + 3, step]
     assert stage.run("snapshot", "verify", "psdist-runs/digits")[0] == 0
 
-    # Where snapshots lie is said once: at the start where there were some, else at the end.
+    # The location of snapshots is printed once: at the start if some existed, else at the end.
     place = f"in {stage.path / 'psdist-runs' / 'digits'}"
     assert text.count(place) == 1, text
 
@@ -215,7 +216,7 @@ def test_who_did_not_ask_for_snapshots_trains_without_where_they_cannot_be_writt
     storage = mount.path / "psdist-runs" / "digits"
     assert text.count(f"training continues without: the storage {storage} cannot be written: Read-only") == 1, text
     assert "[snapshot]" not in text and "not saved" not in text, text
-    # What is there already counts all the same.
+    # Existing snapshots still count.
     assert mount.remount("size=1m")
     assert stage.run(*command, cwd=mount.path)[0] == 0
     assert mount.remount("size=1m", readonly=True)

@@ -1,5 +1,5 @@
-"""Snapshots from a script's side, with real servers: what it pushed is in them, each push whole, and it goes on from
-one."""
+"""Snapshots from a script's side, with real servers: they contain its pushes, each of them whole, and the script
+resumes from one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[..., EmbeddedCluster]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Starts a cluster of the run, after ending the one before."""
+    """Start a cluster of the run, after ending the one before."""
     running: list[EmbeddedCluster] = []
 
     def start(servers: int, **settings: Any) -> EmbeddedCluster:
@@ -50,7 +50,7 @@ def client_of(cluster: EmbeddedCluster, rank: int = 0, transport: TransportName 
 
 
 async def newest(path: Path) -> Manifest:
-    """Read whole, to the last byte."""
+    """Return the newest snapshot, read to the last byte."""
     storage = open_storage(str(path))
     found = await reader.newest(storage)
     assert found is not None
@@ -64,7 +64,7 @@ def gradients(init: dict[str, np.ndarray], count: int) -> list[dict[str, np.ndar
 
 
 class Rest:
-    """What a codec with a residual would keep: it changes as a push is sent, and the rest belongs to the next one."""
+    """State like a codec's residual: it changes as a push is sent, and the rest belongs to the next push."""
 
     def __init__(self, weights: psdist.AsyncParameters) -> None:
         self.sum, self.count, self.given = np.zeros(300_000), 0, list[dict[str, np.ndarray]]()
@@ -75,14 +75,14 @@ class Rest:
             self.sum, self.count = self.sum + session.step, self.count + 1
             return send(mark)
 
-        session.send = encode  # Where a codec with a residual would stand.
+        session.send = encode  # At the place of a codec with a residual.
 
     def save(self) -> dict[str, np.ndarray]:
         return {"sum": self.sum, "count": np.array([self.count])}
 
 
 def same(one: Mapping[str, np.ndarray], other: Mapping[str, np.ndarray]) -> bool:
-    """To the last bit."""
+    """Check equality to the last bit."""
     return [(n, a.tobytes()) for n, a in one.items()] == [(n, a.tobytes()) for n, a in other.items()]
 
 
@@ -125,7 +125,7 @@ COUNT, RANKS = 20_000, 2
 
 
 async def check(path: Path, rank: int, pushed: int) -> None:
-    """The newest snapshot has each push whole, and ``pushed`` of ``rank`` at least."""
+    """Check that the newest snapshot has each push whole, and at least ``pushed`` pushes of ``rank``."""
     manifest = await newest(path)
     for state in manifest.parameters:
         name = state.spec.name
@@ -146,7 +146,7 @@ async def check(path: Path, rank: int, pushed: int) -> None:
     "transport", ["shm", *(pytest.param(name, marks=pytest.mark.long) for name in ("tcp", "grpc"))]
 )
 async def test_a_snapshot_cuts_between_pushes(start: Start, tmp_path: Path, transport: str) -> None:
-    """Each push adds one to all elements of its worker, which lie in all slices."""
+    """Check snapshots while each push adds one to all elements of its worker, which are in all slices."""
     cluster = start(2)
 
     async def train(rank: int) -> None:
@@ -205,7 +205,7 @@ with psdist.init() as context:
 
 @pytest.fixture
 def run_of(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    """Starts a run of the script, in which each worker keeps a sum that its steps add to."""
+    """Start a run of the script, in which each worker keeps a sum that its steps add to."""
     runs: list[Run] = []
 
     def run_of(until: int, *flags: str) -> Run:
@@ -242,5 +242,5 @@ def test_what_workers_keep_goes_back_with_the_run(run_of: Callable[..., Run], tm
     status, text = run.end()
     text = "".join(run.seen) + text
     assert status == 0 and "Traceback" not in text, text
-    # Nothing is lost where the server was killed at the very step of the snapshot.
+    # Nothing is lost if the server was killed at the very step of the snapshot.
     assert re.search(r"the run rolls back to snapshot .* Lost: (steps? \d+|nothing)", text), text

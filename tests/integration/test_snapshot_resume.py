@@ -1,7 +1,6 @@
-"""A run that ends and resumes from its newest snapshot makes the very bytes of one that never ended: every optimizer,
-data leases, and other numbers of servers each time; after the loss of a server; with a storage that is full, or cannot
-be written. Real processes.
-"""
+"""A run that ends and resumes from its newest snapshot makes the exact bytes of a run that never ended. Covered are
+every optimizer, data leases and other numbers of servers each time; the loss of a server; and a storage that is full,
+or cannot be written. Real processes."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tests.integration.test_exact import OPTIMIZERS, SLICE, TOTAL, gradient, ini
 
 WORKERS = 2
 RUN_ID = "resumed"
-#: What resumes must not find in the weights: the values that are handed in again do not count.
+#: Values that a resumed run must not use: initial values that are given again do not count.
 _OTHER = np.full(TOTAL, 77.0, np.float32)
 
 
@@ -60,7 +59,8 @@ async def _step(handles: Sequence[AsyncParameters], step: int) -> bytes:
 async def _train_one_step(
     segment: Segment, step: int, expected: dict[str, list[bytes]], optimizers: dict[str, Optimizer]
 ) -> list[int]:
-    """All parameters go one step on, and a range of data is used for it by each worker; a snapshot. The samples."""
+    """Make one step of all parameters, in which each worker uses a range of data, and then a snapshot. Returns the
+    samples."""
     await asyncio.gather(*(client.connect() for client in segment.clients))
     opened = {name: await segment.open(name, spec, _OTHER if step else initial()) for name, spec in optimizers.items()}
     data = await segment.data()
@@ -78,7 +78,7 @@ async def _train_one_step(
 
 
 async def _chain(storage: Path, numbers: Sequence[int], optimizers: dict[str, Optimizer]) -> None:
-    """A run of as many lives of one step each, on these numbers of servers."""
+    """Make a run of many lives of one step each, on these numbers of servers."""
     expected = {name: reference_run(spec, WORKERS) for name, spec in optimizers.items()}
     samples: list[int] = []
     for step, servers in enumerate(numbers):
@@ -111,7 +111,7 @@ _SLOTS = 24
 
 
 async def _push_each(segment: Segment, name: str, consistency: SSP | ASP, life: int) -> list[float]:
-    """Each worker makes six pushes with elements of their own. The weights then."""
+    """Make six pushes in each worker, with elements of their own. Returns the weights after them."""
     zeros = {"w": np.zeros(_SLOTS, np.float32)}
     opening = (
         client.parameters(name, zeros, optim.SGD(lr=1.0), consistency, slice_elements=8) for client in segment.clients

@@ -1,4 +1,4 @@
-"""Snapshots in a bucket: against moto's S3 server, a process of its own that speaks HTTP."""
+"""Snapshots in a bucket, against moto's S3 server, a separate process that speaks HTTP."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from psdist.types import Layout, ParametersSpec, TensorSpec
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """The address of an S3 server with the empty bucket "runs"."""
+    """Address of an S3 server with the empty bucket "runs"."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,10 +43,10 @@ def server() -> Iterator[str]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stderr is not None
-        for line in process.stderr:  # It says where it listens once it does.
+        for line in process.stderr:  # It prints its address once it listens.
             if "Running on" in line:
                 break
-        threading.Thread(target=process.stderr.read, daemon=True).start()  # A line for each request.
+        threading.Thread(target=process.stderr.read, daemon=True).start()  # One line per request.
         url = f"http://127.0.0.1:{port}"
         urllib.request.urlopen(urllib.request.Request(f"{url}/runs", method="PUT"), timeout=60).close()
         yield url
@@ -56,7 +56,7 @@ def server() -> Iterator[str]:
 
 
 def _settle(monkeypatch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Settings of S3 for this process and those that it starts."""
+    """Set S3's settings for this process and those that it starts."""
     settings = {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1", "ALLOW_HTTP": "true"}
     for name, value in (settings | {"ENDPOINT": endpoint}).items():
         monkeypatch.setenv(f"AWS_{name}", value)
@@ -71,14 +71,14 @@ def storage(server: str, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBucket]:
-    """A server with scripted answers; its bucket is "runs"."""
+    """Server with scripted answers; its bucket is "runs"."""
     with closing(FakeBucket()) as bucket:
         _settle(monkeypatch, bucket.url)
         yield bucket
 
 
 async def write_snapshot(storage: Storage, step: int) -> tuple[CommitRecord, bytes]:
-    """A committed snapshot whose weights are ``step`` and up, and the path of its one file."""
+    """Commit a snapshot whose weights are ``step`` and up. Returns its record, and the path of its one file."""
     directory = layouts.directory_name(step, 1, step, "abcdef")
     spec = ParametersSpec("net", optim.SGD(), BSP(), slice_elements=1 << 16)
     values = (np.arange(100_000) + step).astype(np.float32)
@@ -232,7 +232,7 @@ async def test_of_an_upload_that_is_cancelled_nothing_comes_later(fake: FakeBuck
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    # What its caller believes to be gone is gone, and nobody is left who would make it again.
+    # Uploads that the caller believes to be gone are gone, and nothing is left that would make them again.
     assert not fake.objects and not fake.uploads
 
 
@@ -286,7 +286,8 @@ _SNAPSHOT = (sys.executable, "-m", "psdist.cli.main", "snapshot")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", ["list", "show", "verify", "export", "delete", "load"])
 async def test_processes_that_used_a_bucket_end_as_they_should(storage: Storage, what: str, tmp_path: Path) -> None:
-    """Each ends right after its last operation, when a thread may still be about to hand a result over."""
+    """Check processes that end right after their last operation, when a thread may still be about to deliver a
+    result."""
     runs = 40
     for step in range(1, runs + 2):
         if what == "delete" or step <= 2:

@@ -1,6 +1,5 @@
-"""The scheduler and servers as programs of their own, as containers run them: told to end, they save what was trained
-first; a second scheduler on the same storage takes over, and the first one saves no more. Real processes.
-"""
+"""The scheduler and servers as separate programs, as containers run them: when asked to end, they save the training
+first. A second scheduler on the same storage takes over, and the first one saves no more. Real processes."""
 
 from __future__ import annotations
 
@@ -41,14 +40,14 @@ class Programs:
         self.environ = {key: value for key, value in os.environ.items() if key not in names}
 
     def scheduler(self, name: str, *flags: str, port: str = "0") -> tuple[subprocess.Popen[bytes], str]:
-        """A scheduler, and its address."""
+        """Start a scheduler. Returns it and its address."""
         path = self.directory / f"{name}.address"
         settings = ["--storage-path", str(self.storage), "--address-file", str(path), "--port", port, *self.naming]
         process = self._start("psdist_scheduler", *settings, "--host", "127.0.0.1", *flags)
         return process, await_address(path, _SECONDS)
 
     def server(self, scheduler: str) -> subprocess.Popen[bytes]:
-        """A server."""
+        """Start a server."""
         return self._start("psdist_server", "--scheduler", scheduler, "--host", "127.0.0.1")
 
     def _start(self, module: str, *flags: str) -> subprocess.Popen[bytes]:
@@ -57,7 +56,7 @@ class Programs:
         return self.started[-1]
 
     async def commits(self) -> list[CommitRecord]:
-        """What is committed, the oldest first."""
+        """Return the committed snapshots, oldest first."""
         found = await reader.commits(open_storage(str(self.storage)))
         assert all(isinstance(commit, CommitRecord) for commit in found)
         return [commit for commit in reversed(found) if isinstance(commit, CommitRecord)]
@@ -163,7 +162,8 @@ async def test_a_storage_that_cannot_be_written_any_more_does_not_keep_a_schedul
 
 
 async def test_a_run_that_nobody_named_goes_on_under_its_name(programs: Programs) -> None:
-    """After a crash by its store, and after its end, when there is no store any more, by its snapshots."""
+    """Check that it resumes from its store after a crash, and from its snapshots after its end, when the store is
+    gone."""
     programs.naming = ()
     store = ("--store", str(programs.directory / "store"), "--idle-timeout", "0.5")
     for name, ends in (("crashes", False), ("ends", True), ("goes-on", True)):

@@ -1,4 +1,4 @@
-"""torch's ``zero_grad()`` takes gradients out of ``gradient_buffers()``: the script is warned, with the remedy."""
+"""torch's ``zero_grad()`` takes gradients out of ``gradient_buffers()``: the script gets a warning with the remedy."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Workers that push, pull, give up, die without a word and come back, on real servers, from a seed.
+"""Workers that push, pull, give up, die without notice and come back, on real servers, from a seed.
 
 The oracle is one-hot counting. Every slice holds one table with a cell for each step of each life; the gradient of a
-push is -1 in its own cell, and SGD with rate 1 adds its share. So each slice tells at the end who was counted in which
-step: an acknowledged push everywhere, one that was given up in some slices or none, anything else nowhere; in SSP and
-ASP with exactly 1, in BSP with 1 over the number of those who are in the same step.
+push is -1 in its own cell, and SGD with rate 1 adds its share. So each slice shows at the end which workers were
+counted in which step: an acknowledged push in all slices, a given-up push in some slices or none, anything else in
+none. In SSP and ASP the count is exactly 1, in BSP it is 1 over the number of workers in the same step.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def cluster() -> Iterator[EmbeddedCluster]:
 
 
 class Training:
-    """One set of parameters, its workers, and their knowledge of their pushes."""
+    """One set of parameters, its workers, and their records of their pushes."""
 
     def __init__(self, cluster: EmbeddedCluster, name: str, consistency: Consistency, clipping: bool) -> None:
         self.cluster, self.name, self.consistency = cluster, name, consistency
-        # No norm reaches the limit: clipping changes nothing but the way that an update takes.
+        # No norm reaches the limit: clipping only changes the path of an update.
         self.optimizer = optim.SGD(lr=1.0, max_grad_norm=1e9 if clipping else 0.0)
         self.exact = consistency == BSP()
         self.lives = 0
@@ -51,7 +51,7 @@ class Training:
         return AsyncClient(self.cluster.address, self.cluster.token, worker_id=f"{self.name}-{name}")
 
     async def live(self, rank: int, pushes: int, rng: random.Random, *, dies: bool) -> None:
-        """One life of one worker: so many pushes, and in the middle of the next one its end, if it ``dies``."""
+        """Run one life of a worker: this many pushes, and its end in the middle of the next one, if it ``dies``."""
         life, self.lives = self.lives, self.lives + 1
         client = await self.client(f"worker-{rank}").connect()
         try:
@@ -70,7 +70,7 @@ class Training:
             await client.close()
 
     async def call(self, handle: AsyncParameters, life: int, rng: random.Random) -> None:
-        """One call, which may be given up at any moment."""
+        """Make one call, which may be given up at any moment."""
         work = self.pull(handle) if rng.random() < 0.25 else self.push(handle, life, rng)
         patience = rng.random() * 0.01 if rng.random() < 0.2 else None
         try:
@@ -93,7 +93,7 @@ class Training:
             self.check(table)
             if self.exact:
                 assert self.results.setdefault(step, table.tobytes()) == table.tobytes(), f"step {step}: two results"
-        # What was ignored had been taken before (begun), or came too late (backup workers).
+        # An ignored push had been taken before (begun), or came too late (backup workers).
         if handle.statistics().ignored == ignored:
             self.acknowledged[life].add(step)
 
@@ -101,7 +101,7 @@ class Training:
         self.check((await handle.pull())["table"])
 
     async def die(self, client: AsyncClient, push: asyncio.Task[None], rng: random.Random) -> None:
-        """Ends ``client`` without a word while it pushes: all that the scheduler sees is a broken stream."""
+        """Kill ``client`` while it pushes, without notice: the scheduler sees only a broken stream."""
         for _ in range(rng.randrange(60)):
             await asyncio.sleep(0)
         assert client.session is not None
@@ -110,7 +110,7 @@ class Training:
         await asyncio.gather(push, return_exceptions=True)
 
     def check(self, table: Table) -> None:
-        """What holds at any moment: no push is in a slice twice, none in a half."""
+        """Check invariants that hold at any moment: no push is in a slice twice, and none in half a slice."""
         if isinstance(self.consistency, BSP):
             counted = np.count_nonzero(table, axis=2, keepdims=True)
             np.testing.assert_allclose(table * counted, table != 0, rtol=1e-6)
@@ -118,7 +118,7 @@ class Training:
             assert np.isin(table, (0, 1)).all()
 
     def verify(self, table: Table) -> None:
-        """What holds at the end."""
+        """Check the final state."""
         self.check(table)
         for life in range(self.lives):
             for step in range(STEPS):

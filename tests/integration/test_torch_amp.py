@@ -114,7 +114,7 @@ def test_all_workers_skip_the_step(both: Callable[[Work], list[Any]], name: str,
 def test_gradients_that_are_not_finite_are_so_everywhere(
     both: Callable[[Work], list[Any]], name: str, as_views: bool
 ) -> None:
-    """As with torch's DDP, so that each worker's own scaler skips the step."""
+    """Check that each worker's own scaler skips the step, as with torch's DDP."""
     at_first = mlp()
 
     def worker(context: Context) -> tuple[nn.Module, float]:

@@ -23,7 +23,7 @@ from psdist.torch import LeasedDataLoader
 from tests.support.launched import Run
 
 SIZE = 203
-#: Trains on each sample by adding 1 to its place in the weights, so that these count how often each was used.
+#: Trains on each sample by adding 1 to its place in the weights, so that they count how often each was used.
 SCRIPT = """
 import json, os, signal, sys
 import numpy as np
@@ -83,7 +83,7 @@ def uses(tmp_path: Path, kind: str, start_method: str, end: str = "well", *optio
     assert "[worker" not in done.stderr, "gRPC may complain of being forked"
     found: list[list[float]] = [json.loads(text) for text in re.findall(r"(\[[\d., ]+\])$", done.stdout, re.M)]
     assert found, done.stdout
-    # Samples are only added: a worker may have ended before another one was started again, and used what was left.
+    # Samples are only added: a worker may have ended before another one was restarted, and used the remaining ones.
     return max(found, key=sum)
 
 
@@ -93,13 +93,14 @@ def test_leased_batches_use_every_sample_once(tmp_path: Path, start_method: str)
 
 
 def test_no_sample_is_lost_with_a_worker(tmp_path: Path) -> None:
-    """Samples that it had read ahead are given to others; those that it trained on last may be used again."""
+    """Check that samples that it had read ahead are given to others. Samples that it trained on last may be used
+    again."""
     counts = Counter(uses(tmp_path, "leased", "fork", "killed"))
     assert min(counts) >= 2.0 and counts[2.0] > SIZE / 2
 
 
 def test_the_processes_of_a_loader_live_until_a_stopped_script_has_ended(tmp_path: Path) -> None:
-    """A script trains until the workers have agreed on their last step.
+    """Check a script that trains until the workers have agreed on their last step.
 
     torch raises if its loader has lost a process, and a range that is returned then must not raise in the loader's own
     ``finally``.
@@ -146,7 +147,7 @@ def test_a_loop_that_ends_early_gives_back_what_it_did_not_use(client: psdist.Cl
 
 
 def test_it_reads_ahead_without_reporting(client: psdist.Client) -> None:
-    """With processes all ranges are held together, and only those whose samples were used are done."""
+    """Check that with processes all ranges are held together, and only those whose samples were used are done."""
     leases = client.dataset("ahead", size=20, range_size=2, data_epochs=1)
     batches = iter(LeasedDataLoader(TensorDataset(torch.arange(20)), leases, 1, num_workers=2, prefetch_factor=3))
     for _ in range(4):

@@ -57,7 +57,8 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_equal_gradients_are_no_reason_for_a_warning(
     both: Callable[[Work], list[Any]], name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only psdist.torch writes to its buffers, so a script could not follow the remedy."""
+    """Check that there is no warning: only psdist.torch writes to its buffers, so a script could not follow the
+    remedy."""
 
     def worker(context: Context) -> int:
         model = mlp()
@@ -79,7 +80,7 @@ def test_equal_gradients_are_no_reason_for_a_warning(
 def test_micro_batches_and_an_optimizer_of_the_script(
     both: Callable[[Work], list[Any]], name: str, as_views: bool
 ) -> None:
-    """With clipping by torch, on the averaged gradients."""
+    """Check this with clipping by torch, on the averaged gradients."""
     at_first = mlp()
 
     def worker(context: Context) -> nn.Module:
@@ -116,7 +117,7 @@ def test_micro_batches_and_an_optimizer_of_the_script(
 def test_uneven_batches_make_the_step_of_one_process(
     both: Callable[[Work], list[Any]], name: str, wrapper: str
 ) -> None:
-    """Each worker's loss is the mean of its samples, whose number differs in each step."""
+    """Check losses that are the mean of a worker's samples, whose number differs in each step."""
     at_first, sizes = mlp(), [(1, 9), (4, 4), (7, 0), (30, 2)]
     random = torch.Generator().manual_seed(7)
     batches = [(torch.randn(sum(size), 12, generator=random), torch.arange(sum(size)) % 4) for size in sizes]
@@ -159,7 +160,7 @@ def test_uneven_batches_make_the_step_of_one_process(
 
 
 class Branches(nn.Module):
-    """Uses one of its layers on request, and keeps statistics."""
+    """Model that uses one of its layers on request, and keeps statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ def test_parameters_that_one_worker_does_not_reach(both: Callable[[Work], list[A
 
 
 def test_buffers_are_those_of_the_first_worker(both: Callable[[Work], list[Any]], name: str) -> None:
-    """Those of the second are local to each forward pass, as in torch's DDP."""
+    """Check that the second worker's buffers are local to each forward pass, as in torch's DDP."""
 
     def worker(context: Context) -> list[dict[str, Tensor]]:
         model = DistributedDataParallel(nn.BatchNorm1d(2), name=name, context=context)
@@ -258,7 +259,7 @@ def test_hooks_on_the_communication_are_refused(contexts: list[Context], name: s
 
 
 class TwoWays(nn.Module):
-    """A forward pass takes one of two layers."""
+    """Model whose forward pass takes one of two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +297,7 @@ def test_a_micro_batch_that_was_dropped_reached_nothing(both: Callable[[Work], l
 
 
 class Centered(nn.Module):
-    """Its buffer becomes another tensor in each forward pass."""
+    """Module whose buffer becomes another tensor in each forward pass."""
 
     center: Tensor
 

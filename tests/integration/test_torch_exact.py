@@ -55,7 +55,7 @@ def test_three_servers_give_the_same_bytes(tmp_path: Path, on_one_server: list[s
     assert digests(tmp_path, 3) == on_one_server
 
 
-@pytest.mark.long  # What servers do when one of them dies has tests of its own; here it is a step of hooks.
+@pytest.mark.long  # Other tests cover servers when one of them dies; here it is a step of hooks.
 def test_a_server_that_is_killed_changes_no_byte(tmp_path: Path, on_one_server: list[str]) -> None:
     arguments = (str(ROOT), "20", MODELS)
     run = Run(tmp_path, SCRIPT.read_text(), *arguments, flags=("--nservers", "3", "--replicas", "2"))

@@ -22,7 +22,7 @@ SMALL = ("--steps", "40", "--width", "64", "--layers", "2", "--heads", "2", "--c
 
 
 def plain(*words: str) -> str:
-    """Output of an example without psdist."""
+    """Return the output of an example without psdist."""
     done = subprocess.run(
         [sys.executable, *words, "--plain"], capture_output=True, text=True, check=False, cwd=ROOT, timeout=240,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -48,14 +48,14 @@ def test_the_transformer_learns() -> None:
     assert losses[-1] < losses[0]
 
 
-@pytest.mark.long  # Half of it is the same as above.
+@pytest.mark.long  # Half of this is the same as above.
 def test_digits_are_read_as_well_as_without_psdist() -> None:
     pattern = r"test accuracy ([\d.]+)%"
     through, alone = (numbers(pattern, call("examples/torch_mnist.py"))[-1] for call in (run, plain))
     assert abs(through - alone) < 1.2, "more than four of the 360 test images"
 
 
-@pytest.mark.long  # Half of it is the same as above.
+@pytest.mark.long  # Half of this is the same as above.
 def test_the_transformer_learns_as_fast_as_without_psdist() -> None:
     through, alone = (numbers(r"loss ([\d.]+)", call("examples/torch_chargpt.py", *SMALL))[-1] for call in (run, plain))
     # Rank 0 prints the loss of its part of a batch.
@@ -103,7 +103,7 @@ def test_batches_of_cifar_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         example.cifar(tmp_path / "none")
 
 
-@pytest.mark.long  # What it is made of has tests of its own.
+@pytest.mark.long  # Its parts have tests of their own.
 def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointing() -> None:
     losses = numbers(r"loss ([\d.]+)", run("examples/torch_chargpt.py", *SMALL, "--bfloat16", "--recompute"))
     assert losses[-1] < losses[0] and losses[-1] < 3.2
@@ -118,7 +118,7 @@ def test_the_transformer_learns_with_mixed_precision_and_activation_checkpointin
             ("--steps", "20", *SMALL[2:]),
             ("--steps", "40", *SMALL[2:]),
             ["step    40"],
-            marks=pytest.mark.long,  # The other example shows it.
+            marks=pytest.mark.long,  # The other example covers this.
         ),
     ],
 )

@@ -25,7 +25,7 @@ from psdist.torch.kept_buffers import KeptBuffers
 
 
 class Model(nn.Module):
-    """Model with everything that a ``state_dict`` may contain beside float32 weights."""
+    """Model with everything that a ``state_dict`` may contain besides float32 weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ def test_an_export_is_the_state_dict_of_the_lowest_rank(
 def test_a_dtype_is_that_of_floating_point_tensors(
     trained: tuple[str, dict[str, Tensor]], tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """As ``module.to(dtype)`` casts."""
+    """Check that dtype applies to these alone, as in ``module.to(dtype)``."""
     storage, state = trained
     arguments = ["--out", str(tmp_path / "m.safetensors"), "--dtype", str(dtype).removeprefix("torch.")]
     assert SNAPSHOT.run(["export", storage, *arguments], {}) == 0
@@ -158,7 +158,7 @@ def test_parameter_sets_are_chosen_by_name(trained: tuple[str, dict[str, Tensor]
 
 
 def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
-    """The parameter sets of join() and of a GradScaler."""
+    """Check that the parameter sets of join() and of a GradScaler are left out."""
     cluster = EmbeddedCluster(servers=1, storage=tmp_path, run_id="uneven")
     try:
         with psdist.Client(cluster.address, cluster.token, rank=0) as client:
@@ -182,7 +182,7 @@ def test_what_workers_agree_by_is_not_of_the_model(tmp_path: Path) -> None:
 def test_a_snapshot_without_a_description_gives_no_bytes_as_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older snapshots have none. Tensors that may be bytes are omitted and named."""
+    """Check older snapshots, which have no description. Tensors that may be bytes are omitted and named."""
     save = KeptBuffers._save
     monkeypatch.setattr(KeptBuffers, "_save", lambda self: {n: a for n, a in save(self).items() if n != DESCRIPTION})
     cluster = EmbeddedCluster(servers=1, storage=tmp_path / "storage", run_id="old")

@@ -59,7 +59,7 @@ def batches_of(rank: int) -> list[Batch]:
 
 
 def alone(model: nn.Module, optimizer: torch.optim.Optimizer, divide: bool) -> None:
-    """One process with the batches of all workers, step by step. divide: by the number of all workers."""
+    """Train one process on the batches of all workers, step by step. divide: by the number of all workers."""
     for step in range(max(COUNTS)):
         batches = [batches_of(rank)[step] for rank in range(WORLD) if step < COUNTS[rank]]
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def assert_alike(models: list[nn.Module], expected: nn.Module) -> None:
 
 
 def made(model: nn.Module, kind: type[LRScheduler]) -> tuple[torch.optim.Optimizer, LRScheduler]:
-    """The same rates by both kinds."""
+    """Return the same rates by both kinds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if kind is ExponentialLR:
         return optimizer, ExponentialLR(optimizer, 0.9)
@@ -95,9 +95,9 @@ def made(model: nn.Module, kind: type[LRScheduler]) -> tuple[torch.optim.Optimiz
 def test_with_an_optimizer_on_the_servers(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool, overlap: bool, kind: type[LRScheduler]
 ) -> None:
-    """Twice, and with a scheduler, which also follows the steps of the others.
+    """Check two optimizers, each with a scheduler that also follows the steps of the others.
 
-    One is known to the servers; the rates of the other are sent.
+    The servers know one of them; the rates of the other are sent.
     """
     at_first = mlp()
 
@@ -128,7 +128,7 @@ def test_with_an_optimizer_on_the_servers(
 def test_sent_rates_are_those_of_the_workers_with_batches(
     everywhere: Callable[[Work], list[Any]], name: str, divide: bool
 ) -> None:
-    """The scheduler of a worker without batches makes no more steps."""
+    """Check the sent rates: the scheduler of a worker without batches makes no more steps."""
     at_first = mlp()
 
     def worker(context: Context) -> nn.Module:
@@ -156,7 +156,7 @@ def test_sent_rates_are_those_of_the_workers_with_batches(
 def test_a_worker_without_batches_skips_the_steps_that_overflow(
     everywhere: Callable[[Work], list[Any]], name: str, kind: type[LRScheduler]
 ) -> None:
-    """So do the schedulers, even if the loop has stepped them."""
+    """Check that the schedulers skip them, too, even if the loop has stepped them."""
     at_first, bad = mlp(), 2
 
     def worker(context: Context) -> nn.Module:
@@ -189,7 +189,7 @@ def test_a_worker_without_batches_skips_the_steps_that_overflow(
 
 
 class Normalized(nn.Module):
-    """With running statistics."""
+    """Model with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ def test_buffers_are_those_of_the_last_worker(everywhere: Callable[[Work], list[
         return model.state_dict()
 
     states = everywhere(worker)
-    # Two steps of rank 0, whose statistics all go on with, and two of rank 2.
+    # Two steps of rank 0, whose statistics all workers continue with, and two of rank 2.
     assert int(states[0]["layers.1.num_batches_tracked"]) == 4
     for state in states[1:]:
         assert all(torch.equal(state[key], states[0][key]) for key in state)

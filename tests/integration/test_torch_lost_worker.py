@@ -1,4 +1,4 @@
-"""A worker that dies in the middle of a backward pass, with real processes: the others go on, and it comes back."""
+"""A worker that dies in the middle of a backward pass, with real processes: the others continue, and it comes back."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ for step in range(8):
 
 
 def test_a_restarted_worker_of_data_parallel_training_ends_and_the_others_continue(tmp_path: Path) -> None:
-    """Its weights would be the initial ones, and its gradients would count in the mean of the others."""
+    """Check that the restarted worker ends. Its weights would be the initial ones, and its gradients would count in the
+    mean of the others."""
     run = Run(tmp_path, AVERAGED)
     try:
         status, output = run.end()

@@ -1,6 +1,6 @@
 """``offload`` in a world of one: the bytes of ``DistributedOptimizer``, loading of weights, and refused arguments.
 
-Separate processes are in ``test_torch_offload_exact``.
+Tests with separate processes are in ``test_torch_offload_exact``.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_it_trains_as_a_whole_model(name: str, kind: str) -> None:
 
 
 def test_it_does_where_pages_cannot_move(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On other systems than Linux torch's allocator allocates and frees the memory."""
+    """Check systems other than Linux: there torch's allocator allocates and frees the memory."""
     monkeypatch.setattr("psdist.torch.offloaded.memory.is_supported", lambda: False)
     make, batch_of, optimizer_of = MODELS["transformer"]
     model = make()
@@ -412,14 +412,14 @@ def test_a_loop_that_is_not_possible(name: str) -> None:
 
 
 class Hidden(nn.Module):
-    """Returns its result in an object that cannot be inspected."""
+    """Module that returns its result in an object that cannot be inspected."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Any:
-        """An iterator."""
+        """Return an iterator."""
         return iter([self.linear(x)])
 
 

@@ -1,4 +1,4 @@
-"""An offloaded model has the very bytes of one that ``DistributedOptimizer`` trains.
+"""An offloaded model has the exact bytes of one that ``DistributedOptimizer`` trains.
 
 Two workers in processes of their own, on any number of servers, over each transport, and when a server is killed.
 """

@@ -56,24 +56,24 @@ def assert_as_whole(name: str, optimizer: OffloadedOptimizer, whole: nn.Module, 
 
 
 class Breaks(torch.autograd.Function):
-    """Fails in the backward pass, or makes gradients that are not finite."""
+    """Function that fails in the backward pass, or makes gradients that are not finite."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, is_quiet: bool) -> Tensor:
-        """The same values."""
+        """Return the same values."""
         ctx.is_quiet = is_quiet
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]  # as torch's own examples
-        """Not a gradient."""
+        """Return something that is not a gradient."""
         if not ctx.is_quiet:
             raise RuntimeError("no memory")
         return gradient * float("nan"), None
 
 
 def broken_loss(model: nn.Module, after: int, *, is_quiet: bool) -> Tensor:
-    """A loss whose backward pass fails below the last ``after`` layers."""
+    """Return a loss whose backward pass fails below the last ``after`` layers."""
     x = batch(0)
     for number, layer in enumerate(model.children()):
         x = Breaks.apply(x, is_quiet) if number == 3 - after else x

@@ -1,7 +1,7 @@
 """Tensors that autograd saves in an offloaded layer's forward pass.
 
-Weights that a backward pass reads are reloaded, whichever way it reaches the layer, or an error says why they cannot
-be. Otherwise the process would end with a fault.
+Weights that a backward pass reads are reloaded, by whichever path it reaches the layer, or an error explains why they
+cannot be. Otherwise the process would end with a fault.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 @pytest.fixture(params=["moved pages", "resized storage"])
 def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A parameter set's name for this test, with either memory of layers."""
+    """Name of a parameter set for this test, with either memory of layers."""
     if request.param == "resized storage":
         monkeypatch.setattr(memory, "is_supported", lambda: False)
     return "".join(letter if letter.isalnum() else "-" for letter in request.node.name)
@@ -52,7 +52,7 @@ class WithLoss(nn.Module):
 @pytest.mark.parametrize("of", ["weights", "results"])
 @pytest.mark.parametrize("alone_too", [False, True])
 def test_a_loss_that_a_layer_keeps_in_an_attribute_counts(name: str, of: str, alone_too: bool) -> None:
-    """Even if only the attribute leads to the layer."""
+    """Check a loss even if only the attribute leads to the layer."""
     model = nn.Sequential(*(WithLoss(of) for _ in range(3)))
     other = copy.deepcopy(model)
 
@@ -116,7 +116,7 @@ class Given(nn.Module):
         self.linear = nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Any:
-        """A pair."""
+        """Return a pair."""
         return self.linear(x), self.linear.weight.t()
 
 

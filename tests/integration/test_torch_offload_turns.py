@@ -1,6 +1,7 @@
 """``offload``: layers of equal size take turns with the memory of their gradients, in any order of use.
 
-The bytes equal those of ``DistributedOptimizer``, and a worker whose pass failed does not keep the others waiting.
+The bytes equal those of ``DistributedOptimizer``, and a worker whose backward pass failed does not keep the others
+waiting.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ def places(optimizer: OffloadedOptimizer) -> list[int]:
 
 
 ALL = [(number, 2) for number in range(5)]
-#: By description of the order: the order, and the number of layers with a place of their own after it.
+#: By description of the order: the order, and the number of layers after it that have memory of their own.
 ORDERS: dict[str, tuple[list[list[tuple[int, int]]], int]] = {
     "one after the other": ([ALL], 0),
     "backwards": ([ALL[::-1]], 0),
     "in steps of two": ([[(0, 2), (2, 2), (4, 2), (1, 2), (3, 2)]], 0),
     "some layers are left out": ([ALL, ALL[::2], ALL[1::2], ALL[:1]], 0),
-    # The gradients of layer 0 are complete after those of the others only, in the memory that it has first.
+    # The gradients of layer 0 are complete only after those of the others, in its initial memory.
     "one layer is around others": ([[(0, 0), *ALL[1:], (0, 1)]], 4),
     "a part of a layer is left out": ([[(0, 0), *ALL[1:4], (4, 1)], ALL], 4),
 }
@@ -107,7 +108,7 @@ def test_a_backward_pass_that_failed_leaves_no_layer_with_a_turn(name: str) -> N
 
     model = Pairs([ALL])
     optimizer = offload(model, adam(model), name=name)
-    # Layer 0 has half of its gradients then.
+    # At this point layer 0 has half of its gradients.
     hook = model.layers[0].one.register_forward_hook(lambda module, inputs, output: output.register_hook(fail) and None)
     with pytest.raises(RuntimeError, match="no memory"):
         model.loss(0).backward()

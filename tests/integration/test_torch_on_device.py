@@ -1,4 +1,4 @@
-"""Models with gradients on a CUDA device train byte for byte as those with gradients in main memory.
+"""Models with gradients on a CUDA device train byte for byte like those with gradients in main memory.
 
 The device is the processor here; the last test uses a real one if it exists.
 """
@@ -27,18 +27,18 @@ from tests.support.torch_models import MODELS, loss_of
 
 BATCHES = MODELS["mlp"][1]
 STEPS = 4
-#: Wraps a model for one parameter set; returns the loop's model and its optimizer.
+#: Wraps a model for one parameter set. Returns the loop's model and its optimizer.
 Wrap = Callable[[nn.Module, str, Codec, Context], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def mlp() -> nn.Module:
-    """Large enough for its weights to be compressed."""
+    """Return a model that is large enough for its weights to be compressed."""
     return nn.Sequential(nn.Linear(12, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh(), nn.Linear(64, 4))
 
 
 @pytest.fixture
 def arrays(monkeypatch: pytest.MonkeyPatch) -> HostArrays:
-    """The arrays of a device on the processor, which models of the processor are on from now on."""
+    """Arrays of a device on the processor; from now on it holds all models of the processor."""
     made = HostArrays()
 
     def as_tensor(array: HostArray | np.ndarray) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_what_a_device_does_not_encode_is_copied_to_the_host(
     alone: Context, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gradient_memory, "cuda_number", lambda _: 0)
-    train(*optimizer(mlp(), name, RandomK(0.1), alone))  # CuPy is not asked for: nothing is logged.
+    train(*optimizer(mlp(), name, RandomK(0.1), alone))  # CuPy is not requested: nothing is logged.
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,13 @@ BATCHES = MODELS["mlp"][1]
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    """The largest relative difference of a parameter."""
+    """Return the largest relative difference of a parameter."""
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return max(float((a - b).detach().double().norm() / b.detach().double().norm()) for a, b in pairs)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None, *, clip: float = 0.0) -> None:
-    """A plain loop."""
+    """Run a plain training loop."""
     for step in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, BATCHES(step)).backward()
@@ -102,7 +102,7 @@ def test_a_closure_is_called_once(alone: Context, name: str) -> None:
 
 
 class Parts(nn.Module):
-    """A frozen layer, one that no loss reaches, a table of sparse gradients, and running statistics."""
+    """Model with a frozen layer, a layer that no loss reaches, a table of sparse gradients, and running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_other_modes_of_one_worker_are_the_same(
 
 @pytest.fixture
 def wrapped(alone: Context, name: str) -> tuple[nn.Module, DistributedOptimizer]:
-    """A model and its optimizer."""
+    """Return a model and its optimizer."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return model, DistributedOptimizer(model, optimizer, name=name)
@@ -209,7 +209,8 @@ def test_a_weight_is_one_number(alone: Context, name: str, wrap: Callable[..., A
 
 @pytest.mark.parametrize("wrap", [DistributedOptimizer, offload])
 def test_the_optimizer_that_was_given_makes_no_steps(alone: Context, name: str, wrap: Callable[..., Any]) -> None:
-    """Until its model is returned to it. Nothing is changed, so the step can still be made correctly."""
+    """Check that it makes no steps until its model is returned to it. Nothing is changed, so the step can still be made
+    correctly."""
     model = mlp()
     other = copy.deepcopy(model)
     given = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -278,7 +279,7 @@ def test_zero_grad_between_a_backward_pass_and_its_step_is_refused(
 def test_a_pass_that_is_for_the_inputs_alone_is_one_without_a_push(
     wrapped: tuple[nn.Module, DistributedOptimizer],
 ) -> None:
-    """As in adversarial training, and for a loss of another model."""
+    """Check passes for the inputs, as in adversarial training, and for a loss of another model."""
     model, optimizer = wrapped
     inputs, classes = BATCHES(0)
     with optimizer.no_sync():
@@ -291,7 +292,7 @@ def test_a_pass_that_is_for_the_inputs_alone_is_one_without_a_push(
 
 
 def test_zero_grad_after_the_second_of_two_passes_failed_makes_the_step(alone: Context, name: str) -> None:
-    """Each reaches a part of the model; the first one was pushed."""
+    """Check two passes that each reach a part of the model; the first one was pushed."""
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
     optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, bucket_cap_mb=1e-6)
     for _ in range(2):
@@ -358,7 +359,7 @@ class Fragile(nn.Module):
 
 
 def fail(model: Fragile, batch: Any) -> None:
-    """A backward pass that ends in the middle."""
+    """Run a backward pass that ends in the middle."""
     model.fails = True
     with pytest.raises(MemoryError):
         loss_of(model, batch).backward()
@@ -381,7 +382,7 @@ def test_a_backward_pass_that_failed_before_anything_was_pushed_leaves_nothing(
 
 
 def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_it(alone: Context, name: str) -> None:
-    """The gradient of the second layer is pushed; that of the first is never computed."""
+    """Check a pass that pushed the gradient of the second layer, and never computed that of the first."""
     model = Fragile()
     torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.ExponentialLR(torch_optimizer, 0.9)
@@ -415,7 +416,7 @@ def test_training_goes_on_after_gradients_that_are_not_finite(alone: Context, na
 
 
 def test_steps_that_were_made_elsewhere_take_the_scheduler_along(alone: Context, name: str) -> None:
-    """This happens after this worker had been expelled and the others had continued."""
+    """Check this after this worker had been expelled and the others had continued."""
     model = mlp()
     torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.CosineAnnealingLR(torch_optimizer, T_max=100)
@@ -479,7 +480,8 @@ def test_a_closed_optimizer_lets_the_model_go(wrapped: tuple[nn.Module, Distribu
 
 
 def test_workers_begin_with_the_values_of_the_first() -> None:
-    """Frozen parameters and buffers are among them, and bfloat16 weights, which the servers keep as float32."""
+    """Check all values, including frozen parameters, buffers, and bfloat16 weights, which the servers keep as
+    float32."""
     cluster = EmbeddedCluster(servers=1)
 
     def worker(rank: int) -> tuple[nn.Module, nn.Module]:

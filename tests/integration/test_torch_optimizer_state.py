@@ -1,4 +1,4 @@
-"""Training that goes on without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
+"""Training that continues without psdist: a snapshot's weights and optimizer state in torch's own optimizer."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def mlp() -> nn.Module:
-    """The same each time."""
+    """Model with the same weights each time."""
     torch.manual_seed(0)
     return torch_models.mlp()
 
 
 @contextmanager
 def saved(storage: Path) -> Iterator[Context]:
-    """A worker of a run whose snapshot is taken at the end."""
+    """Worker of a run whose snapshot is taken at the end."""
     cluster = EmbeddedCluster(servers=2, storage=storage, run_id="saved")
     client = psdist.Client(cluster.address, cluster.token)
     yield Context(0, 1, 0, client)
@@ -67,7 +67,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def run(storage: Path, make: Callable[[Any], torch.optim.Optimizer], wrap: Any, steps: int, **options: Any) -> None:
-    """A run of ``steps`` steps that ends with a snapshot."""
+    """Make a run of ``steps`` steps that ends with a snapshot."""
     with saved(storage) as context:
         model = mlp()
         inner = make(groups_of(model))
@@ -75,7 +75,7 @@ def run(storage: Path, make: Callable[[Any], torch.optim.Optimizer], wrap: Any, 
 
 
 def loaded(storage: Path) -> nn.Module:
-    """A model with the weights of the newest snapshot."""
+    """Return a model with the weights of the newest snapshot."""
     model = mlp()
     arrays = psdist.load_snapshot(str(storage))
     model.load_state_dict({name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
@@ -113,7 +113,7 @@ def test_before_the_first_update_an_optimizer_is_as_new(tmp_path: Path, name: st
 
 @pytest.mark.parametrize("consistency", [BSP(), ASP()])
 def test_updates_are_counted_since_the_state_began(tmp_path: Path, consistency: Consistency) -> None:
-    """The state of a run that resumed with another optimizer starts then."""
+    """Check a run that resumed with another optimizer: its state starts then."""
     run(tmp_path, OPTIMIZERS["momentum"], DistributedOptimizer, 3, consistency=consistency)
     with saved(tmp_path) as context:
         model = mlp()

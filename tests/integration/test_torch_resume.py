@@ -30,7 +30,7 @@ Work = Callable[[Context], Any]
 
 @contextmanager
 def life(storage: Path, first_rank: int = 0) -> Iterator[Callable[[Work], list[Any]]]:
-    """One life of the run. Yields a function that does the same in both workers and returns their results."""
+    """One life of the run. Yields a function that runs the same code in both workers and returns their results."""
     cluster = EmbeddedCluster(servers=1, storage=storage, run_id="resumed")
     clients = [psdist.Client(cluster.address, cluster.token, rank=first_rank + number) for number in range(2)]
     contexts = [Context(client.rank, 2, client.rank, client) for client in clients]
@@ -52,7 +52,7 @@ def batch(step: int, rank: int) -> Tensor:
 def test_data_parallel_training_resumes_from_the_file_of_the_script(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It does not use the values of the first start, which are in the snapshot. Each worker logs this."""
+    """Check that it does not use the values of the first start, which are in the snapshot. Each worker logs this."""
 
     def train(context: Context, loaded: dict[str, Any] | None, first: int) -> tuple[dict[str, Any], dict[str, Any]]:
         torch.manual_seed(context.rank)
@@ -83,7 +83,7 @@ def test_data_parallel_training_resumes_from_the_file_of_the_script(
 
 
 def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None:
-    """Buffers are in a parameter set of their own, which makes no steps."""
+    """Check a model whose buffers are in a parameter set of their own, which makes no steps."""
     cluster = EmbeddedCluster(servers=2, storage=tmp_path, policy=SavePolicy(steps=5, keep_last=1000))
     commits = tmp_path / "commits"
     with psdist.Client(cluster.address, cluster.token) as client:
@@ -104,7 +104,8 @@ def test_an_interval_of_steps_is_that_of_what_is_trained(tmp_path: Path) -> None
 def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any]
 ) -> None:
-    """The scheduler of the second life is advanced to the step of the first: the bytes of an uninterrupted run."""
+    """Check the bytes of an uninterrupted run: the scheduler of the second life is advanced to the step of the
+    first."""
     # Made once, as the workers' threads share the random numbers.
     at_first = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -134,7 +135,7 @@ def test_rates_without_a_schedule_of_the_servers_resume_with_the_weights(
 def test_running_statistics_resume_with_the_weights(
     tmp_path: Path, wrap: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each worker resumes its own. A new worker is warned that it has none."""
+    """Check that each worker resumes its own. A new worker is warned that it has none."""
 
     def train(context: Context) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model = statistics_and_weights()

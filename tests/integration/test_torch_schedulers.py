@@ -84,7 +84,7 @@ def test_a_scheduler_of_the_distributed_optimizer_sets_the_rates(alone: Context,
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(1), psdist.ASP()])
 def test_a_plateau_sets_the_rates(alone: Context, name: str, consistency: psdist.consistency.Consistency) -> None:
-    """It steps once for each data epoch, by a number."""
+    """Check a scheduler that steps once for each data epoch, by a number."""
 
     def train_epochs(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
         for loss in (2.0, 3.0, 1.0, 1.0):

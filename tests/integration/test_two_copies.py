@@ -1,5 +1,5 @@
-"""A primary and its backup over real gRPC, with cluster maps made by hand: what each does that knows another map than
-the other, and one that has no room."""
+"""A primary and its backup over real gRPC, with cluster maps made by hand: their behaviour if their maps differ, and if
+one of them has no room."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Server:
     """One server on a free port, driven as by a worker."""
 
     def __init__(self, replica: Replica, carriers: Collection[str]) -> None:
-        # Nobody is slow here: not on a busy machine either.
+        # No peer is slow here, not even on a busy machine.
         self.host = ParameterServer(
             ServerRegistration("run", replica.server_id, lease_seconds=60.0), TOKEN, kernel_threads=1, carriers=carriers
         )
@@ -80,7 +80,7 @@ class Server:
         await self.stub.Install(iter([request]), metadata=auth.metadata(TOKEN))
 
     async def push(self, step: int) -> int:
-        """The version of the slice with a push of ones in it."""
+        """Push ones. Returns the slice's version with them."""
         header = pb.PushHeader(identity=self.identity(), step=step, codec=cpb.CODEC_RAW, dtype=cpb.DTYPE_FLOAT32)
         request = pb.PushRequest(header=header, slice=0, payload=ONES.tobytes())
         try:
@@ -124,7 +124,7 @@ class Pair:
         return found
 
     async def create(self) -> None:
-        """A is the primary of the only shard, B its backup."""
+        """Create the only shard, with A as its primary and B as its backup."""
         await self.show(1, Shard(A, 1, (), (B,)), ready=False)
         await self.a.install()
         assert [report.kind for report in await self.reports()] == ["filled"]
@@ -132,7 +132,7 @@ class Pair:
 
     @property
     def carrier(self) -> str:
-        """Transport of updates from A to B."""
+        """Return the transport of updates from A to B."""
         (shown,) = self.a.host.statistics().parameters[0].replicas
         return shown.carrier
 
@@ -172,7 +172,7 @@ async def test_a_push_to_one_that_was_replaced_is_refused_too_where_nobody_read_
 async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> None:
     await pair.create()
     assert pair.carrier == (*pair.a.host.peers.carriers, "grpc")[0]
-    for step in range(70):  # Among them digests are compared.
+    for step in range(70):  # They compare digests, too.
         assert await pair.a.push(step) == step + 1
     assert pair.a.host.statistics().parameters[0].replicas[0].digests >= 2
     await pair.b.host.adopt_map(pair.map_of(3, Shard(B, 2)))
@@ -180,12 +180,13 @@ async def test_copies_have_the_same_bytes_whatever_carries_them(pair: Pair) -> N
 
 
 async def test_streams_that_are_opened_again_in_the_middle_lose_and_repeat_nothing(pair: Pair) -> None:
-    """Each time, whatever is under way is lost with the connection, and with shared memory the arena is replaced."""
+    """Check reopened streams. Each time, everything under way is lost with the connection, and with shared memory the
+    arena is replaced."""
     await pair.create()
     (stream,) = pair.a.host.stores["p"].replicator.streams.values()
     for step in range(60):
         push = asyncio.create_task(pair.a.push(step))
-        for _ in range(step % 12):  # So that the stream ends at any point of the push, and of its opening.
+        for _ in range(step % 12):  # The stream can then end at any point of the push, and of its opening.
             await asyncio.sleep(0)
         stream.restart()
         async with asyncio.timeout(60):
@@ -211,7 +212,7 @@ async def test_a_copy_that_has_no_room_is_reported_and_stops_nobody(
     assert (report.kind, report.replica) == ("unreachable", B) and "no room" in report.reason
     await pair.show(2, Shard(A, 1))
     assert await pair.a.push(0) == 1
-    # It is tried again later, when there is room.
+    # It is retried later, when there is room.
     await pair.show(3, Shard(A, 1, (), (B,)))
     assert [report.kind for report in await pair.reports()] == ["filled"]
 

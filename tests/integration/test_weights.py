@@ -1,5 +1,5 @@
-"""Gradients that count for different amounts: the very bytes of the weighted sum in one process, over each transport,
-with and without compression and clipping, in buckets, through the loss of a server."""
+"""Gradients with different weights: the exact bytes of the weighted sum in one process, over each transport, with and
+without compression and clipping, in buckets, through the loss of a server."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.support import reference
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PLAIN = (Float32(), Float32())
-#: By step, the weight of each rank; 0 contributes nothing.
+#: The weight of each rank, by step; 0 contributes nothing.
 WEIGHTS = [(3.0, 1.0), (1.0, 1.0), (0.0, 7.5), (1000.0, 24.0), (1e-3, 0.25), (0.0, 0.0), (12345.0, 54321.0)]
 
 
 def reference_run(codecs: Sequence[Codec], optimizer: optim.Optimizer = ADAM) -> list[bytes]:
-    """The weights after every step, in one process."""
+    """Return the weights after every step, in one process."""
     encoders = [GradientEncoder(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(codecs)]
     weights = initial()
     states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
@@ -56,7 +56,7 @@ def reference_run(codecs: Sequence[Codec], optimizer: optim.Optimizer = ADAM) ->
 
 
 def sent(codec: Codec, encoder: GradientEncoder, flat: np.ndarray) -> np.ndarray:
-    """A gradient as servers have it."""
+    """Return a gradient as servers decode it."""
     if isinstance(codec, BFloat16):
         rounded: np.ndarray = flat.astype(ml_dtypes.bfloat16).astype(np.float32)
         return rounded
@@ -71,7 +71,7 @@ async def cluster() -> AsyncIterator[EmbeddedCluster]:
 
 
 async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
-    """A step in buckets: the last layers first."""
+    """Make a step in buckets: the last layers first."""
     buckets = [await handle.push_pull_async({name: values[name]}, weight) for name in reversed(values)]
     weights: dict[str, np.ndarray] = {}
     for bucket in buckets:
@@ -80,7 +80,7 @@ async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray], wei
 
 
 async def in_one(handle: AsyncParameters, values: dict[str, np.ndarray], weight: float) -> bytes:
-    """A step of the gradient buffers, which stay as they are."""
+    """Make a step of the gradient buffers, which stay unchanged."""
     buffers = await handle.gradient_buffers()
     for name, array in buffers.items():
         array[...] = values[name]

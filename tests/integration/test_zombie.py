@@ -1,4 +1,4 @@
-"""A server that stood still while another took its shards over, and a copy whose bytes are not its primary's: real
+"""A server that was frozen while another took over its shards, and a copy whose bytes differ from its primary's. Real
 processes, real gRPC."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def client(cluster: EmbeddedCluster) -> AsyncIterator[AsyncClient]:
 
 
 async def created(client: AsyncClient) -> AsyncParameters:
-    """Parameters from which each step takes its gradient away."""
+    """Parameters from which each step subtracts its gradient."""
     return await client.parameters(
         "p", init={"w": ONES * 0}, optimizer=optim.SGD(lr=1.0), consistency=BSP(), slice_elements=SLICE
     )
@@ -68,7 +68,7 @@ def process_of(cluster: EmbeddedCluster, server_id: str) -> Popen[bytes]:
 
 
 class Zombie:
-    """The first server, by the map as it was, and calls that reach it as those of a worker that knows no other."""
+    """The first server in the old map, and calls that reach it like those of a worker that knows no other map."""
 
     def __init__(self, cluster: EmbeddedCluster, known: ClusterMap, incarnation: int) -> None:
         self.server, (entry,) = known.servers[0], known.parameters
@@ -85,7 +85,7 @@ class Zombie:
         )
 
     async def push(self, step: int) -> PsdistError | None:
-        """A push of poison; why it was refused."""
+        """Push poison. Returns the reason of the refusal."""
         header = pb.PushHeader(identity=self.identity, step=step, codec=cpb.CODEC_RAW, dtype=cpb.DTYPE_FLOAT32)
         requests = [pb.PushRequest(slice=index, payload=POISON) for index in self.slices]
         requests[0].header.CopyFrom(header)
@@ -98,7 +98,7 @@ class Zombie:
         return None
 
     async def pull(self) -> PsdistError | None:
-        """Why it does not say what its weights are."""
+        """Pull. Returns the reason for which it does not report its weights."""
         request = pb.PullRequest(identity=self.identity, dtype=cpb.DTYPE_FLOAT32)
         try:
             async for answer in self.stub.Pull(request, metadata=self.metadata):
@@ -119,7 +119,7 @@ async def test_a_server_that_stood_still_takes_no_push_and_serves_no_read(
     assert zombie.slices
     await zombie.channel.channel_ready()
     zombie.process.send_signal(signal.SIGSTOP)
-    # They wait in its socket while others continue without it, and are the first that it sees when it thaws.
+    # They wait in its socket while others continue without it, and are the first messages that it reads when it thaws.
     calls = [asyncio.create_task(call) for call in (zombie.push(1), zombie.pull())]
     assert ((await handle.push_pull({"w": ONES}))["w"] == -2).all()
     assert not any(call.done() for call in calls)
@@ -132,7 +132,7 @@ async def test_a_server_that_stood_still_takes_no_push_and_serves_no_read(
 
 
 def spoil(process: Popen[bytes]) -> None:
-    """Changes the first weight of each slice in a server's memory."""
+    """Change the first weight of each slice in a server's memory."""
     mapped = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
     arena = next(line.split() for line in mapped if re.search(r"rw-s.*memfd:psdist-weights", line))
     start, stop = (int(address, 16) for address in arena[0].split("-"))

@@ -1,4 +1,4 @@
-"""What the server programs log, and what they keep to themselves."""
+"""Log messages of the server programs, and the messages that they suppress."""
 
 from __future__ import annotations
 

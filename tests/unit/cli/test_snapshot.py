@@ -1,4 +1,4 @@
-"""``psdist snapshot`` on a directory, without a run: all its commands, in words and as JSON, and what it refuses."""
+"""``psdist snapshot`` on a directory, without a run: all its commands, as text and as JSON, and its refusals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Output = pytest.CaptureFixture[str]
 
 @pytest.fixture
 def commits(tmp_path: Path) -> list[CommitRecord]:
-    """Snapshots of the steps 10, 20 and 30 in the storage ``runs/digits``, whose weights are their step."""
+    """Snapshots of the steps 10, 20 and 30 in the storage ``runs/digits``, whose weights equal their step."""
     return [
         write(
             str(tmp_path / "runs" / "digits"),
@@ -41,7 +41,7 @@ def storage(tmp_path: Path, commits: list[CommitRecord]) -> str:
 
 
 def call(*argv: str) -> int:
-    """The exit status of ``psdist snapshot``."""
+    """Return the exit status of ``psdist snapshot``."""
     try:
         return snapshot.SNAPSHOT.run(argv, {})
     except SystemExit as ended:
@@ -50,13 +50,13 @@ def call(*argv: str) -> int:
 
 
 def loaded(*argv: str, output: Output, status: int = 0) -> Any:
-    """What the command prints as JSON."""
+    """Return the command's JSON output."""
     assert call(*argv) == status
     return json.loads(output.readouterr().out)
 
 
 def spoil(storage: str, commit: CommitRecord) -> str:
-    """Flips a bit in a file of the snapshot; the file's name."""
+    """Flip a bit in a file of the snapshot. Returns the file's name."""
     file = sorted((Path(storage) / "snapshots" / commit.directory).glob("*.safetensors"))[0]
     data = bytearray(file.read_bytes())
     data[-5] ^= 4
@@ -164,7 +164,7 @@ def test_delete(storage: str, commits: list[CommitRecord], monkeypatch: pytest.M
 
 
 class Terminal(io.StringIO):
-    """Somebody who answers."""
+    """Input from a user who answers."""
 
     def isatty(self) -> bool:
         return True

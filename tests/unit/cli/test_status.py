@@ -1,4 +1,4 @@
-"""``psdist status``: how fast a run is, as JSON and as a table, and the blocks of --watch."""
+"""``psdist status``: the speed of a run, as JSON and as a table, and the blocks of --watch."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_version_grows_with_common_steps_or_with_all_pushes(consistency: str
 
 
 def test_a_version_that_no_server_has_reported_is_not_shown_as_0() -> None:
-    """As for a second after the scheduler was started again."""
+    """Check the first second after a restart of the scheduler."""
     report = answer()
     (parameters,) = status.as_json(report)["parameters"]
     assert parameters["version_min"] is None and parameters["version_max"] is None

@@ -28,7 +28,7 @@ LONG = "the path to its arena cannot be mapped here because processes of another
 
 
 def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
-    """A run with members in no order, of which one is starting again."""
+    """Status of a run: its members are in no order, and one is restarting."""
     report = pb.GetStatusResponse(
         run_id="digits", phase="training 'model' at version 1234", psdist_version="0.1.0", epoch=9, replicas=2
     )
@@ -53,7 +53,7 @@ def answer(servers: int = 4, workers: int = 8) -> pb.GetStatusResponse:
 
 
 class Terminal:
-    """A terminal emulator with what a ``Screen`` writes to it."""
+    """Terminal emulator that shows the output of a ``Screen``."""
 
     def __init__(self) -> None:
         self._file = io.StringIO()
@@ -62,7 +62,7 @@ class Terminal:
         self.console = Console(file=self._file, force_terminal=True, width=WIDTH, height=HEIGHT, highlight=False)
 
     def read(self) -> tuple[str, list[str]]:
-        """What was written since this was called last, and what the terminal shows now."""
+        """Return the output since the previous call, and the contents of the terminal."""
         written = self._file.getvalue()
         self._file.seek(0)
         self._file.truncate()
@@ -71,7 +71,7 @@ class Terminal:
 
     @property
     def scrolled(self) -> int:
-        """How many lines have left the screen at its top."""
+        """Return how many lines have left the screen at its top."""
         return len(self._screen.history.top)
 
 
@@ -129,7 +129,7 @@ def test_members_are_in_the_order_of_their_numbers() -> None:
 
 
 def test_the_command_on_a_terminal_leaves_it_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A real pseudo terminal, whose other end is read until the command has ended."""
+    """Check on a real pseudo terminal, whose other end is read until the command has ended."""
     outer, inner = pty.openpty()
     fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", HEIGHT, WIDTH, 0, 0))
     answers: list[pb.GetStatusResponse | None] = [answer(), None, answer()]

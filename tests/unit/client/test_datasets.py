@@ -1,6 +1,6 @@
-"""The client's side of leased data where the wire fails it: answers are lost, the scheduler is away, a life ends.
+"""The client's side of leased data when the wire fails it: answers are lost, the scheduler is away, a life ends.
 
-The scheduler's own machine of data sets answers here, over real gRPC, through a service that can be told to fail.
+The scheduler's own state machine of data sets answers here, over real gRPC, through a service that can be made to fail.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 class DataScheduler(FakeScheduler):
-    """Loses the answers of the next ``mute`` requests; hears none of the next ``deaf``."""
+    """Scheduler that loses the answers of the next ``mute`` requests, and ignores the next ``deaf``."""
 
     mute = deaf = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.data = Datasets((), Resume(RestorePoint()))
-        #: Reports on ended leases: their numbers, the next pushes at their end, and the next pushes now.
+        #: Reports on ended leases: their numbers, the next pushes at their end, and the current next pushes.
         self.told: list[tuple[list[int], list[dict[str, int]], dict[str, int]]] = []
 
     def void(self) -> None:
-        """What the worker holds is given to others."""
+        """Give the worker's leases to others."""
         self.data.lose(lambda *_: False)
 
     async def _ask(self, request: Any, context: Any, what: Callable[[we.Caller, Member], list[ev.Effect]]) -> Any:
@@ -189,7 +189,7 @@ async def test_what_is_done_is_told_with_the_pushes_that_it_was_done_at(schedule
         await weights.push(ones)
         data.done()
         await weights.push(ones)
-        scheduler.mute = 1  # What is said again is the same.
+        scheduler.mute = 1  # A repeated answer is the same.
         assert await data.position() == DataPosition(0, ((0, 2),))
     assert scheduler.told == [([], [], {}), ([1], [{"p": 1}], {"p": 1}), *[([2], [{"p": 2}], {"p": 3})] * 2]
     await server.stop()

@@ -1,5 +1,4 @@
-"""Compressed pushes of a client whose servers break: what is sent again is the same bytes, and what compression leaves
-out is sent once."""
+"""Compressed pushes of a client whose servers break: the same bytes are sent again, and the residual is sent once."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from psdist.v1 import scheduler_pb2 as pb
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 INIT = {"v": np.zeros((10, 8), np.float32), "b": np.zeros(7, np.float32), "w": np.zeros((9, 9), np.float32)}
-#: Rough, so that much is left out.
+#: Coarse, so that much is left out.
 CODEC = PerTensor({"*": Int8(block=16)}, min_elements=64)
 
 
@@ -47,7 +46,7 @@ Start = Callable[..., Awaitable[Setup]]
 
 @pytest.fixture
 def sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slices are encoded one by one, in threads, while those before are sent, as those of large gradients are."""
+    """Encode slices one by one in threads while earlier ones are sent, as with large gradients."""
     monkeypatch.setattr(off_loop, "LARGE_ELEMENTS", 1)
     monkeypatch.setattr(encoding, "LARGE_ELEMENTS", 1)
     monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
@@ -55,7 +54,7 @@ def sent_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture(loop_scope="session", params=["sent then", "sent meanwhile"])
 async def start(request: pytest.FixtureRequest) -> AsyncIterator[Start]:
-    """Starts clients, which leave without the snapshot for what is kept."""
+    """Start clients, which leave without the snapshot for saved state."""
     if request.param == "sent meanwhile":
         request.getfixturevalue("sent_meanwhile")
     setups: list[Setup] = []
@@ -75,7 +74,7 @@ def residual(setup: Setup) -> np.ndarray:
 
 
 def same_bytes(setup: Setup) -> bool:
-    """Whether each slice of each push was the same whenever it was sent."""
+    """True if each slice of each push was the same whenever it was sent."""
     sent = defaultdict[tuple[int, int], set[bytes]](set)
     for server in setup.servers:
         for step, index, payload in server.payloads:
@@ -84,7 +83,7 @@ def same_bytes(setup: Setup) -> bool:
 
 
 async def is_all_there(setup: Setup, *seeds: int) -> None:
-    """What servers have and the residual are all gradients of these seeds, once."""
+    """True if the servers' sums and the residual together are all gradients of these seeds, once."""
     given = sum(joined(gradient(seed)).astype(np.float64) for seed in seeds)
     weights = joined(await setup.weights.pull())
     np.testing.assert_allclose(weights + residual(setup), given, atol=1e-5)
@@ -134,14 +133,14 @@ async def test_a_push_that_failed_is_made_again_with_the_same_bytes(start: Start
     setup.servers[0].breaks = [Break(2, errors.InternalError("broken on purpose"))]
     with pytest.raises(errors.InternalError, match="on purpose"):
         await push(gradient(1))
-    # Also where others are given, which count for nothing.
+    # Also if other gradients are given, which count for nothing.
     await push(gradient(8))
     assert setup.weights.step == 2 and same_bytes(setup)
     await is_all_there(setup, 0, 1)
 
 
 class Gate:
-    """Stands before the second group of slices that the encoder of a client is given, until ``go`` is set."""
+    """Gate before the second group of slices that a client's encoder gets; it opens when ``go`` is set."""
 
     def __init__(self, setup: Setup, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.go, self._error, self._groups = threading.Event(), error, 0
@@ -165,7 +164,7 @@ class Gate:
 
 @pytest.fixture
 def first_sent(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Set when the first slice of a push is sent."""
+    """Event that is set when the first slice of a push is sent."""
     sent, payload = threading.Event(), EncodedPush.payload
 
     def noted(push: EncodedPush, index: int) -> memoryview:
@@ -263,7 +262,7 @@ class TestSentMeanwhile:
     ) -> None:
         setup = await start(compression=PerTensor({"w": Int8(block=16)}, min_elements=64))
         await setup.weights.push_pull(gradient(0))
-        vector = joined(gradient(1))  # Such a gradient is read where it lies.
+        vector = joined(gradient(1))  # Such a gradient is read in place.
         v, b, w = np.split(vector, (80, 87))
         await fail_to_encode(setup, monkeypatch, first_sent, {"v": v.reshape(10, 8), "b": b, "w": w.reshape(9, 9)})
         vector.fill(np.nan)
@@ -294,7 +293,7 @@ class TestSentMeanwhile:
 async def fail_to_encode(
     setup: Setup, monkeypatch: pytest.MonkeyPatch, first_sent: threading.Event, given: dict[str, np.ndarray]
 ) -> None:
-    """A push fails after its first slice was sent, since no other can be encoded."""
+    """Make a push fail after its first slice was sent, since no other slice can be encoded."""
     first_sent.clear()
     with monkeypatch.context() as patched:
         Gate(setup, patched, MemoryError("on purpose")).go = first_sent
@@ -310,7 +309,7 @@ async def test_nothing_is_encoded_of_a_gradient_that_is_refused_or_skipped(start
     broken["v"][3, 3] = np.nan
     await setup.weights.push_pull(broken)
     assert setup.weights.statistics().abstained == 1 and residual(setup).tobytes() == before
-    # In buckets only the slices abstain that the tensor touches.
+    # In buckets only the slices that the tensor touches abstain.
     for name in INIT:
         bucket = await setup.weights.push_pull_async({name: broken[name]})
     await bucket
@@ -367,7 +366,7 @@ async def test_what_a_dropped_push_carried_is_lost_with_it_and_said(
     await setup.weights.pull()
     [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
     assert "what compression had left out of earlier gradients was in it, and is lost, too" in told
-    # As if it had arrived: what its encoding left out is the next push's.
+    # As if it had arrived: its residual belongs to the next push.
     assert encoder is setup.weights._steps.encoding._encoder and encoder.state()["ordinal"].tolist() == [2]
     kept = residual(setup).astype(np.float64)
     before = joined(await setup.weights.pull())
@@ -408,7 +407,7 @@ async def test_what_a_codec_cannot_hold_is_skipped_where_the_policy_says_so(star
 
 @pytest.mark.parametrize("non_finite", ["skip", "reject"])
 async def test_a_bucket_that_a_codec_cannot_hold_abstains_or_is_given_again(start: Start, non_finite: str) -> None:
-    """Its tensors lie in slices together with others of the bucket, which had been encoded before."""
+    """Check a bucket whose tensors share slices with others of the bucket, which had been encoded before."""
     codec = PerTensor({"v": Int8(block=16), "w": Float16()}, min_elements=64, min_vector=64)
     setup = await start(compression=codec, non_finite=non_finite)
     await setup.weights.push_pull(gradient(0))
@@ -428,7 +427,7 @@ async def test_a_bucket_that_a_codec_cannot_hold_abstains_or_is_given_again(star
 
 
 async def test_chance_is_that_of_the_rank_that_a_worker_has_now() -> None:
-    """A worker that registers again may be given another rank."""
+    """Check a worker that gets another rank when it registers again."""
     layout = Layout((TensorSpec("a", (64, 64)),))
     flat, slicing = np.ones(4096, np.float32), Slicing(4096, 4096)
 
@@ -487,7 +486,7 @@ async def test_no_thread_works_on_after_another_has_failed() -> None:
 
 
 def roll_back(setup: Setup, step: int) -> None:
-    """The run goes back to its snapshot before ``step``."""
+    """Roll the run back to its snapshot before ``step``."""
     setup.scheduler.restored, setup.scheduler.generation = "000000000002-1-1-abcdef", setup.scheduler.generation + 1
     for server in setup.servers:
         server.taken = {(number, index) for number, index in server.taken if number < step}
@@ -528,7 +527,7 @@ async def test_the_norm_for_clipping_is_that_of_what_is_sent(start: Start) -> No
 
 
 class LoadingCompiler:
-    """A compiler that is loading kernels until ``go`` is set."""
+    """Compiler that is loading kernels until ``go`` is set."""
 
     def __init__(self) -> None:
         self.go, self.is_awaited = asyncio.Event(), asyncio.Event()

@@ -12,7 +12,7 @@ from psdist.errors import ConfigurationError
 
 
 def methods(cls: type) -> dict[str, str]:
-    """The documentation of the public methods and properties of a class, by name."""
+    """Return the documentation of a class's public methods and properties, by name."""
     return {name: inspect.getdoc(value) or "" for name, value in vars(cls).items() if not name.startswith("_")}
 
 

@@ -1,4 +1,4 @@
-"""Buffers that nobody writes to: when they are warned of, and that equal samples alone are no reason."""
+"""Buffers that nobody writes to: when a warning is given, and that equal samples alone are no reason for one."""
 
 from __future__ import annotations
 

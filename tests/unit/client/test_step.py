@@ -15,7 +15,7 @@ import psdist
 from psdist import errors
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-#: Slices of four elements, by turns on the two servers: 0, 1 and half of 2 are of "a", the rest is of "b".
+#: Slices of four elements, alternating between the two servers: 0, 1 and half of 2 belong to "a", the rest to "b".
 INIT = {"a": np.zeros(10, np.float32), "b": np.zeros(14, np.float32)}
 ONES = {name: np.ones_like(value) for name, value in INIT.items()}
 
@@ -47,7 +47,7 @@ class Setup:
         return self.given[-1]
 
     async def settle(self) -> None:
-        """Returns when no bucket is on its way."""
+        """Wait until no bucket is on its way."""
         if tasks := self.given[-1].step.tasks:
             await asyncio.wait(tasks)
 
@@ -90,7 +90,7 @@ async def test_a_failed_bucket_is_given_again_and_only_the_rest_is_sent(setup: S
     values = await first | await second
     assert {name: set(value) for name, value in values.items()} == {"a": {1.0}, "b": {1.0}}
     assert setup.handle.step == 1 and setup.handle.statistics().pushes == 1
-    # The refusal may overtake the other server's answer, which is then asked for again.
+    # The refusal may overtake the other server's answer, which is then requested again.
     assert set(setup.sent(0)) == {(0, 0), (0, 2), (0, 4)} and setup.sent(0).count((0, 0)) == 1
     assert setup.sent(1).count((0, 3)) == 1 and setup.sent(1).count((0, 1)) == 1
     assert (await setup.handle.push_pull(ONES))["b"].tolist() == [2.0] * 14

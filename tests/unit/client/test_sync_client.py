@@ -1,4 +1,4 @@
-"""The synchronous API is what its generator makes of the asyncio API."""
+"""The synchronous API equals its generator's output for the asyncio API."""
 
 from __future__ import annotations
 

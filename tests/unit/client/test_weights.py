@@ -1,4 +1,4 @@
-"""What a gradient may count for in the mean of its step."""
+"""Allowed weights of a gradient in the mean of its step."""
 
 from __future__ import annotations
 

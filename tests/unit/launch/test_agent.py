@@ -1,4 +1,4 @@
-"""What an agent decides and prints before it starts workers, and what it tells the scheduler at its end."""
+"""Decisions and output of an agent before it starts workers, and its report to the scheduler at its end."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_agent_that_is_stopped_may_be_started_again() -> None:
 def test_files_of_a_run_lie_below_its_id(
     given: str, told: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of two runs are never mixed, also if nobody says what the run is called."""
+    """Check that files of two runs are never mixed, even if the run was given no name."""
     started: list[tuple[str, str]] = []
 
     async def supervise(*arguments: Any) -> tuple[Finish, bool]:
@@ -89,7 +89,7 @@ def test_files_of_a_run_lie_below_its_id(
 
 
 def test_a_wait_that_lasts_is_printed_once_a_minute() -> None:
-    """The scheduler repeats its reason every two seconds."""
+    """Check a wait for which the scheduler repeats its reason every two seconds."""
     report, text = WaitReport(), "for 1 of 2 nodes to join the rendezvous"
     printed = [second for second in range(0, 130, 2) if report.is_due(text, float(second))]
     assert printed == [0, 60, 120]

@@ -1,4 +1,4 @@
-"""When a launcher says whom it waits for."""
+"""Notices of a launcher that waits for workers."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_lines_go_to_their_stream_and_file(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Puts a full disk behind ``sys.stdout`` or ``sys.stderr``."""
+    """Put a full disk behind ``sys.stdout`` or ``sys.stderr``."""
     with contextlib.ExitStack() as stack:
 
         def put(name: str) -> None:
@@ -273,7 +273,7 @@ def test_stale_notes_are_swept_with_their_directory(tmp_path: Path) -> None:
     for name, directory in (("old", "psdist-old"), ("forged", "precious")):
         registry.claim(name, tmp_path / "token", tmp_path / directory)
         path = tmp_path / "runs" / f"{name}.json"
-        # The pid lives, but it is another process than the one that wrote the note.
+        # The pid is alive, but it is another process than the one that wrote the note.
         path.write_text(json.dumps({**json.loads(path.read_text()), "pid_started": 1}))
     (tmp_path / "runs" / "broken.json").write_text("[]")
     (tmp_path / "runs" / "broken.json").chmod(0o600)

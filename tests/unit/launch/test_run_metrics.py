@@ -1,4 +1,4 @@
-"""What the launcher makes of its workers' metrics, and the progress line on a terminal."""
+"""The launcher's view of its workers' metrics, and the progress line on a terminal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORKER = ProcessKey("worker", 0)
 
 
 class FakeConsole:
-    """Keeps what is shown; ``changed`` is set by each message."""
+    """Console that keeps its text; each message sets ``changed``."""
 
     def __init__(self, is_terminal: bool = False) -> None:
         self.is_terminal = is_terminal
@@ -77,7 +77,7 @@ async def test_workers_are_combined_as_soon_as_all_have_reported(tmp_path: Path)
 
 
 async def test_a_worker_that_is_late_is_not_waited_for_for_long(tmp_path: Path) -> None:
-    """The second time it is not expected any more."""
+    """Check that a worker is no longer expected the second time."""
     metrics, console = (
         RunMetrics(MetricsOptions(metrics_interval_seconds=0), "run", tmp_path, range(2)),
         FakeConsole(True),
@@ -159,7 +159,7 @@ def test_nodes_have_files_of_their_own(tmp_path: Path) -> None:
 
 
 class Terminal:
-    """A terminal of 40 columns. stream: what is written to it; ``shown`` reads that."""
+    """Terminal of 40 columns. stream: its input, which ``shown`` reads."""
 
     def __init__(self) -> None:
         self._reader, descriptor = pty.openpty()
@@ -167,7 +167,7 @@ class Terminal:
         self.stream = os.fdopen(descriptor, "w")
 
     def shown(self) -> str:
-        self.stream.write("\0")  # The system hands on what was written piece by piece: this is the last of it.
+        self.stream.write("\0")  # The system delivered the output piece by piece: this is the last of it.
         self.stream.flush()
         data = b""
         while not data.endswith(b"\0"):

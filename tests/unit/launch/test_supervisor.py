@@ -62,7 +62,7 @@ def test_a_snapshot_is_taken_between_the_workers_and_the_servers_end() -> None:
             machine.on(Interrupted(signal.SIGTERM), 0.9)
         machine.on(Exited(W0, 0, True), 1.0)
         assert machine.on(Exited(W1, -15, True) if interrupted else Exited(W1, 0, True), 2.0) == [Start(SNAPSHOT, 0)]
-        # It has all the time that it needs.
+        # It has as much time as it needs.
         assert machine.on(TimePassed(), 3600.0) == []
         assert machine.on(Exited(SNAPSHOT, 0), 3600.0) == [Kill(S0, signal.SIGTERM), Kill(S1, signal.SIGTERM)]
         assert finish(machine, {S0, S1, SCHEDULER}).status == (143 if interrupted else 0)
@@ -103,7 +103,7 @@ def test_a_second_signal_leaves_the_snapshot_out_and_says_so() -> None:
     machine.on(Exited(W0, -15, True), 1.1)
     assert machine.on(Exited(W1, -15, True), 1.2) == [Start(SNAPSHOT, 0)]
     said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
-    # The end of the snapshot is told by itself.
+    # The end of the snapshot is reported separately.
     assert said == Say("SIGINT again: all processes are killed")
     assert set(kills) == {Kill(key, signal.SIGKILL) for key in (S0, S1, SCHEDULER, SNAPSHOT)}
     machine = supervisor(saves=True)
@@ -164,7 +164,7 @@ def test_a_server_that_cannot_begin_ends_the_run_with_its_status(durable: bool) 
 def test_a_server_whose_device_was_lost_is_started_again_where_there_are_copies() -> None:
     machine = supervisor(durable=True)
     assert machine.on(Exited(S0, 71), 1.0)[1] == Start(S0, 1)
-    # The device did not come back: others may still have what the run needs.
+    # The device did not return; other nodes may still have the one that the run needs.
     assert machine.on(Exited(S0, 78), 2.0)[1] == Start(S0, 2)
     assert not machine.stopping
 
@@ -204,11 +204,11 @@ def test_a_worker_whose_first_start_fails_before_it_connects_is_not_started_agai
     end = finish(machine, {W0, S0, S1, SCHEDULER})
     assert (end.status, end.culprit) == (1, W1)
     assert "before psdist.init()" in end.message and "not restarted" in end.message
-    # One that has connected, or was killed, may do better.
+    # One that has connected, or was killed, may succeed next time.
     for how in (Exited(W1, 1, True), Exited(W1, -9, False)):
         machine = supervisor(restarts=3)
         assert Start(W1, 1) in machine.on(how, 1.0)
-        # It began once: what keeps it from that now may pass.
+        # It started once, so its present obstacle may be temporary.
         assert Start(W1, 2) in machine.on(Exited(W1, 1, False), 2.0)
 
 
@@ -324,7 +324,7 @@ def test_many_servers_are_started_a_few_at_a_time_and_the_newest_number_counts()
     assert machine.on(TimePassed(), 2.0)[1::2] == [Start(ProcessKey("server", n), 0) for n in range(6, 10)]
     assert machine.on(ServersWanted(3), 2.5) == []
     assert machine.on(TimePassed(), 3.0) == [] == machine.on(TimePassed(), 60.0)
-    # Ten are there.
+    # Ten have joined.
     assert machine.on(ServersWanted(11), 61.0)[1::2] == [Start(ProcessKey("server", 10), 0)]
 
 
@@ -387,7 +387,7 @@ def test_nothing_is_scaled_at_the_end() -> None:
 
 
 def finish(machine: Supervisor, alive: set[ProcessKey]) -> Finish:
-    """Ends all that is left, in the order in which it is stopped."""
+    """End all remaining processes, in the order in which they are stopped."""
     order = ("worker", "server", "scheduler")
     effects = [
         effect for key in sorted(alive, key=lambda k: order.index(k.role)) for effect in machine.on(Exited(key, -15), 2)
@@ -401,7 +401,7 @@ def test_who_ignores_sigterm_is_killed_after_the_grace() -> None:
     machine.on(Interrupted(signal.SIGTERM), 10.0)
     machine.on(Exited(W0, 0), 10.1)
     assert machine.on(TimePassed(), 14.9) == []
-    # Workers end in agreement: they are given longer, and it is told who is waited for.
+    # Workers end in agreement: they get longer, and the output names the workers that are still running.
     assert machine.on(TimePassed(), 15.0) == [Say("waiting for worker 1 to end; killed in 25 s")]
     assert machine.on(TimePassed(), 39.9) == []
     said, kill = machine.on(TimePassed(), 40.0)
@@ -418,7 +418,7 @@ def test_a_second_signal_kills_at_once() -> None:
     machine = supervisor()
     machine.on(Interrupted(signal.SIGINT), 1.0)
     said, *kills = machine.on(Interrupted(signal.SIGINT), 2.0)
-    # Without a storage there was nothing to save.
+    # Without storage there was nothing to save.
     assert said == Say("SIGINT again: all processes are killed")
     assert kills == [Kill(key, signal.SIGKILL) for key in (W0, W1, S0, S1, SCHEDULER)]
     assert finish(machine, {W0, W1, S0, S1, SCHEDULER}).status == 130
@@ -496,8 +496,8 @@ NUMBERS = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 def test_every_history_ends_once_and_leaves_nobody(
     history: list[Event], restarts: int, durable: bool, saves: bool, elastic: bool
 ) -> None:
-    """Invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a time;
-    restarts of workers stay within the limit."""
+    """Check the invariants: one Finish, when nobody is alive; only the living are signalled; no process runs twice at a
+    time; restarts of workers stay within the limit."""
     machine = Supervisor(ALL, RunPolicy(restarts, durable=durable, saves=saves, elastic=elastic))
     alive = dict.fromkeys(ALL, 0)
     attempts: dict[ProcessKey, int] = dict.fromkeys(ALL, 0)

@@ -1,4 +1,4 @@
-"""The token is checked before anything of the call is read, for every shape of call; the health service is open."""
+"""The token is checked before anything of the call is read, for every kind of call. The health service is open."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ async def test_a_taken_port_is_named(address: str) -> None:
 
 
 async def test_a_flood_without_the_token_is_held_to_a_rate_and_others_are_not(address: str) -> None:
-    """Strangers in a closed loop are answered at the rate of refusals, while members call as often as they like."""
+    """Check strangers in a closed loop: they are answered at the rate of refusals, while members call as often as they
+    like."""
     begun = asyncio.get_running_loop().time()
     refused = 0
 

@@ -1,4 +1,4 @@
-"""The ranges of overrides in the cluster map: up to one for each tensor, and converted once, not in each epoch."""
+"""Ranges of overrides in the cluster map: up to one for each tensor, and converted once, not in each epoch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ranges_of_equal_length_are_told_apart() -> None:
 
 
 def test_a_huge_table_is_converted_and_not_kept() -> None:
-    """Peers cannot make the cache grow."""
+    """Check that peers cannot make the cache grow."""
     count = convert._KEPT_RANGES_BYTES // 8
     before = convert._ranges_from_bytes.cache_info().currsize
     mine = entry(count)

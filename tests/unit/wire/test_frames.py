@@ -1,4 +1,4 @@
-"""Frames without copies: the payload is read where it lies, and what is no protobuf is refused."""
+"""Frames without copies: the payload is read in place, and data that is no protobuf is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_no_payload_is_an_empty_one() -> None:
 
 
 def test_a_payload_of_two_parts_reads_like_the_parser() -> None:
-    """Protobuf: the last of a repeated scalar field counts."""
+    """Check Protobuf's rule that the last of a repeated scalar field counts."""
     part = server_pb2.PullResponse(payload=b"first").SerializeToString()
     data = part + server_pb2.PullResponse(payload=b"last").SerializeToString()
     assert bytes(frames.unpack(server_pb2.PullResponse, data).payload) == b"last"

@@ -60,10 +60,10 @@ def test_layouts(message: common_pb2.Layout, words: str) -> None:
 
 
 def test_large_messages_are_not_kept() -> None:
-    """Settings and shards are kept as they were made, but for those that a peer made large."""
+    """Check that settings and shards are kept in their original form, except those that a peer made large."""
     spec = ParametersSpec("p", SGD(0.1), BSP())
     shard = common_pb2.Shard(primary=common_pb2.Replica(server_id="server-0"))
-    unknown = b"\xfa\x7f" + b"\x80\x80\x04" + bytes(1 << 16)  # Field 2047: bytes, which travel on as they are.
+    unknown = b"\xfa\x7f" + b"\x80\x80\x04" + bytes(1 << 16)  # Field 2047: bytes, which are passed on unchanged.
     for size, number in ((0, 1), (len(unknown), 0)):
         convert._spec_from_bytes.cache_clear()
         convert._shard_from_bytes.cache_clear()
@@ -120,7 +120,7 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     driver.create(worker, name="one")
     call = driver.create(worker, name="two")
     assert isinstance(driver.state(call), errors.LimitExceededError)
-    # Waiting for what does not exist is remembered as well.
+    # A wait for something that does not exist is remembered as well.
     call = driver.ask(ev.Describe, worker, "three")
     assert isinstance(driver.state(call), errors.LimitExceededError)
 
@@ -132,12 +132,12 @@ TOO_MANY = NEXT | {"more": 0}
 
 
 def on_session(**said: Any) -> Any:
-    """The event of what a member says on its session."""
+    """Return the session event of a member's message."""
     return messages.session_event(1, pb.SessionRequest(**said))
 
 
 def reports(numbers: dict[str, int]) -> list[Any]:
-    """What is made of each message in which a worker says how far it is."""
+    """Return functions that convert each message in which a worker reports its progress."""
     told = pb.Activity(sequence=1, next=numbers, call=True)
     return [
         lambda: on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=told)),
@@ -152,12 +152,12 @@ def test_next_pushes() -> None:
         assert str(limits.PARAMETERS_MAX - 1) in repr(allowed())
         with pytest.raises(errors.LimitExceededError, match=f"{limits.PARAMETERS_MAX + 1} parameters .* limit of"):
             refused()
-    # Where it does not hold, nobody reads it.
+    # If it does not hold, the report is ignored.
     assert on_session(stop=pb.StopReport(stopping=True, next=TOO_MANY)).next is None
 
 
 def test_workers_that_a_server_hears() -> None:
-    """Reports beyond the limit are dropped, and the other workers stay alive."""
+    """Check that reports beyond the limit are dropped, and the other workers stay alive."""
     heard = [
         common_pb2.WorkerIncarnation(worker_id=f"w{number}", incarnation=1) for number in range(limits.MEMBERS_MAX + 1)
     ]
@@ -185,7 +185,7 @@ def test_barrier_names(name: str) -> None:
     ],
 )
 def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
-    """A number that the store cannot hold would end the scheduler."""
+    """Check a number that the store cannot hold: it would end the scheduler."""
     driver = Driver()
     worker, _ = driver.join()
     before, call = driver.stored, driver.number()
@@ -213,7 +213,7 @@ def test_numbers_of_arrivals(numbers: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_names_in_activities(activity: pb.Activity) -> None:
-    """They are kept as long as the worker lives."""
+    """Check the names of activities, which are kept as long as the worker lives."""
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
         on_session(heartbeat=pb.SessionRequest.Heartbeat(activity=activity))
     with pytest.raises((errors.InvalidNameError, errors.InvalidArgumentError)):
@@ -221,7 +221,7 @@ def test_names_in_activities(activity: pb.Activity) -> None:
 
 
 def test_barriers_that_are_kept(tmp_path: Path) -> None:
-    """A script may give each step's barrier a name of its own."""
+    """Check barriers of a script that gives each step's barrier a name of its own."""
     store = SqliteStore(tmp_path / "s", "run")
     for number in range(2 * BARRIER_NAMES_MAX):
         records = [BarrierRecord(worker, f"b{number}", 1, 1) for worker in ("worker-0", "worker-1")]

@@ -10,7 +10,7 @@ import pytest
 
 from psdist.wire import malloc_options
 
-#: Frees blocks of 1 MiB that were touched, again and again, and tells how many pages had to be made.
+#: Frees blocks of 1 MiB that were touched, again and again, and prints how many pages had to be made.
 CODE = """
 import resource
 from psdist.wire import malloc_options
@@ -25,7 +25,7 @@ print(done, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-#: Tells how many heaps there are.
+#: Prints the number of heaps.
 COUNTED = """
 import ctypes, re
 libc = ctypes.CDLL(None)
@@ -63,7 +63,7 @@ with psdist.init(transport="grpc") as context:
 """
 
 
-#: Frees blocks of 2 MiB below one that stays, and tells how much of them is still resident.
+#: Frees blocks of 2 MiB below one that stays, and prints how much of them is still resident.
 RETURNED = """
 import psutil
 from psdist.wire import malloc_options
@@ -77,7 +77,7 @@ print((before - resident()) >> 20)
 
 
 def heaps(code: str = HEAPS, **environ: str) -> int:
-    """The heaps of a new process that has run ``code``."""
+    """Return the number of heaps of a new process that has run ``code``."""
     command = [sys.executable, "-c", code + COUNTED]
     return int(subprocess.run(command, env=environ, capture_output=True, check=True).stdout)
 
@@ -99,7 +99,7 @@ def test_freed_buffers_are_kept_unless_the_user_says_otherwise() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_threads_share_one_heap_unless_the_user_says_otherwise() -> None:
-    """Each would keep free buffers of its own."""
+    """Check the number of heaps: each would keep free buffers of its own."""
     assert heaps() == malloc_options.HEAPS
     assert heaps(MALLOC_ARENA_MAX="5") == 5
     assert heaps(PSDIST_MALLOC="default") > 5
@@ -107,7 +107,7 @@ def test_threads_share_one_heap_unless_the_user_says_otherwise() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_a_script_has_one_heap_whatever_threads_its_client_starts() -> None:
-    """Those that the first threads of gRPC had grew by 6 to 12 MB together, in minutes."""
+    """Check that there is one. The heaps of the first threads of gRPC grew by 6 to 12 MB together, in minutes."""
     assert heaps(TRAINS, **os.environ) == malloc_options.HEAPS
 
 

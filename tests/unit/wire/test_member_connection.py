@@ -50,7 +50,7 @@ async def scheduler() -> AsyncIterator[tuple[Scheduler, MemberConnection]]:
 async def test_a_registration_that_the_transport_ended_is_tried_again(
     scheduler: tuple[Scheduler, MemberConnection],
 ) -> None:
-    """As where too many connect at once."""
+    """Check that it retries, as it must if too many members connect at the same time."""
     made, connection = scheduler
     made.endings = [grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE]
     made.hold.set()
@@ -96,7 +96,8 @@ async def test_a_client_that_closes_while_it_registers_does_not_try_again(
 
 
 async def test_a_slow_write_of_a_report_is_not_cut_off_by_the_next_heartbeat() -> None:
-    """The stream would end without an error, and with it this member's heartbeats."""
+    """Check a slow write. If it were cut off, the stream would end without an error, and with it this member's
+    heartbeats."""
     session = SessionRequests()
     requests = session.stream("server-0", 1, lambda: pb.SessionRequest.Heartbeat(epoch=3), 0.02)
     assert (await anext(requests)).hello.member_id == "server-0"
@@ -112,7 +113,7 @@ async def test_a_slow_write_of_a_report_is_not_cut_off_by_the_next_heartbeat() -
 
 @pytest.mark.parametrize("is_closed", [True, False])
 async def test_a_stream_that_gRPC_stops_reading_ends_without_an_error_once_it_is_closed(is_closed: bool) -> None:
-    """gRPC logs what it raises, with a traceback."""
+    """Check that the stream raises nothing: gRPC logs any exception, with a traceback."""
     session, read = SessionRequests(), []
 
     async def consume() -> None:

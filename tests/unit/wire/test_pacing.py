@@ -22,7 +22,7 @@ def test_a_burst_passes_again_after_a_quiet_time() -> None:
 
 
 def test_a_closed_loop_is_held_to_the_rate() -> None:
-    """Twenty callers that each repeat their call as soon as it is answered."""
+    """Check twenty callers that each repeat their call as soon as it is answered."""
     pacer, calls = Pacer(per_second=50, burst=20, held_max=256), 0
     due = [0.0] * 20
     while min(due) < 10.0:

@@ -81,7 +81,7 @@ async def test_errors_arrive_as_statuses(
     error = status.from_call(failed.value, "the server")
     assert type(error) is arrives and text in error.message
     assert "a password" not in error.message
-    # A defect is in the log with its traceback; a refusal is one line.
+    # The log has a defect with its traceback, and a refusal as one line.
     assert ("a password" in caplog.text) == ("Traceback" in caplog.text) == isinstance(raised, KeyError)
 
 
@@ -89,7 +89,7 @@ async def test_errors_arrive_as_statuses(
 async def test_a_transport_that_is_not_possible_is_no_line_of_the_log(
     cls: type[errors.PsdistError], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every run on several hosts begins with such refusals, and workers use another transport."""
+    """Check the log: every run on several hosts starts with such refusals, and workers use another transport."""
     async with _serve(**_raising(cls("this worker is on another host"))) as channel:
         with caplog.at_level("INFO", LOG.name), pytest.raises(grpc.aio.AioRpcError):
             await _statistics(channel)

@@ -31,7 +31,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 @pytest.fixture(scope="module", autouse=True)
 def collecting_is_fast() -> Iterator[None]:
-    """Objects imported by other tests are not collected each time: that alone takes a second and more."""
+    """Keep garbage collections fast. Collecting objects that other tests imported takes more than a second each
+    time."""
     gc.collect()
     gc.freeze()
     yield
@@ -40,7 +41,7 @@ def collecting_is_fast() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """No test leaves a file descriptor, a socket or a mapping behind."""
+    """Check that no test leaves a file descriptor, a socket or a mapping behind."""
     gc.collect()
     before = descriptors(), sockets(), mappings()
     yield
@@ -49,7 +50,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def descriptors() -> int:
-    """Open memory files, and files that came over a socket."""
+    """Return open memory files, and files received over a socket."""
     targets = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):  # the listing's own
@@ -118,7 +119,7 @@ def test_nobody_can_change_the_size_of_an_arena(size: int) -> None:
 
 
 def offered(size: int, seals: int, content: bytes = b"", allocate: bool = True) -> int:
-    """A memory file as a peer might offer it."""
+    """Make a memory file as a peer might offer it."""
     fd = os.memfd_create("offered", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size)
     if allocate:
@@ -184,7 +185,7 @@ def test_weights_take_the_memory_of_slices_that_are_held() -> None:
     arena.weights[8192:16384] = 1.0
     arena.allocate([(0, 16384)])
     assert held() == 4 * 16384 and mine.weights[8192:].tolist() == [1.0] * 8192
-    arena.give_back(8000, 12288 + 100)  # only whole pages
+    arena.give_back(8000, 12288 + 100)  # whole pages only
     assert held() == 3 * 16384 and not arena.weights[8192:12288].any() and arena.weights[12288:].all()
     arena.allocate([(8192, 12288)])
     assert held() == 4 * 16384 and not mine.weights[8192:12288].any() and mine.weights[12288:].all()
@@ -214,7 +215,7 @@ def test_views_outlive_their_arena() -> None:
     mine.detach()
     del mine, theirs
     gc.collect()
-    written[16] = 4.0  # the file is no longer what is written to
+    written[16] = 4.0  # the file no longer receives the writes
     assert read[5] == written[15] == 3.0 and read[6] == 0.0 and written[16] == 4.0
 
 
@@ -255,7 +256,8 @@ def test_a_detached_arena_gives_its_memory_back_too() -> None:
 
 
 def test_nothing_is_lost_that_is_written_while_an_arena_is_detached() -> None:
-    """Each element is written once, by another thread; a copy that is put in place would miss what came meanwhile."""
+    """Check that nothing is lost while another thread writes each element once; a copy that is put in place would miss
+    later writes."""
     size, parts, written = 1 << 21, 1 << 11, threading.Event()
     for _ in range(8):
         mine = GradientArena.create(size, "float32")
@@ -294,7 +296,7 @@ def test_without_room_an_arena_stays_its_process_own(monkeypatch: pytest.MonkeyP
 
 
 def pieces(arenas: list[WeightsArena], sizes: list[int]) -> list[Piece]:
-    """Slices of these sizes, dealt to the arenas in turn."""
+    """Return slices of these sizes, dealt to the arenas in turn."""
     made, start = [], 0
     for index, size in enumerate(sizes):
         made.append(Piece(start, arenas[index % len(arenas)], size))
@@ -329,7 +331,7 @@ def test_a_slice_that_moved_is_shown_where_it_is_now() -> None:
     assert stitched.show([Piece(4096, second, 4096)])
     assert view.tolist() == [1.0] * 96 + [2.0] * 4096 + [1.0] * 8
     assert os.fstat(second.fd).st_blocks * 512 == second.offset + 4096 * 4  # Nothing else of it was read.
-    # One that went where nothing is shared stays as it is, whatever becomes of the memory in which it was.
+    # A range that moves to a server without shared memory keeps its values, even if its former memory changes.
     assert stitched.show([Piece(0, None, 4096), Piece(8192, None, 100)])
     first.give_back(0, sum(sizes))
     first.weights[...] = 5.0
@@ -478,7 +480,7 @@ def test_sweeping_removes_what_the_dead_left_and_nothing_else() -> None:
         with fd_passing.listening() as (name, listener):
             assert fd_passing.sweep() == 1
             assert (fd_passing.DIRECTORY / name).is_socket()
-            with contextlib.suppress(BlockingIOError):  # Who listens noticed nothing.
+            with contextlib.suppress(BlockingIOError):  # The listener noticed nothing.
                 listener.accept()
                 pytest.fail("a live socket was connected to")
         assert not dead.exists() and other.exists() and plain.exists()

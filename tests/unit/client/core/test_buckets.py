@@ -39,7 +39,8 @@ def test_a_cut_agrees_with_the_elements(sizes: list[int], slice_elements: int) -
 def test_every_slice_goes_once_after_its_last_tensor(
     data: st.DataObject, sizes: list[int], slice_elements: int
 ) -> None:
-    """A worker gives buckets, servers answer or break them in any order, and the worker gives broken ones again."""
+    """Check a worker that gives buckets, servers that answer or break them in any order, and buckets that are given
+    again."""
     cut = make_cut(sizes, slice_elements)
     plan = StepPlan(cut, whole=False)
     given_now: dict[int, bool] = {}

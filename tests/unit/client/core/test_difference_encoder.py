@@ -119,7 +119,7 @@ def test_a_difference_that_is_too_large_for_float32_is_made_up_for_later() -> No
 
 
 def test_a_gradient_that_decodes_to_infinity_is_refused() -> None:
-    """OneBit adds the mean magnitude of a block to elements that are near the largest float32 already."""
+    """Check OneBit, which adds the mean magnitude of a block to elements that are near the largest float32 already."""
     one = DifferenceEncoder(ONE_BIT, LAYOUT, SLICING, rank=0)
     begun(one, np.full(1000, 3e38, np.float32))
     one.end_push()

@@ -90,7 +90,7 @@ def test_a_push_that_is_made_again_is_the_same_bytes() -> None:
     again = encoder.begin_push()
     encoder.encode(again, gradient(2), EVERY)
     assert again.payloads == before
-    # Nothing of it was sent: the next push replaces it, and the residual is that of the pushes before.
+    # Nothing of it was sent: the next push replaces it, with the residual of the pushes before.
     residual = encoder.residual.copy()
     encoder.discard_push()
     assert encoder.residual.tobytes() == residual.tobytes()
@@ -173,7 +173,7 @@ def test_the_arrays_of_a_state_stay_until_the_push_after_it_is_over() -> None:
 
 
 def test_momentum_sums_gradients_up_until_they_are_sent() -> None:
-    """Lin et al. 2018, algorithm 2, in plain numpy."""
+    """Check against Lin et al. 2018, algorithm 2, in plain numpy."""
     codec = TopK(0.1, momentum=0.5)
     encoder = encoder_of(PerTensor({"*": codec}, min_elements=64, min_vector=64))
     part = slice(LAYOUT.offsets[5], LAYOUT.offsets[6])
@@ -190,7 +190,7 @@ def test_momentum_sums_gradients_up_until_they_are_sent() -> None:
         state = encoder.state()
         np.testing.assert_array_equal(state["velocity"][part], velocity)
         np.testing.assert_array_equal(state["residual"][part], total)
-    # The small tensor is sent as it is.
+    # The small tensor is sent unencoded.
     assert got[LAYOUT.offsets[1] : LAYOUT.offsets[2]].tobytes() == gradient(5)[slice(*LAYOUT.offsets[1:3])].tobytes()
 
 
@@ -220,7 +220,8 @@ def test_of_another_codecs_state_the_residual_is_used() -> None:
     ids=repr,
 )
 def test_a_refused_gradient_is_encoded_again_from_its_replacement(first: Codec) -> None:
-    """Regions and slices before the one that the codec cannot represent had been encoded."""
+    """Check a gradient whose earlier regions and slices had been encoded before the one that the codec cannot
+    represent."""
     codec = PerTensor({"w3": Float16(), "*": first}, min_elements=64, min_vector=64)
     encoder, other = encoder_of(codec), encoder_of(codec)
     pushed(encoder, gradient(0))

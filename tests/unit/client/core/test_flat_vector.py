@@ -83,7 +83,8 @@ def test_bad_init(init: object, error: type[Exception]) -> None:
 
 
 def test_values_that_asarray_converts_are_copied() -> None:
-    """The converted array is freed when flatten returns; sharing its memory would read freed memory."""
+    """Check values that asarray converts: flatten frees the converted array when it returns, so sharing its memory
+    would read freed memory."""
 
     class Fresh:
         def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:

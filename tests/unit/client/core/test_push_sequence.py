@@ -1,4 +1,4 @@
-"""Push numbers: every push is made exactly once, even if calls break half way."""
+"""Push numbers: every push is made exactly once, even if calls break halfway."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_backoff_doubles_with_jitter_and_ends_at_a_second() -> None:
 
 @pytest.mark.parametrize(("heartbeat", "longest"), [(0.02, 0.02), (0.25, 0.25), (4.0, LONGEST_SECONDS)])
 def test_a_member_whose_session_broke_tries_again_within_a_heartbeat(heartbeat: float, longest: float) -> None:
-    """A lease lasts four heartbeats."""
+    """Check the time of the retry: a lease lasts four heartbeats."""
     backoff = Backoff.for_session(random.Random(1), heartbeat)
     pauses = [backoff.next_seconds() for _ in range(12)]
     assert longest / 2 <= pauses[-1] <= max(pauses) <= longest

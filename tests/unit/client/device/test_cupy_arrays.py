@@ -1,4 +1,4 @@
-"""Arrays of scripts by CuPy, which is a module of the test: calls to it, and refused arrays."""
+"""Scripts' arrays by CuPy, which is a module of the test: calls to it, and refused arrays."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class FakeTorchTensor:
 
 
 class FakeCupy(ModuleType):
-    """CuPy's part for arrays.
+    """Part of CuPy that handles arrays.
 
     current: number of the thread's device.
     failure: raised by every call.
@@ -210,7 +210,7 @@ def test_what_cannot_be_a_gradient_is_refused(cupy: FakeCupy) -> None:
 
 
 def test_arrays_on_another_device_are_refused(cupy: FakeCupy) -> None:
-    """Before CuPy copies the array to this one."""
+    """Check that they are refused before CuPy copies the array to this device."""
     values = np.zeros(3, np.float32)
     cupy.devices[values.ctypes.data] = 1
     no_dlpack = SimpleNamespace(__cuda_array_interface__=values.__array_interface__)

@@ -210,7 +210,7 @@ async def test_a_device_that_is_lost_does_not_keep_a_client_from_closing(start: 
 
 
 async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place(made: HostArrays) -> None:
-    """After a failed push, or the end of a client, copies would otherwise go to the former pages."""
+    """Check memory after a failed push, or the end of a client. Otherwise copies would go to the former pages."""
     arena, registered = OfferedArena(ELEMENTS, "float32"), list[int]()
     assert await arena.prepare() == ""
     layout = layout_of(INIT)
@@ -222,7 +222,7 @@ async def test_memory_is_not_registered_any_more_when_other_pages_take_its_place
             vector.unregister()
 
         def on_detached(self) -> None:
-            """No server has it."""
+            """Do nothing: no server has the memory."""
 
     arena.join(User())
     for replace in (arena.release, arena.detach, arena.share):
@@ -247,7 +247,7 @@ async def test_registered_memory_lasts_until_that_is_taken_back(made: HostArrays
 
 @pytest.mark.parametrize("codec", [CODEC, BFloat16(), None], ids=["int8", "bfloat16", "raw"])
 async def test_the_event_loop_never_waits_for_a_device(start: Start, made: HostArrays, codec: Any) -> None:
-    """A script may have queued minutes of work, and this worker would miss its heartbeats."""
+    """Check this for a script that may have queued minutes of work: this worker would miss its heartbeats."""
     setup = await start(compression=codec)
     buffers = await setup.weights.gradient_buffers(device="cuda")
     await setup.weights.push(buffers)
@@ -385,7 +385,7 @@ async def test_one_step_ends_with_weights_in_the_memory_of_a_device(start: Start
 async def test_weights_are_overwritten_once_what_reads_them_is_done(
     start: Start, made: HostArrays, pushes: bool
 ) -> None:
-    """The script queued this work on its streams before the call."""
+    """Check work that the script queued on its streams before the call."""
     setup = await start(compression=None)
     call = partial(setup.weights.push_pull, gradient(0)) if pushes else setup.weights.pull
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Clients and their handles are neither pickled nor copied, and say what to do instead."""
+"""Clients and their handles can neither be pickled nor copied, and their errors name the alternative."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """SIGTERM in a worker's script: nothing is raised in the middle of an operation, and the script ends after an agreed
 step.
 
-Scripts with a loop thread and a client outside any run, each in a process of its own, because the signal, its handler
-and the thread are the process's. Then the handler alone, on virtual time.
+Scripts have a loop thread and a client outside any run. Each runs in its own process, because the signal, its handler
+and the thread belong to the process. Later tests drive the handler alone, on virtual time.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ while True:
 
 
 def test_an_end_that_was_raised_by_a_call_is_not_raised_again() -> None:
-    """The script may take its time afterwards, for example to save its results."""
+    """Check that the script may take its time afterwards, for example to save its results."""
     status, lines, error = run("""
 module.AGAIN_SECONDS = 0.01
 term()
@@ -189,7 +189,7 @@ print("not reached")
 
 
 def test_the_loop_knows_of_a_signal_that_the_interpreter_has_not_come_to() -> None:
-    """The main thread waits in C, which no signal interrupts, until the shutdown is agreed."""
+    """Check a main thread that waits in C, which no signal interrupts, until the shutdown is agreed."""
     status, lines, error = run("""
 import ctypes
 c = ctypes.CDLL(None)
@@ -404,7 +404,7 @@ def test_calls_are_refused_once_this_worker_may_leave() -> None:
     handler.asked = True
     handler.check()
     handler.leaving = True
-    for reading in (True, False):  # The script must learn of it before it reads on.
+    for reading in (True, False):  # The script must learn of it before it reads more data.
         with pytest.raises(SystemExit):
             handler.check(reading=reading)
         handler.raised = False

@@ -18,7 +18,7 @@ from psdist.metrics.phases import Phase
 
 
 class Worker:
-    """A worker whose clock and counters a test sets."""
+    """Worker whose clock and counters a test sets."""
 
     def __init__(self, pipe: MetricsPipe | None = None, interval_seconds: float = 1.0) -> None:
         self.now = 100.0

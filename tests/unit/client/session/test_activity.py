@@ -1,6 +1,6 @@
-"""What a script waits for: what is reported of it, and that the scheduler's word ends just that wait.
+"""Waits of a script: their reports, and that the scheduler's message ends exactly one wait.
 
-First ``Activities`` alone, then a client and a fake scheduler, which hears of waits in heartbeats.
+First ``Activities`` alone, then a client and a fake scheduler, which receives waits in heartbeats.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CIRCLE = errors.MutualWaitError("worker-0 waits for worker-1, which waits for wo
 
 
 class Worker:
-    """A worker with one parameters, whose script calls from one thread."""
+    """Worker with one parameter set, whose script calls from one thread."""
 
     def __init__(self) -> None:
         self.session = PushSequence(1, psdist.BSP())
@@ -42,14 +42,14 @@ class Worker:
         self.end = asyncio.Event()
 
     async def wait(self) -> str:
-        """A call that waits for others to push."""
+        """Call that waits for others to push."""
         with self.activities.waits(limited=False, step=STEP):
             self.waits.set()
             await self.end.wait()
         return "released"
 
     async def begin(self) -> asyncio.Task[str]:
-        """The call, which waits."""
+        """Start the call, which waits."""
         task = asyncio.create_task(self.wait())
         await self.waits.wait()
         return task
@@ -66,7 +66,7 @@ async def test_a_wait_is_reported_as_long_as_it_lasts() -> None:
     assert await task == "released"
     after = worker.activities.report()
     assert after.WhichOneof("waits_for") is None
-    # Of two that come by different calls the later one counts.
+    # Of two waits that arrive by different calls, the later one counts.
     assert before.sequence < during.sequence < after.sequence
 
 
@@ -92,7 +92,7 @@ async def test_what_may_end_by_itself_is_no_wait(limited: bool, alone: bool) -> 
 async def test_a_mutual_wait_ends_the_call() -> None:
     worker = Worker()
     task = await worker.begin()
-    for _ in range(2):  # It may be told twice.
+    for _ in range(2):  # The message may arrive twice.
         worker.activities.on_mutual_wait(worker.activities.report().sequence, CIRCLE)
     with pytest.raises(errors.MutualWaitError) as raised:
         await task
@@ -146,7 +146,7 @@ async def test_another_error_of_the_call_is_the_calls() -> None:
 
 
 async def test_an_older_wait_that_ends_does_not_end_the_newer_one() -> None:
-    """A step in buckets is waited for while another call of the script begins."""
+    """Check that a step in buckets is still waited for while another call of the script starts."""
     worker = Worker()
     first = worker.activities.waits(limited=False, step=STEP)
     second = worker.activities.waits(limited=False, call=True)
@@ -174,8 +174,8 @@ async def make() -> AsyncIterator[Callable[..., Any]]:
 
 
 async def heard(setup: Setup, kind: str | None, push: int = 0) -> pb.Activity:
-    """What the scheduler hears next of a wait of this kind, by a worker that has got to this push of "p": an earlier
-    call that took long may have been reported as well."""
+    """Return the scheduler's next report of a wait of this kind, by a worker at this push of "p". An earlier call that
+    took long may have been reported as well."""
     while True:
         activity = await setup.scheduler.activities.get()
         if activity.WhichOneof("waits_for") == kind and activity.next.get("p", 0) >= push:
@@ -183,7 +183,7 @@ async def heard(setup: Setup, kind: str | None, push: int = 0) -> pb.Activity:
 
 
 def tell(setup: Setup, activity: pb.Activity) -> None:
-    """The scheduler says that this wait will not end."""
+    """Let the scheduler report that this wait will not end."""
     news = pb.MutualWait(sequence=activity.sequence, error=status.to_detail(CIRCLE))
     setup.scheduler.news.put_nowait(pb.SessionResponse(mutual_wait=news))
 
@@ -277,7 +277,7 @@ async def test_a_worker_that_joined_waits_for_the_step_before_its_first(
     await setup.weights.push(gradient())
     setup.expel(7)
     await setup.expelled()
-    await setup.weights.push(gradient())  # Dropped: the others have gone on.
+    await setup.weights.push(gradient())  # Dropped: the others have continued.
     assert setup.weights.step == 7
     setup.servers[1].pulling = asyncio.Event()
     push = setup.weights.push_pull_async if buckets else setup.weights.push

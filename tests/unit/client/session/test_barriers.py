@@ -1,6 +1,7 @@
-"""One barrier of one client: each arrival has a number, and one that is given up is taken back first.
+"""One barrier of one client: each arrival has a number, and one that is given up is withdrawn first.
 
-A fake scheduler opens, withdraws or keeps silent; that nobody hangs among real processes is in ``tests/chaos``.
+A fake scheduler opens the barrier, withdraws or does not answer. Tests in ``tests/chaos`` check that no real process
+hangs.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from psdist.client.session import barriers
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-#: A limit that is over when the test says so.
+#: A time limit that expires when the test says so.
 LONG = 600.0
 
 
 class Limits:
-    """Stands for asyncio in ``barriers``, to end limits of time."""
+    """Replacement of asyncio in ``barriers`` that lets a test end time limits."""
 
     Lock = asyncio.Lock
 
@@ -35,7 +36,7 @@ class Limits:
         return self._limits[-1]
 
     def expire(self) -> None:
-        """The newest limit is over."""
+        """Let the newest time limit expire."""
         self._limits[-1].reschedule(0.0)
 
 
@@ -61,13 +62,13 @@ async def client(scheduler: FakeScheduler) -> AsyncIterator[psdist.AsyncClient]:
 
 
 def told(scheduler: FakeScheduler) -> list[tuple[str, int, bool]]:
-    """Name, number and kind of all that was said at barriers."""
+    """Return name, number and kind of all messages about barriers."""
     assert {request.origin for request in scheduler.barriers} <= {1}
     return [(request.name, request.passed, request.withdraw) for request in scheduler.barriers]
 
 
 async def has_arrived(scheduler: FakeScheduler, count: int = 1) -> None:
-    """Returns when so many requests have come."""
+    """Wait until this many requests have arrived."""
     while len(scheduler.barriers) < count:  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
 
@@ -139,7 +140,7 @@ async def test_a_refused_withdrawal_is_no_certainty(
 
 
 async def test_who_had_not_arrived_gives_up_at_once(scheduler: FakeScheduler, client: psdist.AsyncClient) -> None:
-    """Another call of this client is at the barrier, so that this one has nothing to take back."""
+    """Check this while another call of this client is at the barrier, so that this one has nothing to withdraw."""
     first = asyncio.create_task(client.barrier("a"))
     await has_arrived(scheduler)
     async with asyncio.timeout(barriers.WITHDRAW_SECONDS / 2):
@@ -194,7 +195,8 @@ async def test_an_expelled_client_that_does_not_rejoin_is_told(scheduler: FakeSc
 async def test_a_withdrawal_is_made_in_the_next_life_too(
     scheduler: FakeScheduler, client: psdist.AsyncClient, limits: Limits
 ) -> None:
-    """The arrival's number is of no incarnation, so it is known there."""
+    """Check that the scheduler knows the arrival's number in the next life, since it does not depend on the
+    incarnation."""
     scheduler.withdrawing = asyncio.Event()
     call = asyncio.create_task(client.barrier("a", timeout=LONG))
     await has_arrived(scheduler)

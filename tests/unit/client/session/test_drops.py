@@ -16,13 +16,13 @@ TEXT = "step 4 of 'p' was dropped: it was silent"
 
 
 def levels(caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Of what was told."""
+    """Return the levels of all messages."""
     assert {record.getMessage() for record in caplog.records} <= {TEXT}
     return [record.levelno for record in caplog.records]
 
 
 def raises(drops: DropCounter, expulsion: Expulsion = SILENT) -> str:
-    """Drops a push: the error's text, empty if there is none."""
+    """Drop a push. Returns the error's text, empty if there is none."""
     try:
         drops.add(TEXT, expulsion)
     except PushDroppedError as error:
@@ -37,7 +37,7 @@ def test_the_third_in_a_row_is_an_error(caplog: pytest.LogCaptureFixture) -> Non
     for words in (TEXT, "So were the 2 before it.", "--worker-timeout", "on_drop='ignore'"):
         assert words in texts[-1]
     assert levels(caplog) == [logging.WARNING] * 2
-    # Whoever catches it begins a new row.
+    # A script that catches it starts a new row.
     assert [bool(raises(drops)) for _ in range(4)] == [False, False, True, False]
     assert drops.count == 7
 
@@ -72,7 +72,7 @@ def test_a_run_that_goes_back_is_nobodys_fault(on_drop: OnDrop, caplog: pytest.L
     for _ in range(5):
         assert not raises(drops, BACK)
     assert drops.count == 5 and levels(caplog) == [logging.WARNING] * 5
-    # Nor does it make a row, or end one.
+    # It does not make a row, or end one, either.
     drops = DropCounter("warn")
     assert [bool(raises(drops, why)) for why in (SILENT, BACK, SILENT, BACK, SILENT)] == [False] * 4 + [True]
 

@@ -1,4 +1,4 @@
-"""The map of one session: whole ones, and differences to the last."""
+"""The map of one session: whole maps, and differences from the previous one."""
 
 from __future__ import annotations
 

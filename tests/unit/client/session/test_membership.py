@@ -1,4 +1,4 @@
-"""Work that its incarnation does not survive: run again, dropped, or refused; and one place that decides it."""
+"""Work that its incarnation does not survive: run again, dropped, or refused; and the single place that decides it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CATCHING = PRODUCT / "client" / "session" / "membership.py"
 
 
 class Work:
-    """Fails with FencedError in the first incarnations."""
+    """Work that fails with FencedError in the first incarnations."""
 
     def __init__(self, failures: int) -> None:
         self.incarnation = 1
@@ -74,7 +74,7 @@ def test_a_blocking_call_on_a_dropped_step_has_no_result() -> None:
 
 
 def handlers(tree: ast.AST) -> int:
-    """How many handlers of a module name FencedError."""
+    """Return how many handlers of a module name FencedError."""
     return sum(
         isinstance(node, ast.ExceptHandler) and node.type is not None and "FencedError" in ast.unparse(node.type)
         for node in ast.walk(tree)

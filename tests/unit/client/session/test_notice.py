@@ -19,7 +19,7 @@ INIT = {"w": np.zeros(3, np.float32)}
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Warnings about settings."""
+    """Return the warnings about settings."""
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     return [record.getMessage() for record in warnings if "goes on from" in record.getMessage()]
 

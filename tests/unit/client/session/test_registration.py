@@ -1,6 +1,6 @@
 """Joining a run: ``connect`` returns with a membership that lasts, or raises the scheduler's refusal.
 
-Who finds no scheduler at all is in ``test_client_connection``, who is taken back in ``test_client_rejoin``.
+``test_client_connection`` covers clients that find no scheduler, ``test_client_rejoin`` clients that rejoin.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ async def scheduler() -> AsyncIterator[FakeScheduler]:
 async def test_it_returns_once_the_session_is_accepted(
     scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """From then on the script may be busy: its loop has nothing more to do before the lease is its own."""
+    """Check that the lease is complete by then: afterwards the script may be busy, so its loop must have nothing left
+    to do."""
     monkeypatch.setenv("PSDIST_CONNECTED_FILE", str(tmp_path / "connected"))
     scheduler.accepting = asyncio.Event()
     client = psdist.AsyncClient(scheduler.address)
@@ -92,7 +93,7 @@ async def test_a_refused_session_is_a_typed_error(scheduler: FakeScheduler, erro
     scheduler.session_error = error
     with pytest.raises(type(error), match=error.message):
         await psdist.AsyncClient(scheduler.address).connect()
-    assert scheduler.sessions >= 1  # More where gRPC lost the reason (grpc issue 36066).
+    assert scheduler.sessions >= 1  # Longer if gRPC lost the reason (grpc issue 36066).
 
 
 async def test_a_life_that_is_over_before_its_session_is_followed_by_another(scheduler: FakeScheduler) -> None:

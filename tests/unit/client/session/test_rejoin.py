@@ -1,5 +1,5 @@
-"""A client that was expelled while it lives: it joins again by itself. What it pushed at that time is finished where
-the scheduler lets it continue; else it is dropped and reported. It never counts twice."""
+"""A client that was expelled while it lives: it rejoins by itself. Pushes of that time are finished if the scheduler
+lets them continue; else they are dropped and reported. They never count twice."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ async def test_a_push_under_way_is_dropped(
 ) -> None:
     await setup.weights.push_pull(gradient())
     hang = asyncio.Event()
-    # Of one whose call had begun before, servers say that it is no member.
+    # Servers report a worker whose call had started before as no member.
     error = errors.NotMemberError("worker-0 takes no part") if who == "server in the middle" else None
     setup.servers[1].breaks = [Break(0, error, hang=hang)]
     call = asyncio.create_task(getattr(setup.weights, method)(gradient()))
     await setup.servers[1].hanging.wait()
     while (1, 0) not in setup.servers[0].requests:  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
-    if who != "session":  # it hears of it before the client does, and says so
+    if who != "session":  # the server learns of it before the client does, and says so
         setup.servers[1].fenced = setup.scheduler.fenced = 2
         hang.set()
         await waits_for(setup.client, "for the scheduler at 127.0.0.1:")
     setup.expel(first_step=5)
     values = await call
-    # What had arrived at one server counts; nothing is sent again in the next life.
+    # Slices that arrived at one server count; nothing is sent again in the next life.
     assert [step for step, _ in setup.servers[1].requests if step] == []
     if method == "push_pull":
         assert flat(values)[:8] == [2.0] * 4 + [1.0] * 4
@@ -64,7 +64,7 @@ async def test_a_push_under_way_is_dropped(
     await setup.weights.push_pull(gradient())
     assert setup.servers[1].headers[-1].step == 5
     assert setup.servers[1].identities[-1].incarnation == setup.client.incarnation == 2
-    assert setup.scheduler.commits == 1  # its initial values are not wanted any more
+    assert setup.scheduler.commits == 1  # its initial values are no longer needed
 
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.ASP()])
@@ -78,14 +78,14 @@ async def test_a_push_under_way_is_finished(method: str, consistency: psdist.con
     setup.scheduler.resumes = True
     setup.scheduler.expel()
     await call
-    # Whatever was sent is sent again under the same number, and counts once.
+    # All sent slices are sent again under the same number, and count once.
     assert setup.scheduler.resume_pushes[-1] == pb.ResumePush(origin=1, number=1)
     assert {header.step for header in setup.servers[1].headers[1:]} == {1}
     assert setup.servers[1].identities[-1].incarnation == 2
     assert flat(await setup.weights.pull()) == [3.0] * ELEMENTS
     statistics = setup.weights.statistics()
     assert (statistics.dropped, statistics.resumed, statistics.pushes, setup.weights.step) == (0, 1, 2, 2)
-    # Its pushes began in the first incarnation, whichever it is in.
+    # Its pushes started in the first incarnation, whichever it is in.
     setup.scheduler.expel()
     await setup.expelled()
     await setup.weights.push(gradient())
@@ -95,7 +95,7 @@ async def test_a_push_under_way_is_finished(method: str, consistency: psdist.con
 
 @pytest.mark.parametrize("method", ["push", "push_pull"])
 async def test_a_push_that_all_slices_have_is_not_made_again_as_the_next(setup: Setup, method: str) -> None:
-    """Its answers were lost. The worker never pulled, so that it does not know the version that the servers are at."""
+    """Check a push whose answers were lost. The worker never pulled, so it does not know the version of the servers."""
     await setup.weights.push(gradient())
     for server in setup.servers:
         server.breaks = [Break(0, lose_answer=True, hang=asyncio.Event())]
@@ -164,7 +164,7 @@ async def test_dropped_pushes_are_told_or_raised(on_drop: str, caplog: pytest.Lo
         except errors.PushDroppedError as error:
             raised.append((number, error.message))
         if number == 4:
-            await setup.weights.push(gradient())  # What is dropped after it is no row with what was before.
+            await setup.weights.push(gradient())  # A later drop is not part of the same row.
     assert [number for number, _ in raised] == {"warn": [3, 7], "raise": [*range(1, 8)], "ignore": []}[on_drop]
     told = [r.levelno for r in caplog.records if "was dropped: incarnation" in r.getMessage()]
     assert told == {"warn": [logging.WARNING] * 5, "raise": [], "ignore": [logging.INFO] * 7}[on_drop]
@@ -290,17 +290,18 @@ async def test_creation_is_begun_again(setup: Setup) -> None:
     release = asyncio.Event()
     setup.servers[0].installing = release
     creating = asyncio.create_task(setup.client.parameters("q", {"w": np.ones(5, np.float32)}, psdist.optim.SGD()))
-    await setup.servers[0].hanging.wait()  # The map that it was created with has come: there will be another one.
+    await setup.servers[0].hanging.wait()  # The map that it was created with has arrived: there will be another one.
     setup.expel(first_step=0)
     setup.scheduler.forgets = "q"
     await setup.expelled()
     release.set()
-    # Problems of another set (the fake has one at a time) are raised by the next call of that one.
+    # Problems of another set (the fake has one at a time) are raised by the next call of that set.
     assert (await (await creating).pull())["w"].tolist() == [1.0] * 5
 
 
 async def test_handles_rejoin_before_another_set_is_created(setup: Setup) -> None:
-    """Else this worker would begin the new set, and the others would train the old one without it."""
+    """Check that all handles rejoin first. Otherwise this worker would start the new set, and the others would train
+    the old one without it."""
     setup.expel(first_step=7)
     await setup.expelled()
     assert setup.weights.servers.participation.incarnation == 1, "it has made no call since"
@@ -357,7 +358,7 @@ async def test_a_scheduler_that_is_gone_meanwhile_is_waited_for(setup: Setup, ca
 async def test_expelled_again_while_taking_part_again(setup: Setup) -> None:
     setup.expel(first_step=3)
     await setup.expelled()
-    setup.scheduler.fenced = 3  # nobody told the session yet
+    setup.scheduler.fenced = 3  # the session does not know yet
     call = asyncio.create_task(setup.weights.push_pull(gradient()))
     await waits_for(setup.client, "to take worker-0 back")
     setup.expel(first_step=9)

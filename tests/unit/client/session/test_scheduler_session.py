@@ -1,4 +1,4 @@
-"""Finding the scheduler, or saying what was tried; and the rules of one loop and one process."""
+"""Finding the scheduler, or reporting the attempts; and the rules of one loop and one process."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ async def test_a_difference_to_another_map_breaks_the_session_and_the_next_begin
 async def test_a_heartbeat_that_cannot_be_made_breaks_the_session_and_no_more(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC cancels the stream then, which looks like the end of the task that reads it."""
+    """Check a broken session: gRPC cancels the stream then, which looks like the end of the task that reads it."""
     caplog.set_level("INFO", "psdist")
     report, failed = Activities.report, list[None]()
 

@@ -1,4 +1,4 @@
-"""What a client does for snapshots: marks and its next pushes, asking for one, and going back to one."""
+"""Snapshots in the client: marks and next pushes, requests for a snapshot, and rollback to one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def setup() -> AsyncIterator[Setup]:
 
 
 async def marked(setup: Setup, attempt: int) -> dict[str, int]:
-    """The answer to the Mark of ``attempt``."""
+    """Return the answer to the Mark of ``attempt``."""
     setup.scheduler.command(attempt, **MARK)
     report = await setup.scheduler.reports.get()
     assert report.attempt == attempt
@@ -42,7 +42,7 @@ async def marked(setup: Setup, attempt: int) -> dict[str, int]:
 
 
 def marks(setup: Setup) -> list[list[int]]:
-    """By server, the marks of all pushes that came."""
+    """Return the marks of all pushes that arrived, by server."""
     return [[header.mark for header in server.headers] for server in setup.servers]
 
 
@@ -73,7 +73,8 @@ async def test_a_push_keeps_its_mark_until_it_is_answered() -> None:
     session.end_push(push, seen=False)
     assert pushes.next() == {"p": 1}
     assert session.send(pushes.mark) == 7
-    # Asked again about the same attempt, the answer is the same; a newer one is asked again, an older one is late.
+    # A repeated question about the same attempt gets the same answer; a newer attempt is asked again, an older one is
+    # late.
     assert pushes.answer(7) == MarkAnswer({"p": 1}, {})
     assert pushes.answer(8, lambda: {"p": 2}) == MarkAnswer({"p": 2}, {"p": 2}) and pushes.answer(7) is None
 
@@ -108,7 +109,7 @@ async def test_a_step_that_the_others_made_alone_is_not_unfinished() -> None:
 
 
 class Kept:
-    """A state that counts the pushes that were encoded, and what is handed in of it."""
+    """State that counts the encoded pushes, and the states that were handed in."""
 
     def __init__(self, consistency: psdist.BSP | psdist.ASP) -> None:
         self.session, self.pushes, self.encoded = PushSequence(2, consistency), SnapshotMarks(), 0
@@ -141,11 +142,11 @@ async def test_a_state_is_taken_before_the_step_of_the_cut() -> None:
     kept.end(kept.begin())
     assert kept.mark(5, p=1) == {"p": 1} and kept.taken == [(5, 1, 1)]  # between pushes
     push = kept.begin()
-    assert kept.mark(6, p=1) == {"p": 1} and kept.taken[-1] == (6, 1, 1)  # before the one under way
-    assert kept.mark(7, p=0) == {"p": 1} and len(kept.taken) == 2  # that is gone
+    assert kept.mark(6, p=1) == {"p": 1} and kept.taken[-1] == (6, 1, 1)  # before the push under way
+    assert kept.mark(7, p=0) == {"p": 1} and len(kept.taken) == 2  # that server is gone
     assert kept.mark(8, p=2) == {"p": 1} and len(kept.taken) == 2
     kept.end(push)
-    assert kept.taken[-1] == (8, 2, 2)  # after it
+    assert kept.taken[-1] == (8, 2, 2)  # after the push
     assert kept.mark(9, p=4) == {"p": 2}
     kept.end(kept.begin())
     assert len(kept.taken) == 3
@@ -260,7 +261,7 @@ async def test_pushes_wait_until_the_snapshot_is_taken(setup: Setup) -> None:
     await waits_for(setup.client, "for nobody in particular")
     push = asyncio.create_task(setup.weights.push(gradient()))
     pull = asyncio.create_task(setup.weights.pull())
-    assert await marked(setup, 7) == {"p": 0}  # a round trip later
+    assert await marked(setup, 7) == {"p": 0}  # one round trip later
     assert not push.done() and not pull.done() and marks(setup) == [[], []]
     setup.scheduler.save_answers.put_nowait(saved())
     await asyncio.gather(call, push, pull)
@@ -337,7 +338,7 @@ async def test_a_step_or_push_that_is_not_complete_must_be_completed(setup: Setu
 
 
 def roll_back(setup: Setup, step: int, until: int) -> None:
-    """The run goes back to the snapshot of ``step``."""
+    """Roll the run back to the snapshot of ``step``."""
     for server in setup.servers:
         server.versions, server.taken = dict.fromkeys(server.versions, step), set()
         server.fenced = setup.scheduler.incarnation + 1
@@ -355,7 +356,8 @@ def roll_back(setup: Setup, step: int, until: int) -> None:
 
 @pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(2), psdist.ASP()])
 async def test_a_gradient_of_the_lost_course_is_dropped(consistency: psdist.consistency.Consistency) -> None:
-    """Another call than the push, here one that gives no weights, may be the first to find the run back."""
+    """Check the drop if a call other than the push, here one that returns no weights, is the first to see the
+    rollback."""
     setup = await Setup().start(consistency=consistency)
     try:
         await setup.weights.push_pull(gradient())
@@ -452,7 +454,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
         [state] = given
         assert state["rest"].tolist() == [1.0] * 300_000 and state["count"].tolist() == [2]
         assert state["rest"].dtype == np.float64
-        # What is broken on the way is not taken.
+        # States that broke on the way are rejected.
         scheduler.state = data[:-1] + b"x"
         with pytest.raises(errors.InternalError, match="not the one that was handed in"):
             await setup.weights.keep_state(lambda: residual, given.append)
@@ -469,7 +471,7 @@ async def test_a_state_is_handed_in_and_given_back(caplog: pytest.LogCaptureFixt
 async def test_the_scheduler_is_told_of_a_state_that_does_not_come(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever went wrong: it would wait for it."""
+    """Check the report after any kind of failure: the scheduler would wait for the state."""
 
     def refuse(state: Any) -> bytes:
         raise OSError("no room")
@@ -501,7 +503,7 @@ async def test_a_state_has_numbers_that_a_file_can_have() -> None:
 
 @pytest.mark.parametrize("how", ["refused", "no storage", "failed script", "scheduler gone"])
 async def test_a_client_leaves_though_what_it_keeps_is_not_saved(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """A script that failed waits for 3 s, others as long as it takes."""
+    """Check that a failed script waits for 3 s, and others as long as it takes."""
     setup = await Setup().start()
     await setup.weights.keep_state(dict, lambda state: None)
     requests = setup.client.snapshots
@@ -541,7 +543,7 @@ async def test_a_rollback_is_not_forgotten_where_the_worker_is_expelled_while_it
             await part.start_incarnation(mine)
     await part.start_incarnation(mine)
     assert len(restored) == 1 and not part.current.continues and part.generation == scheduler.generation
-    scheduler.save_answers.put_nowait(saved())  # For what is saved when the client closes.
+    scheduler.save_answers.put_nowait(saved())  # For the state that is saved when the client closes.
 
 
 async def test_what_psdist_keeps_lies_beside_the_users_state() -> None:

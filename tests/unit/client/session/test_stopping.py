@@ -25,19 +25,19 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 @pytest.fixture(autouse=True)
 def no_haste(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing ends by itself only because a test takes long, or would pass if it did."""
+    """Disable time limits: no wait ends only because a test takes long, and no test passes only because it does."""
     monkeypatch.setattr(stopping, "ALONE_SECONDS", 600.0)
     monkeypatch.setattr(stopping, "FINISH_SECONDS", 600.0)
 
 
 class Worker:
-    """A worker with two parameter sets and no pushes, and a scheduler that answers."""
+    """Worker with two parameter sets and no pushes, and a scheduler that answers."""
 
     def __init__(self) -> None:
         self.sessions = {"a": PushSequence(1, psdist.BSP()), "b": PushSequence(1, psdist.ASP())}
         self.told: list[pb.StopReport] = []
         self.heard = True
-        #: How often somebody asked whether the scheduler answers.
+        #: Number of checks that the scheduler answers.
         self.asked = 0
         self.enough = asyncio.Event()
         self.marks = SnapshotMarks()
@@ -54,11 +54,11 @@ class Worker:
         return self.heard
 
     def begin(self, name: str) -> None:
-        """A push is under way."""
+        """Start a push."""
         self.sessions[name].send(0)
 
     def end(self, name: str) -> None:
-        """It is answered."""
+        """Answer a push."""
         session = self.sessions[name]
         request = session.begin_push()
         request.answer(0, session.step + 1)
@@ -66,12 +66,12 @@ class Worker:
         self.stopping.push_ended()
 
     def leave(self, **ends: int) -> None:
-        """The scheduler lets it leave after these pushes."""
+        """Let the scheduler release it after these pushes."""
         self.stopping.on_command(pb.StopCommand(number=9, leave=pb.StopCommand.Leave(next=ends)))
 
 
 async def is_over(task: asyncio.Task[None]) -> bool:
-    """Whether the task ends without anything more from outside."""
+    """True if the task ends without another event from outside."""
     for _ in range(20):
         await asyncio.sleep(0)
     return task.done()
@@ -107,7 +107,7 @@ async def test_held_it_says_where_it_stands_and_begins_no_push() -> None:
     worker.end("a")
     worker.begin("a")
     worker.begin("b")
-    worker.sessions["b"].partial = True  # It takes more calls of the script, which makes them before it leaves.
+    worker.sessions["b"].partial = True  # More calls of the script are needed, which makes them before it leaves.
     worker.stopping.on_command(pb.StopCommand(number=5, hold=True))
     assert worker.told == [pb.StopReport(number=5, stopping=True, holding=True, next={"a": 2, "b": 1})]
     assert worker.stopping.together
@@ -121,7 +121,7 @@ async def test_held_it_says_where_it_stands_and_begins_no_push() -> None:
     [
         ({}, True),
         ({"a": 1}, True),
-        ({"b": 1}, True),  # Of "a" nothing is said: all of it is finished.
+        ({"b": 1}, True),  # "a" is not mentioned: all of it is finished.
         ({"a": 0}, False),
     ],
 )
@@ -132,7 +132,7 @@ async def test_a_push_below_the_end_is_finished(ends: dict[str, int], awaited: b
     assert not await is_over(leaves)
     worker.leave(**ends)
     assert await is_over(leaves) is not awaited
-    assert worker.stopping.holding  # Whatever the script begins now, it leaves without.
+    assert worker.stopping.holding  # Calls that the script starts from now on do not delay it.
     worker.end("a")
     await leaves
 
@@ -178,7 +178,7 @@ async def test_a_scheduler_that_is_heard_is_waited_for_and_one_that_is_not_is_le
     monkeypatch.setattr(stopping, "ALONE_SECONDS", 0.02)
     worker = Worker()
     leaves = asyncio.create_task(worker.stopping.until_leaving())
-    await worker.enough.wait()  # Five times as long as it waits for one that is not heard.
+    await worker.enough.wait()  # Five times as long as it waits for a server that does not answer.
     assert not leaves.done() and not worker.stopping.holding
     worker.heard = False
     await leaves
@@ -196,7 +196,7 @@ async def setup() -> AsyncIterator[Setup]:
 
 
 def command(setup: Setup, number: int, **kind: object) -> None:
-    """The scheduler says this down the session."""
+    """Send this command of the scheduler down the session."""
     setup.scheduler.news.put_nowait(pb.SessionResponse(stop=pb.StopCommand(number=number, **kind)))
 
 
@@ -212,15 +212,15 @@ async def test_an_end_is_agreed_and_no_push_begins_after_it(setup: Setup) -> Non
     assert await said.get() == pb.StopReport(number=1, stopping=True, holding=True, next={"p": 2})
     command(setup, 2, leave=pb.StopCommand.Leave(next={"p": 2}))
     command(setup, 3, ask=True)
-    assert (await said.get()).number == 3  # It has heard that it may leave.
+    assert (await said.get()).number == 3  # It has received permission to leave.
     assert not leaves.done()
     setup.servers[1].breaks = []
-    setup.scheduler.lose(setup.servers[1])  # Its push goes another way, and is answered.
+    setup.scheduler.lose(setup.servers[1])  # Its push takes another path, and is answered.
     setup.scheduler.promote(setup.servers[1], setup.servers[0])
     assert flat(await under_way) == [2.0] * 22
     await leaves
     begun = asyncio.create_task(setup.weights.push(gradient()))
-    for number in range(4, 24):  # More than enough for it to be answered.
+    for number in range(4, 24):  # More than enough time for the answer.
         command(setup, number, ask=True)
         assert (await said.get()).number == number
     assert not begun.done() and [header.step for header in setup.servers[0].headers][-1] == 1

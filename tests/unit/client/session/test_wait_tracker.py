@@ -1,4 +1,4 @@
-"""Waits that last are listed once per reason, with how long they have lasted."""
+"""Long waits are listed once per reason, with their durations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors are used again as soon as nobody holds them, and never before."""
+"""Vectors are reused as soon as nobody holds them, and never before."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ELEMENTS = 22  # six slices of four elements, the last of two
 
 
 class Setup:
-    """A client of two fake servers, and its parameters."""
+    """Client of two fake servers, and its parameters."""
 
     def __init__(self) -> None:
         self.servers = [FakeServer("server-0"), FakeServer("server-1")]
@@ -29,7 +29,7 @@ class Setup:
         self.client: psdist.AsyncClient
 
     async def heard(self) -> None:
-        """Returns once the client has the newest map."""
+        """Wait until the client has the newest map."""
         view = self.client.session.membership.view
         while view.cluster.epoch < self.scheduler.epoch:
             await view.changed()
@@ -90,7 +90,7 @@ async def test_a_broken_stream_applies_each_slice_once(
     assert {header.step for header in setup.servers[0].headers} == {0}
     assert weights.statistics().resent > 0
     assert (weights.statistics().ignored > 0) == lose_answer
-    # What was answered is not sent again.
+    # Answered slices are not sent again.
     first = [index for step, index in setup.servers[0].requests][:answers]
     assert all(setup.servers[0].requests.count((0, index)) == 1 for index in first)
 
@@ -115,7 +115,7 @@ async def test_stale_routes_are_planned_anew(setup: Setup) -> None:
 
 
 async def waits_for(setup: Setup, words: str) -> None:
-    """Returns once a call says that it waits for that."""
+    """Wait until a call reports that it waits for this."""
     waits = setup.client.session.waits
     while not any(words in wait.reason for wait in waits.open_waits.values()):  # noqa: ASYNC110 - yields, and no more
         await asyncio.sleep(0)
@@ -144,7 +144,7 @@ async def test_a_backup_takes_over_in_the_middle_of_a_push(
     await call
     assert (await weights.pull())["w"].tolist() == [1.0] * ELEMENTS
     assert weights.step == 1
-    # The same number to the new primary, and only for what the old one had not answered.
+    # The same number to the new primary, and only for slices that the old one had not answered.
     assert [header.step for header in successor.headers] == [0, 0]
     # Both calls to it may write concurrently, and the old one's answer for slice 1 may have been under way.
     sent = sorted(index for _, index in successor.requests)
@@ -167,8 +167,8 @@ async def test_a_backup_that_dies_in_its_turn_is_followed(setup: Setup) -> None:
     await first.hanging.wait()
     setup.scheduler.promote(first, third)
     assert (await call)["w"].tolist() == [1.0] * ELEMENTS
-    # The map may come while the first of them are already routed again: then they come in two requests. What was
-    # answered before its server died is not sent again.
+    # The map may arrive while the first slices are already routed again: then they arrive in two requests. Slices that
+    # were answered before their server died are not sent again.
     assert {step for step, _ in third.requests} == {0} and len(third.weights) == 6
 
 
@@ -183,7 +183,7 @@ async def test_a_server_without_news_is_tried_again_and_the_wait_says_why(setup:
 async def test_a_server_that_came_back_empty_is_not_asked(setup: Setup) -> None:
     weights = await setup.create()
     setup.servers[1].incarnation = 2
-    setup.scheduler.lives["server-1"] = 1  # who the shard's primary is
+    setup.scheduler.lives["server-1"] = 1  # the shard's primary
     setup.scheduler.publish()
     await setup.heard()
     call = asyncio.create_task(weights.push(gradient()))
@@ -221,7 +221,7 @@ async def test_initial_values_go_to_the_heir_of_a_server_that_is_lost(setup: Set
     successor.installing = release
     creating = asyncio.create_task(setup.create())
     await dying.installed.wait()
-    dying.weights.clear()  # it was the only one that had them
+    dying.weights.clear()  # the only server that had them
     setup.scheduler.promote(dying, successor)
     await setup.heard()
     release.set()
@@ -418,7 +418,8 @@ async def test_closing_leaves_and_closes_once(setup: Setup, caplog: pytest.LogCa
 async def test_a_server_that_denies_the_parameters_is_asked_again(
     setup: Setup, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It follows a scheduler that was started with an older record, which the session finds out."""
+    """Check that it asks again. The server follows a scheduler that was started with an older record, which the session
+    finds out."""
     monkeypatch.setattr(delivery, "_NEWER_MAP_SECONDS", 0.01)
     weights = await setup.create()
     denial = errors.UnknownParametersError("server-0 holds nothing of parameters 'p'")

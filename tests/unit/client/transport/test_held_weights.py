@@ -19,7 +19,7 @@ PEER = "server-0"
 
 
 def encoded(value: float, elements: int = 128) -> bytes:
-    """A payload that adds ``value`` to all elements of a slice."""
+    """Return a payload that adds ``value`` to all elements of a slice."""
     region = Region(0, elements, Int8(), (elements,))
     prepared = segments.prepare(region, np.full(elements, value, np.float32), segments.PushNumber(0, 0))
     out = np.empty(segments.payload_limit(elements), np.uint8)
@@ -27,13 +27,13 @@ def encoded(value: float, elements: int = 128) -> bytes:
 
 
 def answer(index: int, version: int, *payloads: bytes, whole: bool = False) -> SliceResult:
-    """The answer with these differences."""
+    """Return an answer with these differences."""
     differences = None if whole else Differences(bytes=map(len, payloads))
     return SliceResult(slice=index, version=version, differences=differences)
 
 
 def opened() -> tuple[HeldWeights, PullTarget]:
-    """Both slices are held in version 3 of generation 1: zeros."""
+    """Return weights whose two slices are held in version 3 of generation 1: zeros."""
     held = HeldWeights(SLICING, np.full(256, np.nan, np.float32))
     target = PullTarget(SLICING, held.vector, held=held)
     assert not held.message((0, 1), 1).slices

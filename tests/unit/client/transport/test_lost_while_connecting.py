@@ -1,4 +1,4 @@
-"""Loss of a server while a connection to it is opened: the attempt ends immediately, at every stage."""
+"""Loss of a server while a connection to it is being opened: the attempt ends immediately, at every stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ SENDER = RequestIdentity("run", "worker-0", 1, "p")
 
 
 class Call:
-    """A gRPC stream of a server that is killed once it has done ``stage``. port: where it says to connect to."""
+    """gRPC stream of a server that is killed once it has done ``stage``. port: the port to which it tells the client to
+    connect."""
 
     def __init__(self, stage: str, port: int) -> None:
         self._stage = stage
@@ -58,7 +59,7 @@ class Call:
 
 
 class Setup:
-    """A transport, and the server that it connects to."""
+    """A transport, and its server."""
 
     def __init__(self, name: str, stage: str, port: int, *, required: bool = False) -> None:
         self.call = Call(stage, port)
@@ -73,11 +74,11 @@ class Setup:
             self.transport = SharedMemory(*arguments, "float32", required=required, member=True, stable=True)
 
     def open_stream(self, address: str, method: str) -> Call:
-        """In place of gRPC."""
+        """Open a stream, in place of gRPC."""
         return self.call
 
     async def prepare_and(self, lose: Any) -> None:
-        """Opens a connection; ``lose`` is called while it waits."""
+        """Open a connection. ``lose`` is called while it waits."""
         preparing = asyncio.create_task(self.transport.prepare([ROUTE]))
         try:
             for _ in range(100):
@@ -92,20 +93,20 @@ class Setup:
             await self.transport.close()
 
     def lose(self) -> None:
-        """The scheduler says that the server is gone."""
+        """Let the scheduler report that the server is gone."""
         self.view.on_server_lost("server-0", "it was killed")
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No time limit ends a wait here."""
+    """Disable time limits of waits."""
     monkeypatch.setattr(dialing, "CONNECT_SECONDS", 3600.0)
     monkeypatch.setattr(fd_passing, "HANDOVER_SECONDS", 3600.0)
 
 
 @pytest.fixture
 def ports() -> Iterator[dict[str, int]]:
-    """The ports that the server gives."""
+    """Ports that the server names."""
     with ports_by_stage() as ports:
         yield ports
 
@@ -136,7 +137,8 @@ async def test_the_end_of_the_stream_ends_it(ports: dict[str, int], name: str, s
 
 
 async def test_a_server_that_was_just_killed_is_no_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its port refuses before the end of its stream is known. A run that requires the TCP transport continues."""
+    """Check a server whose port refuses before the end of its stream is known. A run that requires the TCP transport
+    continues."""
     monkeypatch.setattr(dialing, "_REFUSED_SECONDS", 3600.0)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))

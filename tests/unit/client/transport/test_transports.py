@@ -1,4 +1,5 @@
-"""Transports in the order of preference: which carries a request, which are prepared, and why others are not used."""
+"""Transports in the order of preference: which one carries a request, which are prepared, and why others are not
+used."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ ROUTES = [Route(f"server-{number}", 1, f"host-{number}:1", 1, (number,)) for num
 
 
 class Fake(Transport):
-    """A transport that can be opened to some servers. reason: of the others."""
+    """Transport that can be opened to some servers. reason: given for the other servers."""
 
     def __init__(self, name: str, reason: str, *can: int) -> None:
         self.name = name
@@ -75,7 +76,7 @@ async def test_one_that_broke_is_missing_and_the_next_one_is_not_before(fakes: l
     await transports.prepare(ROUTES[:1])
     assert not transports.is_missing(ROUTES[:1])
     fakes[0].open.clear()
-    assert transports.is_missing(ROUTES[:1])  # tcp was never asked
+    assert transports.is_missing(ROUTES[:1])  # tcp was never tried
 
 
 async def test_why_preferred_ones_are_not_used(fakes: list[Fake]) -> None:

@@ -29,7 +29,7 @@ SENDER = RequestIdentity("run", "worker-0", 1, "p")
 
 
 class Stream:
-    """A gRPC stream that says nothing until it is cancelled."""
+    """gRPC stream that sends nothing until it is cancelled."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
@@ -43,7 +43,7 @@ class Stream:
 
 
 class Wire:
-    """The transport of a connection: keeps what is sent, and pretends to have it queued while ``is_slow``."""
+    """Transport of a connection that keeps sent data, and pretends to have it queued while ``is_slow``."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[pb.ShareRequest, bytes]] = []
@@ -107,7 +107,7 @@ class Setup:
         return asyncio.create_task(exchange())
 
     def receive(self, data: bytes) -> None:
-        """Bytes come from the server."""
+        """Receive bytes from the server."""
         while data:
             buffer = self.stream.connection.get_buffer(-1)
             count = min(len(buffer), len(data))
@@ -119,7 +119,7 @@ class Setup:
         return framed(pb.ShareResponse(call_id=call_id, slice=pb.SliceResult(slice=index, version=1)), payload)
 
     async def run(self) -> None:
-        """Lets tasks run until they wait."""
+        """Let tasks run until they wait."""
         for _ in range(100):
             await asyncio.sleep(0)
 
