@@ -114,7 +114,7 @@ def test_the_commands_of_the_file_in_their_order(project: Project) -> None:
         assert ("resuming from step 690" in output) == (number > 0), output
         assert "failed" not in output and "settings" not in output, output
     project.compose("down", "-v")
-    assert "go on from" not in project.compose("up")
+    assert "resuming from" not in project.compose("up")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may kill a container's process from outside")

@@ -14,14 +14,14 @@ import psdist
 from psdist import errors
 from tests.unit.client.session.test_snapshots import roll_back
 
-NOTICE = "'p' goes on from snapshot 000000000007-1-1-abcdef with other settings: lr 0.1 -> 0.5"
+NOTICE = "'p' resumes from snapshot 000000000007-1-1-abcdef with other settings: lr 0.1 -> 0.5"
 INIT = {"w": np.zeros(3, np.float32)}
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings about settings."""
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    return [record.getMessage() for record in warnings if "goes on from" in record.getMessage()]
+    return [record.getMessage() for record in warnings if "resumes from" in record.getMessage()]
 
 
 async def test_it_is_a_warning_and_comes_once(caplog: pytest.LogCaptureFixture) -> None:

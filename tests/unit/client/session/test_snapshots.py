@@ -349,7 +349,7 @@ def roll_back(setup: Setup, step: int, until: int) -> None:
     scheduler.epoch += 1
     scheduler.hello.clear()
     lost = pb.SessionResponse.RolledBack.Lost(parameters="p", until=until, **{"from": step})
-    text = "server-1 is lost with the only copy of shard 1; the run goes on from snapshot 000000000002-1-1-abcdef."
+    text = "server-1 is lost with the only copy of shard 1; the run resumes from snapshot 000000000002-1-1-abcdef."
     news = pb.SessionResponse.RolledBack(directory=scheduler.restored, lost=[lost], text=text)
     scheduler.news.put_nowait(pb.SessionResponse(rolled_back=news))
 
@@ -396,7 +396,7 @@ async def test_a_run_that_goes_back_is_followed(caplog: pytest.LogCaptureFixture
         assert (statistics.dropped, statistics.rolled_back) == (1, 1)
         assert setup.weights.restored == "000000000002-1-1-abcdef"
         [told] = [record.getMessage() for record in caplog.records if "Lost: " in record.getMessage()]
-        assert told.endswith("goes on from snapshot 000000000002-1-1-abcdef. Lost: steps 2 to 4 of 'p'")
+        assert told.endswith("resumes from snapshot 000000000002-1-1-abcdef. Lost: steps 2 to 4 of 'p'")
         [told] = [record.getMessage() for record in caplog.records if "was dropped" in record.getMessage()]
         assert told.startswith("step 5 of 'p' was dropped: the run went back to snapshot 000000000002-1-1-abcdef; this")
         hang.set()
