@@ -1,8 +1,8 @@
 """Memory of a server: ``python -m benchmarks.memory``.
 
 One worker and one server: the resident memory before the parameters arrive, and the peak after some steps. The weights
-and, with shared memory, the gradients are pages that worker and server share. ``tests/integration/test_memory.py``
-tests the bound; this module asserts nothing.
+and, with shared memory, the gradients are pages that worker and server share.
+``tests/integration/project/test_memory.py`` tests the bound; this module asserts nothing.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from launched import Run
 INTERRUPTS = int(os.environ.get("INTERRUPTS", "3"))
 KILLS = int(os.environ.get("KILLS", "3"))
 SEED = int(os.environ.get("SEED", "0"))
-SCRIPT = (Path(__file__).parent.parent / "integration" / "in_turn.py").read_text()
+SCRIPT = (Path(__file__).parent.parent / "integration" / "client" / "in_turn.py").read_text()
 STEPS = 120
 
 

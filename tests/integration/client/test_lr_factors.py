@@ -1,0 +1,228 @@
+"""Learning-rate factors that pushes carry: the exact bytes of the same rates in one process, with every optimizer and
+over each transport, clipped, compressed and in buckets, through the loss of a server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from psdist import AsyncClient, optim
+from psdist.consistency import ASP, BSP, SSP
+from psdist.errors import InvalidArgumentError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import TransportName
+from psdist_server.kernels.optimizers import clip_factor
+from tests.integration.client.test_exact import TOTAL, gradient, initial, joined, split
+from tests.integration.client.test_weights import PLAIN, in_buckets, in_one
+from tests.integration.compression.test_compression import ADAM, SLICING, WORKERS, Workers
+from tests.support import reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+#: Factors by step. The last three belong to a schedule that no specification has.
+FACTORS = [1.0, 0.25, 0.0, 3.0, 1 / 3, 1e-4, 1e3]
+OPTIMIZERS: dict[str, optim.Optimizer] = {
+    "adam": ADAM,
+    "clipped": replace(ADAM, max_grad_norm=10.0),
+    "schedule": optim.SGD(lr=0.1, momentum=0.9, schedule=optim.Cosine(20, warmup_steps=3)),
+    "groups": optim.AdamW(lr=0.01, overrides=(optim.override("*", lr=0.002),)),
+    "rmsprop": optim.RMSprop(lr=0.01, centered=True, momentum=0.5),
+    "adagrad": optim.Adagrad(lr=0.01, lr_decay=0.1),
+    "lion": optim.Lion(lr=0.001),
+    "ftrl": optim.FTRL(lr=0.1, l1=0.01, l2=0.01),
+    "mean": optim.Mean(),
+}
+
+
+def applied_alone(
+    optimizer: optim.Optimizer, weights: np.ndarray, states: tuple[np.ndarray, ...], mean: np.ndarray, step: int
+) -> None:
+    """Apply a step in one process."""
+    if optimizer.max_grad_norm:
+        squares = [float(reference.sum_squares(mean[slice(*SLICING.bounds(i))])) for i in range(SLICING.count)]
+        mean *= np.float32(clip_factor(float(np.sqrt(sum(squares))), optimizer.max_grad_norm))
+    group = len(optimizer.overrides)  # One that matches all tensors, or none.
+    reference.update(optimizer, optimizer.group_values(group), weights, states, mean, step, FACTORS[step])
+
+
+def reference_run(optimizer: optim.Optimizer) -> list[bytes]:
+    """Return the weights after every step, in one process."""
+    weights = initial()
+    states = tuple(np.zeros_like(weights) for _ in optimizer.state_names)
+    if optimizer.kind == "ftrl":
+        states[0][:] = np.sign(weights) * np.float32(-optimizer.group_values(0)["l1"])
+    history = []
+    for step in range(len(FACTORS)):
+        mean = np.zeros(TOTAL, np.float32)
+        reference.combine(mean, [gradient(step, rank) for rank in range(WORKERS)], WORKERS)
+        applied_alone(optimizer, weights, states, mean, step)
+        history.append(weights.tobytes())
+    return history
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster() -> AsyncIterator[EmbeddedCluster]:
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
+    yield cluster
+    await asyncio.to_thread(cluster.close)
+
+
+async def make_step(workers: Workers, step: int) -> list[bytes]:
+    """Make a step of all workers, in buckets or in one call."""
+    push = in_buckets if step % 2 and not workers.handles[0].spec.optimizer.max_grad_norm else in_one
+    for handle in workers.handles:
+        handle.lr_factor = FACTORS[step]
+    return await asyncio.gather(
+        *(push(handle, split(gradient(step, rank)), 1.0) for rank, handle in enumerate(workers.handles))
+    )
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+async def test_each_step_has_the_rate_that_its_pushes_carry(
+    cluster: EmbeddedCluster, optimizer: optim.Optimizer
+) -> None:
+    await check_run(cluster, "auto", optimizer)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc"])
+async def test_so_it_has_over_other_transports(cluster: EmbeddedCluster, transport: TransportName) -> None:
+    await check_run(cluster, transport, ADAM)
+
+
+async def check_run(cluster: EmbeddedCluster, transport: TransportName, optimizer: optim.Optimizer) -> None:
+    """Check that a run has the bytes of one process."""
+    expected, workers = reference_run(optimizer), Workers(cluster, transport)
+    try:
+        await workers.open(PLAIN, optimizer=optimizer)
+        for step in range(len(FACTORS)):
+            assert await make_step(workers, step) == [expected[step]] * WORKERS, f"step {step}"
+        assert workers.handles[0].lr_factor == FACTORS[-1]
+    finally:
+        await workers.close()
+
+
+async def test_a_killed_server_changes_not_a_bit() -> None:
+    expected = reference_run(ADAM)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
+    workers = Workers(cluster, "tcp")
+    try:
+        await workers.open(PLAIN)
+        for step in range(len(FACTORS)):
+            stepping = asyncio.ensure_future(make_step(workers, step))
+            if step == 3:
+                await asyncio.sleep(0)
+                cluster.processes[2].kill()
+            assert await stepping == [expected[step]] * WORKERS, f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
+@pytest.mark.parametrize("consistency", [ASP(), SSP(2), ASP(staleness_lr="inverse")])
+async def test_a_push_that_is_applied_alone_has_its_own(cluster: EmbeddedCluster, consistency: ASP | SSP) -> None:
+    workers = Workers(cluster)
+    weights = initial()
+    try:
+        await workers.open(PLAIN, consistency, optim.SGD(lr=0.5))
+        for step, factor in enumerate((1.0, 0.25, 0.0, 3.0)):
+            handle = workers.handles[step % WORKERS]
+            await handle.pull()  # So that its gradient is not stale.
+            handle.lr_factor = factor
+            await handle.push(split(gradient(step, 0)))
+            reference.update(handle.spec.optimizer, {"lr": 0.5, "weight_decay": 0.0, "momentum": 0.0}, weights, (),
+                             gradient(step, 0), step, factor)  # fmt: skip
+            assert joined(await handle.pull()) == weights.tobytes(), f"push {step}"
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("optimizer", [optim.SGD(lr=1.0), optim.SGD(lr=1.0, max_grad_norm=1e9)])
+async def test_workers_of_a_step_that_differ_are_told(cluster: EmbeddedCluster, optimizer: optim.Optimizer) -> None:
+    """Check that the step has the factor of the lowest rank, and the others may continue."""
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, BSP(), optimizer)
+        workers.handles[0].lr_factor, workers.handles[1].lr_factor = 1.0, 0.5
+        pushes = [handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles]
+        first, second = await asyncio.gather(*pushes, return_exceptions=True)
+        assert first is None
+        with pytest.raises(InvalidArgumentError, match=r"lr_factor=0\.5 in step 0 .* lr_factor=1\.0, set by worker-"):
+            raise second  # type: ignore[misc]  # an exception, as the check shows
+        weights = joined(await workers.handles[0].pull())
+        assert weights == (initial() - np.float32(1.0)).tobytes()
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("factors", [(0.5, None), (None, 0.5), (0.5, 0.5 + 1e-9)])
+async def test_one_that_says_nothing_has_that_of_the_others(
+    cluster: EmbeddedCluster, factors: tuple[float | None, float | None]
+) -> None:
+    """Check also that a difference in the last digits is ignored."""
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, BSP(), optim.SGD(lr=1.0))
+        for handle, factor in zip(workers.handles, factors, strict=True):
+            handle.lr_factor = factor
+        await asyncio.gather(*(handle.push(split(np.ones(TOTAL, np.float32))) for handle in workers.handles))
+        assert joined(await workers.handles[0].pull()) == (initial() - np.float32(0.5)).tobytes()
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_joins_later_does_not_decide(cluster: EmbeddedCluster) -> None:
+    """Check it for any rank: such a worker, or a restarted script, may not know the run's rate yet."""
+    values, ones = {"w": np.zeros(8, np.float32)}, {"w": np.ones(8, np.float32)}
+    clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(2)]
+    try:
+        await clients[1].connect()
+        before = await clients[1].parameters("later", values, optim.SGD(lr=1.0))
+        before.lr_factor = 0.5
+        await before.push(ones)
+        await clients[0].connect()
+        later = await clients[0].parameters("later", values, optim.SGD(lr=1.0))
+        later.lr_factor = 1.0
+        while before.step < later.first_step:
+            await before.push(ones)
+        told, kept = await asyncio.gather(later.push(ones), before.push(ones), return_exceptions=True)
+        assert isinstance(told, InvalidArgumentError) and kept is None
+        assert (await before.pull())["w"].tolist() == [-0.5 * before.step] * 8
+    finally:
+        await asyncio.gather(*(client.close() for client in clients))
+
+
+@pytest.mark.parametrize("factor", [-1.0, float("nan"), float("inf"), 1e39, 1.1e9, "3", True])
+async def test_what_cannot_be_a_factor_is_refused(cluster: EmbeddedCluster, factor: float) -> None:
+    """Check that the client refuses it, and servers do for callers without this check. The step is not made, and can be
+    made afterwards."""
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5))
+        handle, others = workers.handles
+        with pytest.raises(InvalidArgumentError, match="lr_factor="):
+            handle.lr_factor = factor
+        if isinstance(factor, float):
+            handle.servers.participation.lr_factor = factor
+            with pytest.raises(InvalidArgumentError, match="lr_factor="):
+                await handle.push(split(gradient(0, 0)))
+            handle.lr_factor = 1.0
+        await asyncio.gather(handle.push(split(gradient(0, 0))), others.push(split(gradient(0, 1))))
+        assert [one.step for one in workers.handles] == [1, 1]
+    finally:
+        await workers.close()
+
+
+async def test_a_rate_that_no_float32_holds_is_refused(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(PLAIN, optimizer=optim.SGD(lr=0.5, overrides=(optim.override("w1", lr=1e30),)))
+        with pytest.raises(InvalidArgumentError, match=r"use less, as lr=1e\+30 times it is beyond float32"):
+            workers.handles[0].lr_factor = 1e9
+        assert workers.handles[0].lr_factor is None
+    finally:
+        await workers.close()

@@ -1,0 +1,429 @@
+"""Compressed gradients with real servers: the exact bytes of a plain single-process reference that decodes the
+encoders' output, over each transport, through the loss of a server, and through a resume with residuals."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+from collections.abc import AsyncIterator, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from psdist import AsyncClient, AsyncParameters, off_loop, optim
+from psdist.cli import status_table
+from psdist.cli.status import as_json
+from psdist.client import automatic_compression, encoding
+from psdist.client.core import flat_vector
+from psdist.client.core.difference_encoder import EncodedDifferences, encoder_of
+from psdist.client.core.encoder import GradientEncoder
+from psdist.client.encoding import EncodedPush
+from psdist.client.server_access import ServerAccess
+from psdist.compression import (
+    Auto,
+    Chain,
+    ChunkedTopK,
+    Codec,
+    Float32,
+    Int2,
+    Int4,
+    Int8,
+    OneBit,
+    PerTensor,
+    PowerSGD,
+    RandomK,
+    TopK,
+    automatic,
+)
+from psdist.compression.background_compiler import LARGE_ELEMENTS
+from psdist.consistency import ASP, BSP, SSP, Consistency
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.settings.config import TransportName
+from psdist.types import Slicing
+from psdist.v1 import scheduler_pb2
+from tests.integration.client.test_exact import SLICE, TOTAL, gradient, initial, joined, split
+from tests.support import reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ADAM = optim.Adam(lr=1e-2)
+WORKERS, STEPS = 2, 4
+LAYOUT = flat_vector.layout_of(split(initial()))
+SLICING = Slicing(TOTAL, SLICE)
+#: The codec of each rank, by name.
+CODECS: dict[str, tuple[Codec, Codec]] = {
+    "int8": (Int8(), Int8()),
+    "by chance": (Int8(stochastic=True, seed=5), Int8(stochastic=True, error_feedback=True)),
+    "mixed": (Int8(block=100, residual_decay=0.9), Float32()),
+    "topk": (TopK(0.01), TopK(0.05, momentum=0.9, warm_up=3)),
+    "chunked": (ChunkedTopK(16, 1024, bits=2), Chain(TopK(0.02), Int8())),
+    "int2": (Int2(), Int4(stochastic=True)),
+    "differences": (
+        TopK(0.02, error_feedback="ef21"),
+        PerTensor({"w1": Int8(error_feedback="ef21"), "*": OneBit(error_feedback="ef21")}),
+    ),
+    "signs and thin": (OneBit(), PerTensor({"w1": PowerSGD(2), "*": RandomK(0.1)})),
+}
+BRIEFLY = [
+    pytest.param(name, marks=[] if name in ("mixed", "topk", "differences") else [pytest.mark.long]) for name in CODECS
+]
+_numbers = itertools.count()
+
+
+def decoded(encoder: GradientEncoder | None, flat: np.ndarray) -> np.ndarray:
+    """Return a gradient as servers decode it."""
+    if encoder is None:
+        return flat
+    push, out = encoder.begin_push(), np.empty(TOTAL, np.float32)
+    assert encoder.encode(push, flat, range(SLICING.count))
+    for index in range(SLICING.count):
+        start, stop = SLICING.bounds(index)
+        push.decode_into(index, out[start:stop])
+    encoder.end_push()
+    return out
+
+
+def reference_run(codecs: Sequence[Codec], steps: int) -> list[bytes]:
+    """Return the weights after every step, in one process."""
+    encoders = [
+        None if isinstance(codec, Float32) else encoder_of(codec, LAYOUT, SLICING, rank)
+        for rank, codec in enumerate(codecs)
+    ]
+    weights, mean = initial(), np.empty(TOTAL, np.float32)
+    states = (np.zeros_like(weights), np.zeros_like(weights))
+    history = []
+    for step in range(steps):
+        parts = [decoded(encoder, gradient(step, rank)) for rank, encoder in enumerate(encoders)]
+        reference.combine(mean, parts, len(parts))
+        reference.update(ADAM, ADAM.group_values(0), weights, states, mean, step, 1.0)
+        history.append(weights.tobytes())
+    return history
+
+
+class Workers:
+    """The workers of a cluster, in this process."""
+
+    def __init__(self, cluster: EmbeddedCluster, transport: TransportName = "auto") -> None:
+        self.clients = [
+            AsyncClient(cluster.address, cluster.token, rank=rank, transport=transport) for rank in range(WORKERS)
+        ]
+        self.handles: list[AsyncParameters] = []
+
+    async def open(
+        self,
+        codecs: Sequence[Codec],
+        consistency: Consistency | None = None,
+        optimizer: optim.Optimizer = ADAM,
+        pull: Codec | None = None,
+    ) -> None:
+        await asyncio.gather(*(client.connect() for client in self.clients))
+        name = f"p-{next(_numbers)}" if not self.handles else self.handles[0].name
+        self.handles = await asyncio.gather(
+            *(
+                client.parameters(
+                    name, split(initial()), optimizer, consistency or BSP(), codec, slice_elements=SLICE,
+                    non_finite="skip", pull_compression=pull,
+                )
+                for client, codec in zip(self.clients, codecs, strict=True)
+            )
+        )  # fmt: skip
+
+    async def load_kernels(self) -> None:
+        """Make servers load compiled kernels, by a large set. Otherwise numpy does their work, with the same bytes."""
+        await asyncio.gather(*(client.connect() for client in self.clients))
+        large = {"w": np.zeros(LARGE_ELEMENTS, np.float32)}
+        await asyncio.gather(*(client.parameters("large", large, ADAM) for client in self.clients))
+
+    async def step(self, step: int) -> bytes:
+        results = await asyncio.gather(
+            *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(self.handles))
+        )
+        assert joined(results[0]) == joined(results[1])
+        return joined(results[0])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(client.close() for client in self.clients))
+
+
+@pytest_asyncio.fixture(loop_scope="session", scope="module")
+async def cluster() -> AsyncIterator[EmbeddedCluster]:
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2)
+    yield cluster
+    await asyncio.to_thread(cluster.close)
+
+
+async def in_buckets(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
+    """Make a step in buckets: the last layers first."""
+    buckets = [await handle.push_pull_async({name: values[name]}) for name in reversed(values)]
+    weights: dict[str, np.ndarray] = {}
+    for bucket in buckets:
+        weights |= {name: array.copy() for name, array in (await bucket).items()}
+    return joined(weights)
+
+
+async def in_buffers(handle: AsyncParameters, values: dict[str, np.ndarray]) -> bytes:
+    """Make a step of the gradient buffers, which stay unchanged."""
+    buffers = await handle.gradient_buffers()
+    for name, array in buffers.items():
+        array[...] = values[name]
+    weights = await handle.push_pull(buffers)
+    assert all((buffers[name] == values[name]).all() for name in buffers)
+    return joined(weights)
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc", "shm"])
+@pytest.mark.parametrize("name", BRIEFLY)
+async def test_weights_are_the_references(cluster: EmbeddedCluster, name: str, transport: TransportName) -> None:
+    workers, expected = Workers(cluster, transport), reference_run(CODECS[name], STEPS)
+    try:
+        if transport == "grpc":
+            await workers.load_kernels()
+        await workers.open(CODECS[name])
+        for step, push in enumerate((in_buckets, in_buffers)):
+            results = await asyncio.gather(
+                *(push(handle, split(gradient(step, rank))) for rank, handle in enumerate(workers.handles))
+            )
+            assert results == [expected[step]] * WORKERS, f"step {step}"
+        for step in range(2, STEPS):
+            assert await workers.step(step) == expected[step], f"step {step}"
+        statistics = workers.handles[0].statistics()
+        assert statistics.transport == transport and statistics.compression.ratio > 1.5
+        if transport != "shm":
+            assert statistics.push_bytes == pytest.approx(4 * TOTAL * STEPS / statistics.compression.ratio)
+    finally:
+        await workers.close()
+
+
+def encode_meanwhile(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Encode slices one by one while earlier ones are sent, as with large gradients. Returns a list that gets one bool
+    per push: True if it was encoded this way."""
+    monkeypatch.setattr(encoding, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(off_loop, "LARGE_ELEMENTS", 1)
+    monkeypatch.setattr(encoding, "_TOGETHER_ELEMENTS", 1)
+    started, start = list[bool](), EncodedPush.start
+
+    def noted(push: EncodedPush, slices: Sequence[int]) -> bool:
+        started.append(start(push, slices))
+        return started[-1]
+
+    monkeypatch.setattr(EncodedPush, "start", noted)
+    return started
+
+
+@pytest.mark.parametrize("transport", ["tcp", "grpc", "shm"])
+async def test_slices_that_are_sent_while_others_are_encoded(
+    cluster: EmbeddedCluster, transport: TransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers, expected = Workers(cluster, transport), reference_run(CODECS["topk"], STEPS)
+    started = encode_meanwhile(monkeypatch)
+    try:
+        await workers.open(CODECS["topk"])
+        for step in range(STEPS):
+            assert await workers.step(step) == expected[step], f"step {step}"
+        assert started == [True] * WORKERS * STEPS
+    finally:
+        await workers.close()
+
+
+async def test_a_worker_that_skips_a_step_keeps_what_was_left_out(cluster: EmbeddedCluster) -> None:
+    workers, codecs = Workers(cluster), CODECS["int8"]
+    try:
+        await workers.open(codecs)
+        await workers.step(0)
+        before = workers.handles[0].statistics().compression.residual_norm
+        assert before > 0
+        broken = gradient(1, 0)
+        broken[5] = np.nan
+        await asyncio.gather(workers.handles[0].push(split(broken)), workers.handles[1].push(split(gradient(1, 1))))
+        statistics = workers.handles[0].statistics()
+        assert statistics.abstained == 1 and statistics.compression.residual_norm == before
+        await workers.step(2)
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize("consistency", [ASP(), pytest.param(SSP(1), marks=pytest.mark.long)], ids=["asp", "ssp"])
+async def test_every_push_counts_once_without_common_steps(cluster: EmbeddedCluster, consistency: Consistency) -> None:
+    workers = Workers(cluster)
+    try:
+        await workers.open(CODECS["int8"], consistency, optim.SGD(lr=1.0))
+
+        async def train(rank: int, handle: AsyncParameters) -> None:
+            for step in range(STEPS):
+                await handle.push_pull(split(gradient(step, rank)))
+
+        await asyncio.gather(*(train(rank, handle) for rank, handle in enumerate(workers.handles)))
+        weights = np.frombuffer(joined(await workers.handles[0].pull()), np.float32)
+        encoders = [encoder_of(codec, LAYOUT, SLICING, rank) for rank, codec in enumerate(CODECS["int8"])]
+        sent = sum(
+            decoded(encoder, gradient(step, rank)).astype(np.float64)
+            for step in range(STEPS)
+            for rank, encoder in enumerate(encoders)
+        )
+        np.testing.assert_allclose(weights, initial() - sent, atol=1e-3)
+    finally:
+        await workers.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "meanwhile"),
+    [
+        ("topk", "tcp", True),
+        ("differences", "tcp", False),
+        *(pytest.param("int8", name, True, marks=pytest.mark.long) for name in ("tcp", "grpc", "shm")),
+        *(pytest.param("int8", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
+        *(pytest.param("differences", name, False, marks=pytest.mark.long) for name in ("grpc", "shm")),
+    ],
+)
+async def test_a_killed_server_changes_not_a_bit(
+    name: str, transport: TransportName, meanwhile: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if meanwhile:
+        encode_meanwhile(monkeypatch)
+    expected = reference_run(CODECS[name], 12)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 3, replicas=2)
+    workers = Workers(cluster, transport)
+    try:
+        await workers.open(CODECS[name])
+        for step in range(12):
+            stepping = asyncio.create_task(workers.step(step))
+            if step == 3:
+                await asyncio.sleep(0)
+                cluster.processes[2].kill()
+            assert await stepping == expected[step], f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("grpc", marks=pytest.mark.long)])
+async def test_a_push_that_is_made_again_after_a_fail_over_may_be_whole_in_part(
+    transport: TransportName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Check a push that waits for the other worker when it is given up: the slices of the lost server are complete by
+    then."""
+    wholes: asyncio.Queue[EncodedDifferences] = asyncio.Queue()
+
+    def send_whole(push: EncodedDifferences, slices: Iterable[int]) -> None:
+        EncodedDifferences.send_whole(push, slices)
+        wholes.put_nowait(push)
+
+    codecs = CODECS["differences"]
+    expected = reference_run(codecs, 4)
+    cluster = await asyncio.to_thread(EmbeddedCluster, 2, replicas=2)
+    workers = Workers(cluster, transport)
+    try:
+        await workers.open(codecs)
+        assert await workers.step(0) == expected[0]
+        monkeypatch.setattr(EncodedPush, "send_whole", lambda push, slices: send_whole(push._slices, slices))
+        pushing = asyncio.create_task(workers.handles[0].push_pull(split(gradient(1, 0))))
+        cluster.processes[1].kill()
+        push = await wholes.get()
+        assert 0 < len(push.whole) < SLICING.count
+        pushing.cancel()
+        await asyncio.wait({pushing})
+        for step in range(1, 4):
+            assert await workers.step(step) == expected[step], f"step {step}"
+    finally:
+        await workers.close()
+        await asyncio.to_thread(cluster.close)
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("topk", (2, 3)),
+        ("differences", (2, 3)),
+        *(pytest.param(name, (1, 2, 3, 5), marks=pytest.mark.long) for name in CODECS),
+    ],
+)
+async def test_a_resumed_run_goes_on_with_what_was_left_out(tmp_path: Path, name: str, numbers: Sequence[int]) -> None:
+    """Check two lives of two steps each. The snapshot is of the first step, so the second step is made again."""
+    codecs, names = CODECS[name], ("mine", "others")
+    expected = reference_run(codecs, len(numbers) + 1)
+    for life, servers in enumerate(numbers):
+        cluster = await asyncio.to_thread(EmbeddedCluster, servers, storage=tmp_path / "storage", run_id="resumed")
+        clients = [AsyncClient(cluster.address, cluster.token, rank=rank) for rank in range(WORKERS)]
+        kept = [{"mine": np.full(3, rank)} for rank in range(WORKERS)]
+        given: list[dict[str, np.ndarray]] = []
+        try:
+            await asyncio.gather(*(client.connect() for client in clients))
+            handles = await asyncio.gather(
+                *(
+                    client.parameters("p", split(initial()), ADAM, BSP(), codec, slice_elements=SLICE)
+                    for client, codec in zip(clients, codecs, strict=True)
+                )
+            )
+            await handles[1].keep_state(lambda kept=kept: kept[1], given.append)
+            assert [list(state) for state in given] == [list(names[:1])] * (life > 0)
+            for step in (life, life + 1):
+                assert {handle.step for handle in handles} == {step}
+                values = await asyncio.gather(
+                    *(handle.push_pull(split(gradient(step, rank))) for rank, handle in enumerate(handles))
+                )
+                assert [joined(one) for one in values] == [expected[step]] * WORKERS, f"life {life}, step {step}"
+                if step == life:
+                    await asyncio.gather(*(client.snapshot(timeout=60) for client in clients))
+        finally:
+            await asyncio.gather(*(psdist_close(client) for client in clients))
+            await asyncio.to_thread(cluster.close)
+
+
+async def psdist_close(client: AsyncClient) -> None:
+    """Leave without another snapshot."""
+    if client.snapshots is not None:
+        client.snapshots.close()
+    await client.close()
+
+
+async def choices(client: AsyncClient) -> set[str]:
+    """Return the workers' codecs, with the reasons, as ``psdist status`` shows them."""
+    calls = client.session.calls
+    form = as_json(await calls.stub.GetStatus(scheduler_pb2.GetStatusRequest(), metadata=calls.metadata))
+    table = io.StringIO()
+    status_table.print_status(form, table)
+    found = {one["compression"] for member in form["members"] for one in member["connections"]}
+    assert "compression=" in table.getvalue() or not any(found)
+    return found
+
+
+@pytest.mark.parametrize(("transport", "link", "codec"), [("tcp", 1e6, "Int4"), ("grpc", 1e12, "none")])
+async def test_a_codec_is_chosen_by_the_speed_of_the_links(
+    cluster: EmbeddedCluster, transport: TransportName, link: float, codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[float] = []
+
+    async def measure(servers: ServerAccess) -> tuple[float, float]:
+        remote, speed = await measure_links(servers)
+        measured.append(speed)
+        return remote, link
+
+    measure_links = automatic_compression._measure_links
+    monkeypatch.setattr(automatic_compression, "_measure_links", measure)
+    monkeypatch.setattr(automatic, "_SMALL_ELEMENTS", 1)
+    workers, codecs = Workers(cluster, transport), (Int4(), Int4()) if codec == "Int4" else (Float32(), Float32())
+    try:
+        expected = reference_run(codecs, 2)
+        await workers.open((Auto(), Auto()))
+        for step in range(2):
+            assert await workers.step(step) == expected[step]
+        statistics = workers.handles[0].statistics()
+        assert statistics.compression.choice.startswith(f"{codec}: a push takes ")
+        assert len(measured) == WORKERS and min(measured) > 1e5
+        while statistics.compression.choice not in await choices(workers.clients[0]):
+            await workers.clients[0].session.membership.view.changed(0.1)  # Heartbeats report it.
+    finally:
+        await workers.close()
+
+
+async def test_nothing_is_compressed_in_shared_memory(cluster: EmbeddedCluster) -> None:
+    workers = Workers(cluster, "shm")
+    try:
+        await workers.open((Auto(), Auto()))
+        assert await workers.step(0) == reference_run((Float32(), Float32()), 1)[0]
+        assert workers.handles[0].statistics().compression.choice.startswith("none: all servers share memory")
+    finally:
+        await workers.close()

@@ -1,0 +1,300 @@
+"""Encoded gradients over real gRPC and TCP connections, sent by hand: results, and refusals that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from psdist import optim
+from psdist.compression.segments import payload_limit
+from psdist.consistency import ASP, BSP
+from psdist.errors import (
+    FutureStepError,
+    InvalidArgumentError,
+    MalformedPayloadError,
+    NonFiniteGradientError,
+    PsdistError,
+    StaleEstimateError,
+)
+from psdist.v1 import common_pb2 as cpb
+from psdist.v1 import server_pb2 as spb
+from psdist_server.kernels import encoded
+from tests.integration.link import test_connect_stream as by_tcp
+from tests.integration.link import test_share_stream as by_memory
+from tests.integration.link.test_connect_stream import COUNT, STEPPED, TcpBench, connected, framed
+from tests.integration.server.test_server_service import GRADIENT, INITIAL, TOTAL, cut, payloads
+from tests.support.segments import integers, raw, sparse
+
+#: A server that is reached by gRPC and by TCP.
+bench = by_tcp.bench
+SEGMENTS: dict[str, Any] = {"codec": cpb.CODEC_SEGMENTS}
+
+#: The gradient 0, 1, ... 24, a slice of 10 or 5 elements at a time, by several kinds of segments.
+ENCODED = [
+    raw(GRADIENT[:10]),
+    integers(range(-4, 4), [0.3]) + raw(GRADIENT[18:20]),
+    sparse(2, [1], [2.5]) + raw(GRADIENT[22:].astype(np.float16)),
+]
+
+
+def decoded(parts: Sequence[bytes] = ENCODED) -> np.ndarray:
+    sizes = [part.size for part in cut(GRADIENT)]
+    return np.concatenate([encoded.decoded([as_bytes(part)], size)[0] for part, size in zip(parts, sizes, strict=True)])
+
+
+def as_bytes(part: bytes) -> np.ndarray:
+    return np.frombuffer(part, np.uint8)
+
+
+def after(gradient: np.ndarray) -> np.ndarray:
+    """Return the weights after a step of SGD with the learning rate 0.5."""
+    stepped: np.ndarray = INITIAL - np.float32(0.5) * gradient
+    return stepped
+
+
+async def push(
+    bench: TcpBench, transport: str, step: int, parts: Sequence[bytes], worker: int = 0, **header: Any
+) -> Any:
+    """Push all slices. Returns the weights after it. Raises the error that the call ends with."""
+    if transport == "grpc":
+        return await bench.push_pull(bench.header(step, worker, **(SEGMENTS | header)), parts)
+    peer = await connected(bench, worker)
+    request = peer.push(step, **(SEGMENTS | header))
+    await peer.connection.send(framed(request))
+    for index, part in enumerate(parts):
+        await peer.connection.send(peer.slice(request, index, part))
+    answers = await peer.answers(request)
+    return np.concatenate([answers[index][1] for index in sorted(answers)])
+
+
+@pytest.fixture(params=["grpc", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    given: str = request.param
+    return given
+
+
+# --- behaviour --------------------------------------------------------------------------------------------------------
+
+
+async def test_a_step(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    weights = await push(bench, transport, 0, ENCODED)
+    assert weights.tobytes() == after(decoded()).tobytes()
+    statistics = bench.host.statistics().parameters[0]
+    (counted,) = statistics.workers
+    sent = sum(map(len, ENCODED))
+    assert (counted.pushes, counted.push_bytes, counted.saved_bytes) == (COUNT, sent, 4 * TOTAL - sent)
+    assert statistics.bytes_held == 0
+
+
+async def test_contributions_with_different_codecs_in_one_step(bench: TcpBench) -> None:
+    await bench.create(workers=3)
+    peers = [await connected(bench, rank) for rank in range(3)]
+    requests = [peers[0].push(0), peers[1].push(0, **SEGMENTS), peers[2].push(0, dtype=cpb.DTYPE_FLOAT16)]
+    halves = GRADIENT.astype(np.float16)
+    for index in range(COUNT):
+        bodies = [cut(GRADIENT)[index].tobytes(), ENCODED[index], cut(halves)[index].tobytes()]
+        for peer, request, body in zip(peers, requests, bodies, strict=True):
+            if index == 0:
+                await peer.connection.send(framed(request))
+            await peer.connection.send(peer.slice(request, index, body))
+        for peer in peers:
+            while (frame := await peer.connection.frame())[0].WhichOneof("kind") != "slice":
+                pass
+            assert frame[0].slice.slice == index
+    mean = ((GRADIENT + decoded()) + halves.astype(np.float32)) / np.float32(3)
+    assert await bench.pull(bench.identity()) == after(mean).tobytes()
+
+
+@pytest.mark.parametrize(("transport", "consistency"), [("tcp", BSP()), ("tcp", ASP()), ("grpc", ASP())], ids=str)
+async def test_clipping(bench: TcpBench, transport: str, consistency: Any) -> None:
+    await bench.create(consistency=consistency, optimizer=optim.SGD(lr=0.5, max_grad_norm=1.0))
+    norm = float(np.sqrt(np.sum(decoded().astype(np.float64) ** 2)))
+    weights = await push(bench, transport, 0, ENCODED, grad_norm=norm)
+    np.testing.assert_allclose(weights, after(decoded() / np.float32(norm)), rtol=1e-6)
+
+
+async def test_a_push_that_abstains_has_no_payloads(bench: TcpBench) -> None:
+    await bench.create()
+    peer = await connected(bench)
+    assert np.array_equal(await peer.say(peer.push(0, abstain=True, **SEGMENTS)), INITIAL)
+
+
+async def test_decoders_are_prepared_by_the_first_encoded_push(
+    bench: TcpBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[str] = []
+    monkeypatch.setattr(bench.host, "_compiler", Compiler(prepared))
+    await bench.create()
+    await bench.push_pull(bench.header(0), payloads(GRADIENT))
+    assert prepared == ["sgd"]
+    for step in (1, 2):
+        await push(bench, "grpc", step, ENCODED)
+    assert prepared == ["sgd", "compressed or weighted gradients"]
+
+
+class Compiler:
+    """Stand-in for the compiler that works in the background."""
+
+    def __init__(self, prepared: list[str]) -> None:
+        self._prepared = prepared
+
+    def add(self, _: Any, purpose: str) -> None:
+        self._prepared.append(purpose)
+
+
+async def test_differences_are_added_to_the_gradient_before(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    weights, gradient = INITIAL, np.zeros(TOTAL, np.float32)
+    for step in range(3):
+        header = spb.GradientDifference(number=7 + step, from_zeros=step == 0)
+        found = await push(bench, transport, step, ENCODED, difference=header)
+        gradient = gradient + decoded()
+        weights = weights - np.float32(0.5) * gradient
+        assert found.tobytes() == weights.tobytes(), f"step {step}"
+    assert bench.host.statistics().parameters[0].bytes_held == 0
+
+
+async def test_a_difference_to_what_is_not_kept_is_refused_and_changes_nothing(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    for number in (0, 1):
+        with pytest.raises(StaleEstimateError, match=r"push \d of slice 0 .* send the whole gradient"):
+            await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=number))
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+    whole = spb.GradientDifference(number=1, from_zeros=True)
+    stepped = await push(bench, transport, 0, ENCODED, difference=whole)
+    assert stepped.tobytes() == after(decoded()).tobytes()
+    # It arrived before, so it is ignored like any other.
+    again = await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
+    assert again.tobytes() == stepped.tobytes()
+    with pytest.raises(StaleEstimateError, match="difference to the gradient of push 2"):
+        await push(bench, transport, 1, ENCODED, difference=spb.GradientDifference(number=3))
+
+
+@pytest.mark.parametrize("policy", ["reject", "skip"])
+async def test_differences_whose_sum_is_not_finite(bench: TcpBench, transport: str, policy: str) -> None:
+    await bench.create(non_finite=policy)
+    huge = [raw(np.full(part.size, 3e38, np.float32)) for part in cut(GRADIENT)]
+    await push(bench, transport, 0, huge, difference=spb.GradientDifference(number=0, from_zeros=True))
+    before = await bench.pull(bench.identity())
+    refused = push(bench, transport, 1, huge, difference=spb.GradientDifference(number=1))
+    if policy == "reject":
+        with pytest.raises(NonFiniteGradientError, match="elements 0 to 9"):
+            await refused
+    else:
+        assert (await refused).tobytes() == before
+    assert await bench.pull(bench.identity()) == before
+    # The earlier gradient stays.
+    step = 1 if policy == "reject" else 2
+    less = [raw(np.full(part.size, -3e38, np.float32)) for part in cut(GRADIENT)]
+    weights = await push(bench, transport, step, less, difference=spb.GradientDifference(number=1))
+    assert weights.tobytes() == before
+
+
+async def test_nothing_is_a_difference_to_a_push_that_was_refused(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    with pytest.raises(FutureStepError):
+        await push(bench, transport, 5, ENCODED, difference=spb.GradientDifference(number=1, from_zeros=True))
+    assert bench.host.admission.store("p").gradients.estimates.bytes < 4 * TOTAL
+    with pytest.raises(StaleEstimateError, match="of slice 0"):
+        await push(bench, transport, 0, ENCODED, difference=spb.GradientDifference(number=1))
+
+
+async def test_a_worker_that_is_gone_leaves_no_estimate(bench: TcpBench) -> None:
+    await bench.create()
+    await push(bench, "grpc", 0, ENCODED, difference=spb.GradientDifference(number=0, from_zeros=True))
+    estimates = bench.host.admission.store("p").gradients.estimates
+    assert estimates.bytes == bench.host.statistics().parameters[0].estimate_bytes == 4 * TOTAL
+    bench.host.admission.store("p").fence({"worker-0": 2})
+    assert estimates.bytes == 0
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+#: Invalid encodings of the first slice, which has 10 elements.
+MALFORMED: dict[str, bytes] = {
+    "nothing": b"",
+    "no segment": b"\0\0\0\0",
+    "elements": payloads(GRADIENT)[0],
+    "too few elements": raw(GRADIENT[:9]),
+    "too many elements": raw(GRADIENT[:11]),
+    "a segment too many": raw(GRADIENT[:10]) + raw(GRADIENT[:1]),
+    "cut off": raw(GRADIENT[:10])[:-4],
+    "more after it": raw(GRADIENT[:10]) + bytes(4),
+    "unknown kind": b"\xee" + raw(GRADIENT[:10])[1:],
+    "place out of range": sparse(10, [3, 10], [1.0, 2.0]),
+    "more values than places": sparse(10, [3], [1.0, 2.0]),
+    "more places than values": sparse(10, [3, 4], [1.0]),
+    "longer than it can be": raw(GRADIENT[:10]) + bytes(payload_limit(10)),
+}
+
+
+@pytest.mark.parametrize("payload", MALFORMED.values(), ids=MALFORMED)
+async def test_a_malformed_payload_changes_nothing(bench: TcpBench, transport: str, payload: bytes) -> None:
+    await bench.create()
+    with pytest.raises(MalformedPayloadError, match="slice 0"):
+        await push(bench, transport, 0, [payload, *ENCODED[1:]])
+    assert await bench.pull(bench.identity(), cpb.DTYPE_FLOAT32) == INITIAL.tobytes()
+    assert bench.host.statistics().parameters[0].bytes_held == 0
+    assert (await push(bench, transport, 0, ENCODED)).tobytes() == after(decoded()).tobytes()
+
+
+async def test_a_connection_goes_on_after_a_malformed_payload(bench: TcpBench) -> None:
+    await bench.create()
+    peer = await connected(bench)
+    refused = peer.push(0, **SEGMENTS)
+    await peer.connection.send(framed(refused) + peer.slice(refused, 0, b"\0\0\0\0"))
+    with pytest.raises(MalformedPayloadError):
+        await peer.answers(refused)
+    assert np.array_equal(await peer.say(peer.push(0)), STEPPED)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("policy", ["reject", "skip"])
+async def test_values_that_are_not_finite(bench: TcpBench, transport: str, policy: str, value: float) -> None:
+    await bench.create(non_finite=policy)
+    bad = GRADIENT[:10].copy()
+    bad[7] = value
+    parts = [raw(bad), *ENCODED[1:]]
+    if policy == "reject":
+        with pytest.raises(NonFiniteGradientError, match="elements 0 to 9"):
+            await push(bench, transport, 0, parts)
+        assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+        weights = await push(bench, transport, 0, ENCODED)
+        assert weights.tobytes() == after(decoded()).tobytes()
+    else:
+        weights = await push(bench, transport, 0, parts)
+        assert weights[:10].tobytes() == INITIAL[:10].tobytes()
+        assert weights[10:].tobytes() == after(decoded())[10:].tobytes()
+    (counted,) = bench.host.statistics().parameters[0].workers
+    assert counted.non_finite == 1
+
+
+@pytest.mark.parametrize("dtype", [cpb.DTYPE_FLOAT16, cpb.DTYPE_BFLOAT16, cpb.DTYPE_FLOAT64, cpb.DTYPE_UNSPECIFIED])
+async def test_segments_are_of_float32(bench: TcpBench, transport: str, dtype: int) -> None:
+    await bench.create()
+    with pytest.raises((InvalidArgumentError, PsdistError), match=r"DTYPE_FLOAT32|float64|DType"):
+        await push(bench, transport, 0, ENCODED, dtype=dtype)
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+
+
+async def test_a_difference_is_encoded(bench: TcpBench, transport: str) -> None:
+    await bench.create()
+    with pytest.raises(InvalidArgumentError, match="in segments: send CODEC_SEGMENTS"):
+        await push(
+            bench, transport, 0, payloads(GRADIENT), codec=cpb.CODEC_RAW, difference=spb.GradientDifference(number=0)
+        )
+    assert await bench.pull(bench.identity()) == INITIAL.tobytes()
+
+
+async def test_shared_memory_has_no_segments(bench: TcpBench) -> None:
+    await bench.create()
+    peer = await by_memory.attached(bench)
+    with pytest.raises(InvalidArgumentError, match="a gradient arena holds elements, not segments"):
+        await peer.say(peer.push(0, **SEGMENTS))
+    assert np.array_equal(peer.values(), INITIAL)
+    await peer.say(peer.push(0))
+    assert np.array_equal(peer.values(), STEPPED)

@@ -1,0 +1,150 @@
+"""Servers whose weights are on a device, as real programs: the exact bytes of servers without one, in any mixture,
+whichever process is killed, and when a device is lost. The device is the processor's
+(``tests/support/host_device.py``)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launched import Run
+
+from tests.support.host_device import needs_compiler
+
+_ROOT = Path(__file__).resolve().parents[3]
+_TRAIN = """
+import hashlib, os, sys
+import numpy as np
+import psdist
+
+rank, steps, clip, count = int(os.environ["RANK"]), int(sys.argv[1]), float(sys.argv[2]), 300_000
+client = psdist.init().client
+weights = client.parameters(
+    "model", {"w": np.linspace(-1, 1, count, dtype=np.float32)}, psdist.optim.Adam(lr=0.01, max_grad_norm=clip),
+    slice_elements=int(sys.argv[3]))
+values = weights.pull()
+while weights.step < steps:
+    rng = np.random.default_rng([rank, weights.step])
+    gradient = {"w": values["w"] * 0.1 + rng.standard_normal(count, dtype=np.float32)}
+    values = weights.push_pull(gradient, copy=weights.step % 2 == 0)
+    if rank == 0:
+        print("made step", weights.step, flush=True)
+values = weights.pull()
+print("rank", rank, "has", hashlib.sha256(values["w"].tobytes()).hexdigest())
+"""
+_REPLICATED = ("--replicas", "2", "--failure-timeout", "15")
+
+
+@pytest.fixture
+def runs() -> Iterator[list[Run]]:
+    made: list[Run] = []
+    yield made
+    for run in made:
+        run.stop()
+
+
+@pytest.fixture
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give servers with ``--device cuda`` a device on the processor."""
+    folders = [_ROOT / "tests" / "support" / "emulated", _ROOT, _ROOT / "servers"]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+
+
+def _ended(run: Run) -> str:
+    status, text = run.end()
+    everything = "".join(run.seen) + text
+    assert status == 0, everything
+    assert "Traceback" not in everything, everything
+    return everything
+
+
+def _digests(text: str) -> set[str]:
+    found = re.findall(r"rank \d has (\w{64})", text)
+    assert len(found) == 2, text
+    return set(found)
+
+
+def _without_device(path: Path, runs: list[Run], *arguments: str) -> set[str]:
+    folder = path / "plain"
+    folder.mkdir()
+    runs.append(Run(folder, _TRAIN, *arguments, flags=("--nservers", "1")))
+    return _digests(_ended(runs[-1]))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("clip", "elements", "transport"), [("0", "65536", "shm"), ("1", "8192", "grpc")])
+def test_a_run_on_devices_gives_the_bytes_of_a_run_without(
+    tmp_path: Path, runs: list[Run], emulated: None, clip: str, elements: str, transport: str
+) -> None:
+    expected = _without_device(tmp_path, runs, "12", clip, elements)
+    flags = ("--nservers", "2", "--server-device", "cuda")
+    runs.append(Run(tmp_path, _TRAIN, "12", clip, elements, transport=transport, flags=flags))
+    assert _digests(_ended(runs[-1])) == expected
+
+
+@needs_compiler
+@pytest.mark.parametrize("killed", ["server-0", pytest.param("server-1", marks=pytest.mark.long)])
+def test_a_copy_may_lie_elsewhere_than_its_primary(
+    tmp_path: Path, runs: list[Run], emulated: None, killed: str
+) -> None:
+    expected = _without_device(tmp_path, runs, "40", "1", "65536")
+    flags = (*_REPLICATED, "--nservers", "2", "--server-device", "cuda,cpu")
+    runs.append(Run(tmp_path, _TRAIN, "40", "1", "65536", flags=flags))
+    runs[-1].until("made step 9$")
+    server = runs[-1].child("psdist_server", "--server-id", killed)
+    assert ("cuda" if killed == "server-0" else "cpu") in server.cmdline()
+    server.kill()
+    assert _digests(_ended(runs[-1])) == expected
+
+
+@needs_compiler
+def test_a_lost_device_ends_its_server_and_the_run_goes_on_from_the_copies(
+    tmp_path: Path, runs: list[Run], emulated: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = tmp_path / "lost"
+    monkeypatch.setenv("HOST_DEVICE_LOST", str(lost))
+    monkeypatch.setenv("HOST_DEVICE_OF", "server-1")
+    expected = _without_device(tmp_path, runs, "40", "0", "65536")
+    flags = (*_REPLICATED, "--nservers", "2", "--server-device", "cuda")
+    runs.append(Run(tmp_path, _TRAIN, "40", "0", "65536", flags=flags))
+    runs[-1].until("made step 9$")
+    lost.touch()
+    text = _ended(runs[-1])
+    assert _digests(text) == expected
+    assert "the device is lost" in text and "illegal memory access" in text, text
+    assert "server 1 died: exit code 71" in text, text
+
+
+@needs_compiler
+@pytest.mark.parametrize("devices", [("cuda", "cpu"), pytest.param(("cpu", "cuda"), marks=pytest.mark.long)])
+def test_a_snapshot_of_one_kind_of_server_is_resumed_by_the_other(
+    tmp_path: Path, runs: list[Run], emulated: None, devices: tuple[str, str]
+) -> None:
+    expected = _without_device(tmp_path, runs, "20", "0", "65536")
+    flags = ("--storage-path", str(tmp_path / "saved"), "--run-id", "moved", "--server-device")
+    runs.append(Run(tmp_path, _TRAIN, "10", "0", "65536", flags=(*flags, devices[0])))
+    _ended(runs[-1])
+    runs.append(Run(tmp_path, _TRAIN, "20", "0", "65536", flags=(*flags, devices[1])))
+    text = _ended(runs[-1])
+    assert _digests(text) == expected
+    assert "made step 11" in text and "made step 10\n" not in text
+
+
+def test_without_a_device_the_run_ends_at_once_with_what_is_missing(tmp_path: Path, runs: list[Run]) -> None:
+    """Check device 999, which no machine has, with or without CuPy, a driver and other devices."""
+    runs.append(Run(tmp_path, _TRAIN, "1", "0", "65536", flags=("--server-device", "cuda:999")))
+    status, text = runs[-1].end()
+    assert status == 78, text
+    assert "server 0 cannot begin" in text or "server 1 cannot begin" in text, text
+    assert re.search("CuPy is not installed|NVIDIA driver|there is no cuda:999", text), text
+    assert "Traceback" not in text, text
+
+
+def test_a_wrong_name_is_refused_before_anything_starts(tmp_path: Path, runs: list[Run]) -> None:
+    runs.append(Run(tmp_path, _TRAIN, "1", "0", "65536", flags=("--server-device", "cuda,gpu")))
+    status, text = runs[-1].end()
+    assert status == 2
+    assert "'gpu' is neither cpu, cuda nor cuda:N" in text

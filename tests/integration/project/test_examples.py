@@ -1,0 +1,126 @@
+"""The examples as a user runs them: by the launcher, on real processes, to the accuracy that the README promises."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def run(*words: str, workers: int = 2, servers: int = 2) -> str:
+    """Return the output of ``psdist run`` with an example and its arguments."""
+    launcher = [
+        sys.executable,
+        "-m",
+        "psdist.cli.main",
+        "run",
+        "--nservers",
+        str(servers),
+        "--nproc-per-node",
+        str(workers),
+    ]
+    environment = os.environ | {"NO_COLOR": "1"}
+    done = subprocess.run(
+        [*launcher, *words], capture_output=True, text=True, check=False, cwd=ROOT, env=environment, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def accuracies(output: str) -> list[float]:
+    """Return the percentages of the final lines (progress lines have the word in the middle)."""
+    return [float(number) for number in re.findall(r"^(?:\[worker 0\] )?test accuracy ([\d.]+)%", output, re.M)]
+
+
+@pytest.fixture(scope="module")
+def synchronous() -> str:
+    """Return the output of the example as ``make demo`` runs it."""
+    return run("examples/digits.py", "--compare")
+
+
+def test_digits_reach_the_accuracy_of_one_process(synchronous: str) -> None:
+    through_servers, alone = accuracies(synchronous)
+    assert through_servers >= 97.0, synchronous
+    assert through_servers >= alone - 0.6, "more than two of the 360 test images behind one process\n" + synchronous
+    assert re.search(r"step +\d+ +loss +[\d.]+ +test accuracy +[\d.]+% +[\d,]+ samples/s", synchronous), synchronous
+
+
+def test_digits_take_the_same_steps_for_any_number_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check the number of steps: a run may then resume with another number of workers, and late workers name the same
+    schedule."""
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(sys, "argv", ["digits.py"])
+    digits = importlib.import_module("digits")
+    options = digits.arguments()
+    assert {digits.updates(world, options) for world in range(1, 65)} == {690}
+    for world in (1, 2, 3, 64, 500):
+        parts = [digits.batches(rank, world, 1, digits.TRAIN_IMAGES, options) for rank in range(world)]
+        assert len({len(part) for part in parts}) == 1 and all(len(batch) for part in parts for batch in part)
+        assert {int(index) for part in parts for batch in part for index in batch} == set(range(digits.TRAIN_IMAGES))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options",
+    [("--consistency", "asp"), ("--consistency", "ssp", "--staleness", "2")],
+    ids=lambda words: words[1],
+)
+def test_digits_without_a_barrier_come_within_a_point(synchronous: str, options: tuple[str, ...]) -> None:
+    (accuracy,) = accuracies(run("examples/digits.py", *options))
+    assert accuracy >= max(97.0, accuracies(synchronous)[0] - 1.0)
+
+
+@pytest.mark.long
+def test_digits_train_with_half_the_bytes() -> None:
+    (accuracy,) = accuracies(run("examples/digits.py", "--compression", "bfloat16"))
+    assert accuracy >= 97.0
+
+
+@pytest.mark.long
+def test_digits_are_the_same_on_any_number_of_servers() -> None:
+    def losses(servers: int) -> list[str]:
+        return re.findall(r"loss +([\d.]+)", run("examples/digits.py", "--epochs", "2", servers=servers))
+
+    assert losses(1) == losses(3) != []
+
+
+def test_quickstart_finds_the_line() -> None:
+    assert "y = 3.00 x -1.00 after 200 steps" in run("examples/quickstart.py")
+
+
+def test_without_a_launcher_it_is_a_world_of_one() -> None:
+    command = [sys.executable, "examples/digits.py", "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a world of one" in done.stderr
+    assert len(accuracies(done.stdout)) == 1
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    assert len(code.splitlines()) <= 20
+    assert "after 200 steps" in run(str(script))
+
+
+def test_quickstart_is_short() -> None:
+    assert len((ROOT / "examples/quickstart.py").read_text().splitlines()) < 40
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_every_example_reports_its_loss_in_the_loop(name: str) -> None:
+    """Check the reports: without them ``psdist run`` would have no progress to show."""
+    tree = ast.parse((ROOT / "examples" / name).read_text())
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For | ast.While)]
+    calls = [node for loop in loops for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    reports = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "report"]
+    assert any({"loss", "samples"} <= {word.arg for word in call.keywords} for call in reports)

@@ -1,0 +1,129 @@
+"""Learning rates of torch's schedulers, and of the script, with ``DistributedOptimizer`` in a world of one.
+
+Some become a schedule of the servers; the others are sent to them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import psdist
+from psdist import optim
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError
+from psdist.torch import DistributedOptimizer
+from tests.integration.torch.test_torch_optimizer import STEPS, distance, train
+from tests.support.torch_models import mlp
+
+
+def test_schedules_and_clipping_are_those_of_torch(alone: Context, name: str) -> None:
+    def prepared(model: nn.Module) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        groups = [{"params": model[0].parameters(), "lr": 0.02}, {"params": model[2:].parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+        warm_up = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        cosine = lr_scheduler.CosineAnnealingLR(optimizer, T_max=9)
+        return optimizer, lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[3])
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    with pytest.MonkeyPatch.context() as patch:  # torch's SequentialLR warns of its own call
+        patch.setattr(lr_scheduler.warnings, "warn", lambda *_, **__: None)
+        optimizer, scheduler = prepared(model)
+        train(model, DistributedOptimizer(model, optimizer, scheduler, max_grad_norm=0.5, name=name), scheduler)
+        optimizer, scheduler = prepared(other)
+        train(other, optimizer, scheduler, clip=0.5)
+    assert distance(model, other) < 1e-5
+
+
+SENT: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4) * 0.9**step),
+    "milestones": lambda o: lr_scheduler.MultiStepLR(o, [3, 7], 0.3),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, [0.2, 0.02], total_steps=STEPS + 1, cycle_momentum=False),
+}
+
+
+def in_groups(model: nn.Module) -> torch.optim.Optimizer:
+    groups = [{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2:].parameters(), "lr": 0.01}]  # type: ignore[index]
+    return torch.optim.SGD(groups, momentum=0.9)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("make", SENT.values(), ids=SENT)
+def test_rates_of_other_schedulers_are_sent(
+    alone: Context, name: str, make: Callable[[torch.optim.Optimizer], Any], overlap: bool
+) -> None:
+    model = mlp()
+    other, unlike = copy.deepcopy(model), copy.deepcopy(model)
+    inner = in_groups(model)
+    scheduler = make(inner)
+    train(model, DistributedOptimizer(model, inner, scheduler, name=name, overlap=overlap), scheduler)
+    plain = in_groups(other)
+    train(other, plain, make(plain))
+    assert distance(model, other) < 1e-5
+    train(unlike, in_groups(unlike))
+    assert distance(unlike, other) > 1e-3
+
+
+def test_a_scheduler_of_the_distributed_optimizer_sets_the_rates(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    optimizer = DistributedOptimizer(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    train(model, optimizer, lr_scheduler.StepLR(optimizer, 2))
+    plain = torch.optim.SGD(other.parameters(), lr=0.1)
+    train(other, plain, lr_scheduler.StepLR(plain, 2))
+    assert distance(model, other) < 1e-5
+
+
+@pytest.mark.parametrize("consistency", [psdist.BSP(), psdist.SSP(1), psdist.ASP()])
+def test_a_plateau_sets_the_rates(alone: Context, name: str, consistency: psdist.consistency.Consistency) -> None:
+    """Check a scheduler that steps once for each data epoch, by a number."""
+
+    def train_epochs(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
+        for loss in (2.0, 3.0, 1.0, 1.0):
+            train(model, optimizer)
+            scheduler.step(loss)
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    inner, plain = in_groups(model), in_groups(other)
+    optimizer = DistributedOptimizer(model, inner, consistency=consistency, name=name)
+    train_epochs(model, optimizer, lr_scheduler.ReduceLROnPlateau(inner, patience=0))
+    train_epochs(other, plain, lr_scheduler.ReduceLROnPlateau(plain, patience=0))
+    assert distance(model, other) < 1e-5
+    assert optimizer.handle.lr_factor == pytest.approx(0.1), "after the second data epoch; not yet after the last"
+
+
+def test_a_scheduler_that_is_stepped_once_for_a_data_epoch_is_refused(alone: Context, name: str) -> None:
+    model = mlp()
+    torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.CosineAnnealingLR(torch_optimizer, T_max=10)
+    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name)
+    with pytest.raises(InvalidArgumentError, match=r"call scheduler\.step\(\) after each step"):
+        train(model, optimizer)
+    assert optimizer.handle.step == 1
+
+
+@pytest.mark.parametrize("consistency", [psdist.SSP(1), psdist.ASP()])
+def test_schedulers_are_for_common_steps(alone: Context, consistency: psdist.consistency.Consistency) -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(InvalidArgumentError, match="the servers count the pushes of all workers"):
+        DistributedOptimizer(model, optimizer, scheduler, consistency=consistency)
+
+
+def test_the_rates_of_a_specification_are_shown(alone: Context, name: str) -> None:
+    model = mlp()
+    spec = optim.SGD(lr=0.5, schedule=optim.Step(2, 0.1), overrides=(optim.override("*.bias", lr=0.1),))
+    optimizer = DistributedOptimizer(model, spec, name=name)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.1]
+    train(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5e-6, 0.1e-6])

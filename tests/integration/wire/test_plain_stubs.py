@@ -1,0 +1,45 @@
+"""A client in any language: stubs generated here from proto/, run in a process that cannot import psdist's own code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from psdist.launch.embedded import EmbeddedCluster
+
+ROOT = Path(__file__).parents[3]
+
+
+def generate_stubs(target: Path) -> None:
+    protos = sorted(str(path.relative_to(ROOT / "proto")) for path in (ROOT / "proto").rglob("*.proto"))
+    out = [f"--python_out={target}", f"--grpc_python_out={target}"]
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iproto", *out, *protos]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=240)
+    for package in (target / "psdist", target / "psdist" / "v1"):
+        (package / "__init__.py").touch()
+
+
+def test_a_client_of_generated_stubs_alone_registers_creates_pushes_and_pulls(tmp_path: Path) -> None:
+    generate_stubs(tmp_path)
+    # -S: no .pth files, so psdist consists of the stubs alone; the path adds the folder of grpc itself.
+    start = (
+        f"import sys, runpy; sys.path[:0] = [{str(tmp_path)!r}]; sys.path.append({sysconfig.get_path('purelib')!r});"
+        f"import psdist; assert psdist.__file__.startswith({str(tmp_path)!r}), psdist.__file__;"
+        f"runpy.run_path({str(ROOT / 'tests/support/plain_client.py')!r}, run_name='__main__')"
+    )
+    cluster = EmbeddedCluster(servers=2)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", start, cluster.address, cluster.token],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        cluster.close()
+    assert done.returncode == 0, done.stderr
+    expected = [value - 0.5 * (index + 1) - 0.5 for index, value in enumerate([0.5, -1.0, 2.0, 3.5, 4.0])]
+    assert done.stdout.strip() == str(expected)
