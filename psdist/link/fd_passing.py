@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Final
 
 from psdist.errors import SharingUnavailableError
-from psdist.wire.shm import GradientArena
 
 DIRECTORY: Final = Path("/dev/shm")
 #: Longest time that the server waits for the worker's file.
@@ -110,19 +109,6 @@ async def receive_file(name: str) -> tuple[int, socket.socket]:
             raise SharingUnavailableError(f"the worker sent no file within {HANDOVER_SECONDS:.0f} s") from None
         except OSError as error:
             raise SharingUnavailableError(f"the worker sent no file: {error.strerror or error}") from None
-
-
-async def take_arena(name: str, elements: int, dtype: str) -> tuple[GradientArena, socket.socket]:
-    """Connect to the worker's socket, and map the gradient arena that it sends. The caller closes the connection.
-
-    Raises SharingUnavailableError.
-    """
-    fd, connection = await receive_file(name)
-    with closed_on_error(connection):
-        # In a thread, because mapping a large file takes longer than the heartbeat interval. Once started it closes
-        # ``fd``.
-        opening = asyncio.get_running_loop().run_in_executor(None, GradientArena.open, fd, elements, dtype)
-        return await asyncio.shield(opening), connection
 
 
 def send_file(connection: socket.socket, fd: int) -> None:

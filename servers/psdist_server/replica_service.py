@@ -25,7 +25,7 @@ import numpy as np
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.errors import InvalidArgumentError, PsdistError, SharingUnavailableError
-from psdist.link import fd_passing
+from psdist.link import arenas
 from psdist.link.accepting import TcpListener
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.types import ITEM_BYTES, Replica
@@ -159,7 +159,7 @@ class StreamFromPrimary(MessageReceiver[pb.ReplicateRequest]):
             raise SharingUnavailableError(
                 f"an arena of {hello.arena_elements} elements: at most {limits.KEPT_BYTES_MAX} bytes are mapped"
             )
-        arena, connected = await fd_passing.take_arena(hello.socket, hello.arena_elements, "float32")
+        arena, connected = await arenas.take_arena(hello.socket, hello.arena_elements, "float32")
         self._connection = FrameConnection(self, ends_stalls=True)
         await self._connection.open(connected)
         self._arena = arena

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import grpc.aio
 
 from psdist.errors import InvalidArgumentError, SharingUnavailableError
-from psdist.link import fd_passing
+from psdist.link import arenas, fd_passing
 from psdist.link.frame_connection import FrameConnection
 from psdist.types import ITEM_BYTES, Identity
 from psdist.v1 import common_pb2, server_pb2
@@ -61,7 +61,7 @@ async def _attach(server: ParameterServer, data: bytes) -> tuple[ShmCallStream, 
     weights = store.dense.weights.arena
     if weights is None:
         raise SharingUnavailableError(store.dense.weights.arena_error)
-    arena, connection = await fd_passing.take_arena(attach.socket, elements, dtype)
+    arena, connection = await arenas.take_arena(attach.socket, elements, dtype)
     with fd_passing.closed_on_error(connection):
         fd_passing.send_file(connection, weights.fd)
     stream = ShmCallStream(server, _Attachment(identity, store, arena, "" if reads_only else dtype))
