@@ -309,6 +309,9 @@ class Silent:
     async def read(self) -> Any:
         await asyncio.get_running_loop().create_future()
 
+    def cancel(self) -> None:
+        pass
+
 
 RESPONSES = st.one_of(
     st.builds(
@@ -321,11 +324,8 @@ RESPONSES = st.one_of(
 )
 
 
-async def give_to_primary(frames: Sequence[bytes]) -> tuple[list[str | None], list[pb.ReplicateResponse]]:
-    """Give frames to a primary that has sent updates 1 to 3 of shard 0.
-
-    Returns the handled messages, and the updates still held at the end.
-    """
+async def give_to_primary(frames: Sequence[bytes]) -> PsdistError | None:
+    """Feed frames to a primary that has sent updates 1 to 3 of shard 0. Return the error that ended the connection."""
     memory = UpdateMemory(Slicing(4 * SIZE, SIZE), shared=True)
     carrier = FrameCarrier("shm", Silent(), "server-1", memory, memory.arena())
     wire = connected(carrier.connection)
@@ -342,17 +342,16 @@ async def give_to_primary(frames: Sequence[bytes]) -> tuple[list[str | None], li
     await asyncio.sleep(0)
     for frame in frames:
         await receive(carrier.connection, wire, frame)
-    errors: list[str | None] = []
-    if carrier._over.done():
-        error = carrier._over.result()
-        assert error is not None and not isinstance(error, InternalError), error
-        errors.append(error.code)
+    ended = carrier.broken
+    if ended is not None:
+        assert "invalid message" in ended.message and "failed" not in ended.message, ended
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     acked = max((r.ack.lsn for r in handled if (r.ack.shard, r.ack.term) == (0, 2)), default=0)
-    assert len(carrier.close()) == max(0, 3 - acked)
+    carrier.close()
+    assert len(carrier.unacknowledged()) == max(0, 3 - acked)
     memory.close()
-    return errors, handled
+    return ended
 
 
 @settings(deadline=None)
@@ -365,4 +364,5 @@ def test_a_primary_takes_or_refuses_what_is_answered(frames: Sent) -> None:
 def test_garbage_ends_either_end(garbage: bytes) -> None:
     """Among others, the length of a header that is too long."""
     too_long = PREFIX.pack(limits.SHARED_MESSAGE_BYTES + 1, 0)
-    assert asyncio.run(give_to_primary([too_long, garbage]))[0] == ["limit_exceeded"]
+    ended = asyncio.run(give_to_primary([too_long, garbage]))
+    assert ended is not None and "is longer than" in ended.message

@@ -14,11 +14,11 @@ import pytest
 
 import psdist
 from psdist import AsyncClient, AsyncParameters
-from psdist.client.transport.tcp import stream
 from psdist.client.transport.tcp.stream import TcpStream
 from psdist.consistency import ASP, BSP
 from psdist.errors import TcpUnavailableError, WaitTimeoutError
 from psdist.launch.embedded import EmbeddedCluster
+from psdist.link import dialing
 
 SIZE = 1_000_000
 SLICE = 1 << 15
@@ -94,14 +94,16 @@ async def test_a_firewall_that_lets_only_grpc_through(
     cluster: EmbeddedCluster, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr("psdist.client.transport.shm.attachment._ORDERED_MACHINES", ())
-    monkeypatch.setattr(stream, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(dialing, "CONNECT_SECONDS", 0.2)
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         if how == "silent":  # The kernel accepts, and nobody answers.
             closed.listen()
         port = closed.getsockname()[1]
-        plain = TcpStream.open
-        monkeypatch.setattr(TcpStream, "open", lambda self, host, _, nonce: plain(self, host, port, nonce))
+        plain = TcpStream.dial
+        monkeypatch.setattr(
+            TcpStream, "dial", lambda self, host, _, nonce, **said: plain(self, host, port, nonce, **said)
+        )
         async with members(cluster, {"transport": "auto"}, {}) as clients:
             handles = await opened(clients, f"firewall-{how}", consistency=ASP())
             assert set((await handles[0].push_pull(gradient()))["w"].tolist()) == {1.0}

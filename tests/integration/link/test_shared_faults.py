@@ -223,7 +223,7 @@ async def test_why_a_server_ended_the_stream_is_told_to_calls_under_way(cluster:
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
         for stream in handles[0].servers.shared_memory.streams.values():
-            stream.socket.send(b"no message")
+            stream.connection.send(b"no message")
         with pytest.raises(InvalidArgumentError, match="not a valid"):
             await waiting
         # It attaches again.
@@ -238,8 +238,8 @@ async def test_a_connection_that_breaks_is_made_again_and_the_step_counts_once(c
         waiting = asyncio.create_task(handles[0].push_pull(gradient()))
         await until(lambda: under_way(handles[0]))
         for stream in handles[0].servers.shared_memory.streams.values():
-            assert stream.socket.transport is not None
-            stream.socket.transport.abort()
+            assert stream.connection._transport is not None
+            stream.connection._transport.abort()
         results = await asyncio.gather(waiting, handles[1].push_pull(gradient()))
         assert set(results[0]["w"].tolist()) == set(results[1]["w"].tolist()) == {2.0}
 

@@ -126,7 +126,7 @@ class Replicas:
 
     async def weights(self) -> np.ndarray:
         """Return B's weights, after making it the primary."""
-        await self.pair.b.host.follow(self.pair.map_of(2, Shard(B, 2)))
+        await self.pair.b.host.adopt_map(self.pair.map_of(2, Shard(B, 2)))
         return await self.pair.b.pull()
 
 
