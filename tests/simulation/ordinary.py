@@ -35,6 +35,7 @@ from psdist.errors import MutualWaitError, PsdistError, PushDroppedError, WaitTi
 from psdist.optim import SGD, Optimizer
 from psdist.v1 import scheduler_pb2, scheduler_pb2_grpc
 from psdist_scheduler.coordination.deadlocks import WaitFor
+from psdist_scheduler.events.cluster_events import MemberLost
 from psdist_scheduler.events.cluster_state import ClusterSettings
 from psdist_scheduler.members.barriers import Arrival
 from tests.simulation import rpc, scenario, snapshots
@@ -171,6 +172,11 @@ class OrdinaryWorld(SnapshotWorld):
         self.stopped_phases: dict[int, int] = {}
         loop.barrier_opened = self._barrier_opened
         loop.circle_found = self._circle_found
+
+    def _check_loss(self, news: MemberLost) -> None:
+        # A script that is busy for longer than its lease is expelled: its process shows no other sign of life.
+        if self.options.busy_leases < 1.0 or news.role != "worker":
+            super()._check_loss(news)
 
     @property
     def settings(self) -> ClusterSettings:

@@ -169,10 +169,7 @@ class SetsWorld(OrdinaryWorld):
         await super().stop(kind)
 
     def _check_loss(self, news: MemberLost) -> None:
-        if (
-            self.options.busy_leases < 1.0 or news.role != "worker"
-        ):  # Otherwise scripts are busy for longer than their lease.
-            super()._check_loss(news)
+        super()._check_loss(news)
         self.disturbed |= news.role == "worker"
 
     def _created(self, path: str) -> None:

@@ -31,7 +31,7 @@ RUNS = 16
 #: empty entries of duplicate tables, commits of expelled workers, long cuts and consecutive pauses.
 REGRESSIONS = (
     642, 3476, 4025, 7471, 3137, 3318, 3516, 4917, 5634, 7010, 11017, 6761, 9619, 11507, 13694, 41421, 200866, 201004,
-    201891, 311078, 2000039, 2000432, 2000442, 2002761, 2003633,
+    201891, 311078, 2000039, 2000432, 2000442, 2002761, 2003633, 5001113,
 )  # fmt: skip
 #: Number of seeds within which every path must have been taken. One seed in a hundred takes some of them; any change to
 #: the order of messages changes which.

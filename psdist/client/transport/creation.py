@@ -55,6 +55,10 @@ class CreatedParameters:
             logger.warning("%s", self.notice)
 
 
+class _SupersededError(Exception):
+    """The scheduler asked for an upload that another one has completed."""
+
+
 class ParametersCreator:
     """Creates parameter sets for one client. path: carries initial values."""
 
@@ -92,11 +96,13 @@ class ParametersCreator:
                     raise UnknownParametersError(f"{peer} no longer knows {spec.name!r}: restart the run")
                 # In a thread, to keep heartbeats running. Values that are not uploaded need not be finite.
                 await in_thread(partial(flat_vector.check_initial, layout, values))
-                await self._upload(spec.name, values, placed)
-                # If a server with some of the values is gone, the scheduler asks again. A server that restarted without
-                # its record does not know the parameters; the session then ends the run.
-                with suppress(StaleEpochError, UnknownParametersError):
-                    await self._commit(spec.name)
+                # If a server with some of the values is gone, the scheduler asks again, and what it asked may be
+                # answered already by then. A server that restarted without its record does not know the parameters;
+                # the session then ends the run.
+                with suppress(_SupersededError):
+                    await self._upload(spec.name, values, placed)
+                    with suppress(StaleEpochError, UnknownParametersError):
+                        await self._commit(spec.name)
             elif response.state == pb.CreateParametersResponse.STATE_READY:
                 # Ignore a late answer to an earlier incarnation of this worker.
                 self._membership.raise_if_expelled(mine.incarnation)
@@ -143,16 +149,25 @@ class ParametersCreator:
             return await self._calls.follow(self._calls.stub.DescribeParameters, request, wait, handle)
 
     async def _upload(self, name: str, values: Flat, placed: dict[int, Replica]) -> None:
-        """Install all slices on their primaries. placed: the server of each installed slice."""
+        """Install all slices on their primaries. placed: the server of each installed slice.
+
+        Raises _SupersededError if the set is ready.
+        """
         mine, view = self._membership.registration, self._membership.view
 
         def planner(slices: Sequence[int]) -> RoutingPlan:
-            self._membership.raise_if_expelled(mine.incarnation)
+            current_entry()
             return routing.plan(view.cluster, name, slices, view.news)
 
-        while True:
+        def current_entry() -> ParametersEntry:
             self._membership.raise_if_expelled(mine.incarnation)
             entry = routing.find_entry(view.cluster, name)
+            if entry.ready:
+                raise _SupersededError
+            return entry
+
+        while True:
+            entry = current_entry()
             missing = [index for index in range(entry.slicing.count) if placed.get(index) != _primary(entry, index)]
             if not missing:
                 return

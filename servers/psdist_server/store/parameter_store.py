@@ -23,6 +23,7 @@ from psdist.errors import (
     InvalidArgumentError,
     LimitExceededError,
     PsdistError,
+    StaleEpochError,
     UnknownParametersError,
 )
 from psdist.off_loop import off_loop
@@ -125,13 +126,15 @@ class ParameterStore:
         """Set the initial weights of a slice.
 
         Raises InvalidArgumentError if the parameter set is ready, if the number of values is not the slice's, or if
-        they are not finite: the weights could never become finite again.
+        they are not finite: the weights could never become finite again. Raises StaleEpochError if the sender's map is
+        too old to tell that the set is ready: another upload, or an earlier one of this sender, was complete.
         """
         self.router.calls.raise_if_failed()
         self.router.check_slice(index, epoch)
         expected = self.dense.slicing.size(index) * ITEM_BYTES["float32"]
         if self.entry.ready:
-            raise InvalidArgumentError(f"{self.entry.spec.name!r} is ready: its initial values cannot be set again")
+            text = f"{self.entry.spec.name!r} is ready: its initial values cannot be set again"
+            raise StaleEpochError(text) if epoch < self.router.epoch else InvalidArgumentError(text)
         if len(payload) != expected:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
         values = gradient_of(payload, "float32")

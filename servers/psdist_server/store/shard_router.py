@@ -63,7 +63,8 @@ class ShardRouter:
         self._slice_count = entry.slicing.count
         self._shard_count = max(1, len(entry.shards))
         #: Epoch of the newest map, and the shards that it assigns to this server.
-        self._epoch = 0
+        #: Epoch of the map by which this server serves.
+        self.epoch = 0
         self._assigned: Collection[int] = ()
         #: Shards whose newer primary is known to a replica.
         self._fenced: set[int] = set()
@@ -71,7 +72,7 @@ class ShardRouter:
 
     def assign(self, epoch: int, assigned: Collection[int]) -> None:
         """Adopt a new map, by which this server is the primary of the ``assigned`` shards."""
-        self._epoch, self._assigned = epoch, assigned
+        self.epoch, self._assigned = epoch, assigned
 
     def add(self, number: int, machine: BspShard | AsyncShard, *, is_loaded: bool = True) -> None:
         """Start serving a shard. is_loaded: False if its slices are to be loaded from a snapshot."""
@@ -133,7 +134,7 @@ class ShardRouter:
         number = index % self._shard_count
         if number in self.machines and index < self._slice_count and number not in self._fenced:
             return
-        if index >= self._slice_count or (epoch == self._epoch and number not in self._assigned):
+        if index >= self._slice_count or (epoch == self.epoch and number not in self._assigned):
             raise InvalidArgumentError(
                 f"slice {index} of {self._name!r} is not on this server (of {self._slice_count} slices); "
                 "route by the cluster map"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from psdist import SSP, optim
-from psdist.errors import FencedError
+from psdist.errors import FencedError, InvalidArgumentError, StaleEpochError
 from psdist.types import (
     ClusterMap,
     Identity,
@@ -81,6 +81,21 @@ async def test_a_read_that_waits_for_the_bound_is_refused_when_its_worker_is_exp
         await host.adopt_map(_map(3, True, 1))
         with pytest.raises(FencedError):
             await pull.next_answer()
+    await host.close()
+
+
+async def test_initial_values_for_a_ready_set_are_refused_by_the_age_of_the_senders_map() -> None:
+    """A worker that was asked twice to upload may not have the map yet that says that its first upload counted."""
+    host = ParameterServer(ServerRegistration("run", "server-0"), "", kernel_threads=1)
+    await host.adopt_map(_map(1, False, 0))
+    values = memoryview(np.ones(16, np.float32)).cast("B")
+    store = host.admission.store("p")
+    store.install(0, values, 1)
+    await host.adopt_map(_map(2, True, 0))
+    with pytest.raises(StaleEpochError, match="'p' is ready"):
+        store.install(0, values, 1)
+    with pytest.raises(InvalidArgumentError, match="'p' is ready"):
+        store.install(0, values, 2)
     await host.close()
 
 
