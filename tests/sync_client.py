@@ -221,6 +221,7 @@ _WORDS: Final = (
     (re.compile(r"\b[Aa]waiting\s+it\b"), "``wait()``"),
     (re.compile(r"\bawait\s+it\b"), "call ``wait()``"),
     (re.compile(r"on psdist's loop\b"), "on psdist's thread"),
+    (re.compile(r"\bseveral tasks\b"), "several threads"),
 )
 
 

@@ -104,7 +104,13 @@ class AsyncClient(ProcessBound):
     # --- joining and leaving ---
 
     async def connect(self) -> Self:
-        """Join the run. Raises ConfigurationError, SchedulerUnreachableError, and the scheduler's refusal."""
+        """Join the run.
+
+        Raises InvalidArgumentError and InvalidNameError for an argument, ConfigurationError for the environment;
+        SchedulerUnreachableError; and the scheduler's refusal: ProtocolMismatchError (another version of psdist),
+        WrongRunError (another run than ``run_id``), DuplicateMemberError (a live worker has this ``worker_id`` or
+        rank), UnauthenticatedError (the token is missing or wrong), LimitExceededError (too many members).
+        """
         if self.is_closed:
             raise ClosedError("the client is closed: make a new one")
         if self.session is not None:
@@ -213,11 +219,14 @@ class AsyncClient(ProcessBound):
 
         init: initial values by tensor name; their order, shapes and dtypes are the layout. If several workers create
             concurrently, the lowest rank's values count. None attaches for reading only, once they exist.
-        optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
-        settings that all workers must agree on. In a run that resumes from a snapshot they may differ from those
-        before, and a warning lists the differences. A setting that invalidates the saved optimizer state needs
-        ``reset_optimizer``: another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's
-        centered, Adagrad's initial_accumulator_value.
+        optimizer: one of ``psdist.optim``, which runs on the servers. Needed with ``init``.
+        consistency: ``BSP()`` (the default), ``SSP(staleness)`` or ``ASP()``.
+        non_finite: reaction to NaN or Inf in a gradient. "reject" raises NonFiniteGradientError; "skip" leaves this
+            worker's gradient out of the step, which counts as made (``statistics().abstained``).
+        slice_elements: elements of one slice, 1 to 2**20. 0 lets psdist choose; it chooses smaller ones for a large
+            vector whose servers and workers are on several hosts, unless ``pull_compression`` is set. With another size
+            the last bits of the weights may change if ``max_grad_norm`` clips, and the part that ``pull_compression``
+            leaves out of them.
         reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
             the data's position are restored, but the optimizer starts as a new one of torch does: with its first state,
             and counting its own updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first
@@ -228,8 +237,7 @@ class AsyncClient(ProcessBound):
             defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
             links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
             next one. The residual is in snapshots and in ``statistics()``, and takes three times the memory of the
-            gradients. If a push is dropped, the residual that was added to it is lost, too, and the warning mentions
-            it.
+            gradients. If a push is dropped, the residual that was added to it is lost, too, as the warning says.
         pull_dtype: dtype of pulled weights on the wire ("float32", "bfloat16", "float16").
         pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
             Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
@@ -241,6 +249,11 @@ class AsyncClient(ProcessBound):
             the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
             rollback is always logged as a warning.
 
+        All workers must agree on the settings from ``optimizer`` to ``slice_elements``. A resumed run may change them;
+        a warning lists the differences. A change that invalidates the saved optimizer state needs ``reset_optimizer``:
+        another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's
+        initial_accumulator_value.
+
         Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
         out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
 
@@ -250,19 +263,12 @@ class AsyncClient(ProcessBound):
         """
         handles = self._opened_handles()
         choice = OwnChoice(self._options(compression, pull_dtype), on_drop, compression is not None)
-        pulls = "" if pull_compression is None else pull_codec_to_text(resolve(pull_compression))
-        if pulls and pull_dtype != "float32":
-            raise InvalidArgumentError(f"pull_compression={pulls} with pull_dtype={pull_dtype!r}: pass one of them")
+        pulls = _pull_codec(pull_compression, pull_dtype)
         check_name(name, "parameters name")
         check_on_drop(on_drop)
         if init is None:
-            if optimizer is not None or reset_optimizer or pulls:
-                given = {"an optimizer": optimizer is not None, "reset_optimizer=True": reset_optimizer}
-                what = next((name for name, is_given in given.items() if is_given), "pull_compression")
-                raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
+            _check_without_init(name, optimizer, reset_optimizer, pulls)
             return await handles.open_reader(name, choice)
-        if optimizer is None:
-            raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
         spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pulls)
         return await handles.open_member(spec, init, choice)
 
@@ -422,13 +428,15 @@ class AsyncClient(ProcessBound):
 
 def _spec(
     name: str,
-    optimizer: Optimizer,
+    optimizer: Optimizer | None,
     consistency: Consistency | None,
     non_finite: NonFinite,
     slice_elements: int,
     reset_optimizer: bool,
     pull_compression: str,
 ) -> ParametersSpec:
+    if optimizer is None:
+        raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
     consistency = BSP() if consistency is None else consistency
     if not isinstance(optimizer, Optimizer):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -439,6 +447,22 @@ def _spec(
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
     return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pull_compression)
+
+
+def _pull_codec(compression: Codec | str | None, dtype: DType) -> str:
+    """Return the codec of weights as text. Raises InvalidArgumentError if their dtype on the wire is set, too."""
+    pulls = "" if compression is None else pull_codec_to_text(resolve(compression))
+    if pulls and dtype != "float32":
+        raise InvalidArgumentError(f"pull_compression={pulls} with pull_dtype={dtype!r}: pass one of them")
+    return pulls
+
+
+def _check_without_init(name: str, optimizer: Optimizer | None, resets: bool, pulls: str) -> None:
+    """Raise InvalidArgumentError if settings of a member are given for a handle that only reads."""
+    given = {"an optimizer": optimizer is not None, "reset_optimizer=True": resets, "pull_compression": pulls}
+    for what, is_given in given.items():
+        if is_given:
+            raise InvalidArgumentError(f"{name!r}: {what} without init: pass the initial values too")
 
 
 @asynccontextmanager

@@ -39,7 +39,11 @@ from psdist.types import ITEM_BYTES, Layout, ParametersSpec
 
 
 class AsyncParameters(ProcessBound):
-    """Named tensors that live on the servers. Made by ``AsyncClient.parameters``."""
+    """Named tensors that live on the servers. Made by ``AsyncClient.parameters``.
+
+    Calls of several tasks run one after another. A call that fails does not advance the step: call it again with the
+    same gradients. A worker that was expelled while it lived rejoins within a call.
+    """
 
     def __init__(self, servers: ServerAccess, layout: Layout, on_drop: OnDrop = "warn") -> None:
         self.spec: ParametersSpec = servers.participation.entry.spec
@@ -156,8 +160,8 @@ class AsyncParameters(ProcessBound):
         copy: False returns read-only arrays, valid until the next call on these parameters (in a step in buckets, until
             their tensor is given). They are the servers' own memory if that is shared and does not change between steps
             (BSP without backup workers), else memory that each such call reuses. Neither allocates.
-        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device. With ``copy=False`` they use the
-            same memory each time.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). With ``copy=False`` they use the same memory each time.
 
         BSP: waits until the step before this worker's next one is complete. SSP: waits until no member is further
         behind than the bound.
@@ -176,9 +180,10 @@ class AsyncParameters(ProcessBound):
         """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
         this worker had been expelled and the other workers continued without it.
 
-        gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
-            ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels for it, so that only
-            payloads are copied to the host. Otherwise the arrays are copied.
+        gradients: an array for each tensor, by name, in its shape. Exactly the arrays of ``gradient_buffers`` are sent
+            from their memory; others are first copied into one vector. Arrays in the memory of a CUDA device (CuPy's,
+            torch's, and others by ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels
+            for it, so that only payloads are copied to the host. Otherwise the arrays are copied.
         weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
             The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
             order, over the sum of the weights. 0 contributes nothing.
@@ -187,7 +192,7 @@ class AsyncParameters(ProcessBound):
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
         MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
         the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
-        of a device.
+        of a device. Calling it again with the same gradients retries the same step.
         """
         async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)
@@ -287,8 +292,9 @@ class AsyncParameters(ProcessBound):
             await mine.take_turns(theirs)
 
     async def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
-        """Return writable float32 arrays for the gradients, always the same ones. Pushing exactly these copies nothing
-        in this process. If memory is shared, they are not copied to the servers either.
+        """Return writable float32 arrays for the gradients, by name, in the tensors' shapes, always the same ones. A
+        push of exactly these is sent from their memory. Servers that share memory with this process read them in place,
+        unless a codec encodes them first.
 
         Write the gradients into them for every push: a warning is logged if five pushes in a row found them unchanged.
         torch's ``zero_grad()`` takes its gradients out of them, so use ``zero_grad(set_to_none=False)``. A push of

@@ -71,7 +71,13 @@ class Client(Blocking[AsyncClient]):
         transport: TransportName | None = None,
         rejoin: bool = True,
     ) -> None:
-        """Join the run. Raises ConfigurationError, SchedulerUnreachableError, and the scheduler's refusal."""
+        """Join the run.
+
+        Raises InvalidArgumentError and InvalidNameError for an argument, ConfigurationError for the environment;
+        SchedulerUnreachableError; and the scheduler's refusal: ProtocolMismatchError (another version of psdist),
+        WrongRunError (another run than ``run_id``), DuplicateMemberError (a live worker has this ``worker_id`` or
+        rank), UnauthenticatedError (the token is missing or wrong), LimitExceededError (too many members).
+        """
         client = AsyncClient(
             scheduler,
             token,
@@ -138,11 +144,14 @@ class Client(Blocking[AsyncClient]):
 
         init: initial values by tensor name; their order, shapes and dtypes are the layout. If several workers create
             concurrently, the lowest rank's values count. None attaches for reading only, once they exist.
-        optimizer, consistency (BSP by default), non_finite ("reject" or "skip"), slice_elements (0: chosen by psdist):
-        settings that all workers must agree on. In a run that resumes from a snapshot they may differ from those
-        before, and a warning lists the differences. A setting that invalidates the saved optimizer state needs
-        ``reset_optimizer``: another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's
-        centered, Adagrad's initial_accumulator_value.
+        optimizer: one of ``psdist.optim``, which runs on the servers. Needed with ``init``.
+        consistency: ``BSP()`` (the default), ``SSP(staleness)`` or ``ASP()``.
+        non_finite: reaction to NaN or Inf in a gradient. "reject" raises NonFiniteGradientError; "skip" leaves this
+            worker's gradient out of the step, which counts as made (``statistics().abstained``).
+        slice_elements: elements of one slice, 1 to 2**20. 0 lets psdist choose; it chooses smaller ones for a large
+            vector whose servers and workers are on several hosts, unless ``pull_compression`` is set. With another size
+            the last bits of the weights may change if ``max_grad_norm`` clips, and the part that ``pull_compression``
+            leaves out of them.
         reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
             the data's position are restored, but the optimizer starts as a new one of torch does: with its first state,
             and counting its own updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first
@@ -153,8 +162,7 @@ class Client(Blocking[AsyncClient]):
             defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
             links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
             next one. The residual is in snapshots and in ``statistics()``, and takes three times the memory of the
-            gradients. If a push is dropped, the residual that was added to it is lost, too, and the warning mentions
-            it.
+            gradients. If a push is dropped, the residual that was added to it is lost, too, as the warning says.
         pull_dtype: dtype of pulled weights on the wire ("float32", "bfloat16", "float16").
         pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
             Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
@@ -165,6 +173,11 @@ class Client(Blocking[AsyncClient]):
             without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for
             the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
             rollback is always logged as a warning.
+
+        All workers must agree on the settings from ``optimizer`` to ``slice_elements``. A resumed run may change them;
+        a warning lists the differences. A change that invalidates the saved optimizer state needs ``reset_optimizer``:
+        another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's
+        initial_accumulator_value.
 
         Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
         out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
@@ -303,7 +316,11 @@ class Client(Blocking[AsyncClient]):
 
 
 class Parameters(Blocking[AsyncParameters]):
-    """Named tensors that live on the servers. Made by ``Client.parameters``."""
+    """Named tensors that live on the servers. Made by ``Client.parameters``.
+
+    Calls of several threads run one after another. A call that fails does not advance the step: call it again with the
+    same gradients. A worker that was expelled while it lived rejoins within a call.
+    """
 
     @property
     def spec(self) -> ParametersSpec:
@@ -391,8 +408,8 @@ class Parameters(Blocking[AsyncParameters]):
         copy: False returns read-only arrays, valid until the next call on these parameters (in a step in buckets, until
             their tensor is given). They are the servers' own memory if that is shared and does not change between steps
             (BSP without backup workers), else memory that each such call reuses. Neither allocates.
-        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device. With ``copy=False`` they use the
-            same memory each time.
+        device: "cuda" or "cuda:N" returns CuPy arrays in the memory of that device, which torch takes without a copy
+            (``torch.from_dlpack``). With ``copy=False`` they use the same memory each time.
 
         BSP: waits until the step before this worker's next one is complete. SSP: waits until no member is further
         behind than the bound.
@@ -410,9 +427,10 @@ class Parameters(Blocking[AsyncParameters]):
         """Send the gradient of the next step. Returns when it is applied, or dropped (``statistics().dropped``) because
         this worker had been expelled and the other workers continued without it.
 
-        gradients: an array for each tensor. Arrays in the memory of a CUDA device (CuPy's, torch's, and others by
-            ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels for it, so that only
-            payloads are copied to the host. Otherwise the arrays are copied.
+        gradients: an array for each tensor, by name, in its shape. Exactly the arrays of ``gradient_buffers`` are sent
+            from their memory; others are first copied into one vector. Arrays in the memory of a CUDA device (CuPy's,
+            torch's, and others by ``__cuda_array_interface__`` or DLPack) are encoded there if the codec has kernels
+            for it, so that only payloads are copied to the host. Otherwise the arrays are copied.
         weight: weight in the mean of its step (BSP), such as the number of samples or tokens behind it: 1e-18 to 1e18.
             The applied gradient is sum(weight * gradient) / sum(weight): float32 products, added to zeros in rank
             order, over the sum of the weights. 0 contributes nothing.
@@ -421,7 +439,7 @@ class Parameters(Blocking[AsyncParameters]):
         before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
         MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
         the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
-        of a device.
+        of a device. Calling it again with the same gradients retries the same step.
         """
         with self._phases.call(Phase.PUSH):
             loop.shared().call(self._async.push(gradients, weight))
@@ -510,8 +528,9 @@ class Parameters(Blocking[AsyncParameters]):
         loop.shared().call(self._async.share_gradient_memory(None if other is None else other._async))
 
     def gradient_buffers(self, device: str | None = None, *, is_checked: bool = True) -> dict[str, Any]:
-        """Return writable float32 arrays for the gradients, always the same ones. Pushing exactly these copies nothing
-        in this process. If memory is shared, they are not copied to the servers either.
+        """Return writable float32 arrays for the gradients, by name, in the tensors' shapes, always the same ones. A
+        push of exactly these is sent from their memory. Servers that share memory with this process read them in place,
+        unless a codec encodes them first.
 
         Write the gradients into them for every push: a warning is logged if five pushes in a row found them unchanged.
         torch's ``zero_grad()`` takes its gradients out of them, so use ``zero_grad(set_to_none=False)``. A push of
