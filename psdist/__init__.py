@@ -2,7 +2,8 @@
 
 These are the names that a script uses. They are loaded on first use, so ``import psdist`` costs nothing.
 ``psdist.init()`` returns the ``Context`` of a script; ``psdist.Client()`` is the connection alone. In a launched script
-the import installs the exception hook of ``psdist.client.process.tracebacks``; in others ``init()`` does.
+the import installs the exception hook of ``psdist.client.process.tracebacks``, which ``init()`` does in others, and
+the choice of the exit status in ``psdist.client.process.exit_status``.
 
 The import disables gRPC's fork handlers, unless the environment says otherwise. While gRPC's threads are busy, those
 handlers occasionally crash a forked child (grpcio 1.85: 3 of 40 forks), and a script may fork, for example for a data
@@ -76,3 +77,4 @@ def __dir__() -> list[str]:
 
 if "PSDIST_CONNECTED_FILE" in os.environ:
     import_module("psdist.client.process.tracebacks").install()
+    import_module("psdist.client.process.exit_status").install()

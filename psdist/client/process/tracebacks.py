@@ -1,13 +1,12 @@
-"""Exception hook of a script: a short traceback and, for launchers, an exit status for wrong settings.
+"""Exception hook of a script: a short traceback.
 
 Frames of psdist, and of libraries that psdist called, are removed from a traceback: the script's call and the message
 explain the error. A note counts the removed frames; ``PSDIST_FULL_TRACEBACK=1`` prints all. A foreign exception that
 was raised within psdist is printed whole, because it may be a defect.
 
 In a launched script the hook is installed when psdist is imported, since errors may be raised before ``psdist.init()``.
-The previous hook prints the traceback. An error that would recur with every attempt ends the script with
-``exit_codes.CONFIGURATION`` or ``exit_codes.LATE``, after which launchers do not restart it. In any other script
-``psdist.init()`` installs the hook if Python's own is active, and exit statuses are Python's.
+The previous hook prints the traceback. In any other script ``psdist.init()`` installs the hook if Python's own is
+active. The exit status is chosen by ``exit_status``, since another library may replace or wrap this hook.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Final
 
-from psdist.settings import exit_codes
-
 _FULL: Final = "PSDIST_FULL_TRACEBACK"
 #: Folders of the standard library and of installed packages, also in a virtual environment.
 _LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -29,10 +26,10 @@ _LIBRARIES: Final = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib
 def install_alone() -> None:
     """Install the hook in a process without a launcher, unless it has a hook of its own."""
     if sys.excepthook is sys.__excepthook__:
-        install(chooses_status=False)
+        install()
 
 
-def install(*, chooses_status: bool = True) -> None:
+def install() -> None:
     """Install the hook."""
     previous = sys.excepthook
 
@@ -40,53 +37,14 @@ def install(*, chooses_status: bool = True) -> None:
         if os.environ.get(_FULL, "0") in ("", "0"):
             shorten(error)
         previous(kind, error, error.__traceback__)
-        if chooses_status and (status := status_of(error)):
-            # SystemExit is how a hook chooses the status.
-            raise SystemExit(status)
 
     sys.excepthook = hook
-
-
-def status_of(error: BaseException) -> int:
-    """Return the exit status for a launcher; 0 for errors without a special status.
-
-    The status says that another attempt would fail in the same way or, for UNAVAILABLE, that the scheduler may only be
-    late.
-    """
-    from psdist.errors import RUN_ENDING, LateWorkerError, SchedulerUnreachableError
-
-    if isinstance(error, LateWorkerError):
-        return exit_codes.LATE
-    if isinstance(error, SchedulerUnreachableError):
-        return exit_codes.UNAVAILABLE
-    for each in _chain(error):  # The script may have raised its own error from it.
-        if isinstance(each, RUN_ENDING):
-            # The next attempt finds a run that resumed from a snapshot.
-            return 0 if "snapshot" in each.details else exit_codes.status_of_ended_run(each)
-    return exit_codes.CONFIGURATION if would_recur(error) else 0
-
-
-def would_recur(error: BaseException) -> bool:
-    """Return True if another attempt of the script would end with the same error.
-
-    Its settings or arguments are wrong, it uses something that it has closed, or its device is missing.
-    """
-    from psdist import errors
-
-    settings = (
-        *(errors.InvalidArgumentError, errors.LayoutMismatchError, errors.SettingsMismatchError),
-        *(errors.NoStorageError, errors.ProtocolMismatchError, errors.UnauthenticatedError, errors.WrongRunError),
-        *(errors.MutualWaitError, errors.NotMemberError, errors.WorkerLeftError, errors.UnevenInputsError),
-        *(errors.ClosedError, errors.DeviceUnavailableError),
-    )
-    # The next gradient may be finite.
-    return isinstance(error, settings) and not isinstance(error, errors.NonFiniteGradientError)
 
 
 def shorten(error: BaseException) -> None:
     """Remove psdist's frames from the tracebacks of ``error`` and of its causes, and note their number."""
     hidden = 0
-    for each in _chain(error):
+    for each in chain(error):
         frames = list(_frames(each.__traceback__))
         kept = _outside(frames)
         # Of errors raised in psdist, only its own classes are clear without the frame.
@@ -104,7 +62,7 @@ def _is_understood(error: BaseException) -> bool:
     return isinstance(error, PsdistError | KeyboardInterrupt) and not isinstance(error, InternalError)
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield ``error``, and the errors that are printed before it."""
     seen: set[int] = set()
     each: BaseException | None = error

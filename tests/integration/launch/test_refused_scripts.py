@@ -47,3 +47,30 @@ def test_without_a_launcher_the_status_is_pythons(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("import psdist\nwith psdist.init():\n    raise psdist.errors.WrongRunError('x')\n")
     done = subprocess.run([sys.executable, "x.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 1 and "WrongRunError: x" in done.stderr, done.stderr
+
+
+#: The exception hook of torch collects the text of those before it, and prints it afterwards.
+_WITH_TORCH = """
+import sys
+import torch.distributed, psdist
+from psdist import errors
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+psdist.init()
+raise getattr(errors, sys.argv[1])("the full text of the message")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [("LayoutMismatchError", 78), ("LateWorkerError", 66), ("SchedulerUnreachableError", 69)]
+)
+def test_an_error_after_init_process_group_is_shown_and_keeps_its_status(
+    tmp_path: Path, error: str, status: int
+) -> None:
+    flags = ("--nservers", "1", "--storage-path", "none", "--max-restarts", "0", "--nproc-per-node", "1")
+    run = Run(tmp_path, _WITH_TORCH, error, flags=flags)
+    try:
+        code, text = run.end()
+    finally:
+        run.stop()
+    assert code == status, text
+    assert f"{error}: the full text of the message" in text and "in <module>" in text, text

@@ -16,7 +16,7 @@ import pytest
 
 import psdist
 from psdist.client.core import flat_vector
-from psdist.client.process import tracebacks
+from psdist.client.process import exit_status, tracebacks
 from psdist.errors import (
     ClosedError,
     ConfigurationError,
@@ -114,6 +114,77 @@ psdist.optim.SGD(lr=-1.0)
     assert status == 78 and text.splitlines() == ["mine: InvalidArgumentError", "cleaned"]
 
 
+#: Hooks as other libraries install them, each printing "shown: " and the error.
+_FOREIGN_HOOKS = {
+    # As torch.distributed: it collects the text of the previous hook, and prints it afterwards.
+    "collects": """
+import io
+previous = sys.excepthook
+def hook(*error):
+    before, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        previous(*error)
+    finally:
+        text, sys.stderr = sys.stderr.getvalue(), before
+    print("shown: " + text, file=sys.stderr)
+sys.excepthook = hook
+""",
+    # As rich and IPython: it calls no other.
+    "replaces": """
+sys.excepthook = lambda kind, error, trace: print("shown:", kind.__name__, error, file=sys.stderr)
+""",
+    # As reporters of crashes: it does its work after the previous one.
+    "follows": """
+previous = sys.excepthook
+def hook(*error):
+    previous(*error)
+    print("shown:", error[1], file=sys.stderr)
+sys.excepthook = hook
+""",
+    "faulthandler": "import faulthandler; faulthandler.enable(); print('shown:', file=sys.stderr)\n",
+}
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("name", _FOREIGN_HOOKS)
+def test_another_hook_changes_neither_message_nor_status(tmp_path: Path, name: str, is_first: bool) -> None:
+    lines = [_FOREIGN_HOOKS[name], "import psdist\n"]
+    script = "import sys\n" + "".join(lines if is_first else reversed(lines)) + "psdist.optim.SGD(lr=-1.0)\n"
+    status, text = ended(tmp_path, script)
+    assert status == 78 and "InvalidArgumentError" in text and "shown:" in text and "lr" in text, text
+
+
+def test_the_status_is_chosen_after_all_cleanup_and_output(tmp_path: Path) -> None:
+    script = """
+import atexit, sys
+atexit.register(lambda: print("cleaned last"))
+import psdist
+sys.excepthook = lambda *error: None
+atexit.register(lambda: print("cleaned first"))
+psdist.optim.SGD(lr=-1.0)
+"""
+    (tmp_path / "train.py").write_text(script)
+    environment = {**os.environ, "PSDIST_CONNECTED_FILE": str(tmp_path / "connected")}
+    command = [sys.executable, "train.py"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (78, "cleaned first\ncleaned last\n")
+
+
+def test_an_error_that_did_not_end_the_script_leaves_its_status(tmp_path: Path) -> None:
+    # Libraries in C report an exception of a callback by the interpreter's own function, and continue.
+    script = """
+import sys, psdist
+def callback():
+    try:
+        psdist.optim.SGD(lr=-1.0)
+    except psdist.PsdistError as error:
+        sys.last_value, sys.last_traceback = error, error.__traceback__
+callback()
+"""
+    status, text = ended(tmp_path, script)
+    assert (status, text) == (0, "")
+
+
 def test_frames_of_a_callback_are_kept_and_those_between_left_out() -> None:
     def convert(value: str) -> str:
         raise ZeroDivisionError("in the callback")
@@ -163,7 +234,7 @@ def test_causes_are_shortened_too() -> None:
     ],
 )
 def test_errors_that_would_come_again(error: BaseException, status: int) -> None:
-    assert tracebacks.status_of(error) == status
+    assert exit_status.status_of(error) == status
 
 
 def test_an_error_of_an_installed_library_is_printed_whole() -> None:
