@@ -12,7 +12,7 @@ These are specifications; ``psdist_server.core.gates`` enforces them on the serv
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any, Final, Literal
 
@@ -20,7 +20,14 @@ from psdist.errors import InvalidArgumentError, check_integer
 
 StalenessLr = Literal["none", "inverse"]
 ResizeLr = Literal["none", "linear", "sqrt"]
+Reduction = Literal["mean", "sum"]
 _COUNT_MAX = 1 << 20
+
+
+def check_reduction(value: str) -> None:
+    """Raise InvalidArgumentError unless ``value`` is a Reduction."""
+    if value not in ("mean", "sum"):
+        raise InvalidArgumentError(f"reduction={value!r:.60} is unknown: use 'mean' or 'sum'")
 
 
 def _check_staleness_lr(value: str) -> None:
@@ -36,16 +43,25 @@ class BSP:
         2016, "Revisiting Distributed Synchronous SGD"). Above 0, the result depends on who is late.
     resize_lr: factor on the learning rate of a step with n contributors in a run that began with m: "none" 1, "linear"
         n / m (Goyal et al. 2017, arXiv 1706.02677), "sqrt" (n / m) ** 0.5 (Krizhevsky 2014, arXiv 1404.5997).
+    reduction: "sum" applies the weighted sum of the gradients instead of their mean, for losses that are sums over the
+        samples of a batch. It grows with the number of workers by itself, so ``resize_lr`` must be "none" then.
     Raises InvalidArgumentError for a value out of its range.
     """
 
     backup_workers: int = 0
     resize_lr: ResizeLr = "none"
+    reduction: Reduction = "mean"
 
     def __post_init__(self) -> None:
         check_integer("backup_workers", self.backup_workers, 0, _COUNT_MAX)
+        check_reduction(self.reduction)
         if self.resize_lr not in ("none", "linear", "sqrt"):
             raise InvalidArgumentError(f"resize_lr={self.resize_lr!r} is unknown: use 'none', 'linear' or 'sqrt'")
+        if self.reduction == "sum" and self.resize_lr != "none":
+            raise InvalidArgumentError(
+                f"reduction='sum' with resize_lr={self.resize_lr!r}: a sum grows with the number of workers by itself. "
+                "Leave resize_lr out, or use reduction='mean'"
+            )
 
     def lr_scale(self, contributors: int, reference: int) -> float:
         """Return the factor on the learning rate of a step.
@@ -91,6 +107,24 @@ class ASP:
 
 
 Consistency = BSP | SSP | ASP
+
+
+def with_reduction(consistency: Consistency, reduction: Reduction) -> Consistency:
+    """Return the mode with "sum" if ``reduction`` says so, else unchanged.
+
+    Raises InvalidArgumentError for an unknown reduction, and for "sum" outside BSP.
+    """
+    check_reduction(reduction)
+    if reduction == "mean":
+        return consistency
+    if not isinstance(consistency, BSP):
+        raise InvalidArgumentError(
+            f"reduction='sum' in {type(consistency).__name__}, which applies each push by itself, so that all "
+            "gradients are added up already: leave reduction out, or use BSP"
+        )
+    return replace(consistency, reduction=reduction)
+
+
 KINDS: Final[dict[str, type[Consistency]]] = {"bsp": BSP, "ssp": SSP, "asp": ASP}
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from psdist.client.context import Context, init
 from psdist.client.sync_client import Client
 from psdist.compression import Codec
+from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
@@ -60,7 +61,7 @@ _UNSUPPORTED: Final[dict[str, Any]] = {
 
 
 class DistributedDataParallel(nn.Module):
-    """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients.
+    """Wraps ``module`` so that each backward pass ends with the mean of all workers' gradients, or their sum.
 
     module: as for ``DistributedOptimizer``. All workers start with the values of the lowest rank.
     device_ids: None, or the one device that the module is on.
@@ -72,6 +73,8 @@ class DistributedDataParallel(nn.Module):
     gradient_as_bucket_view: ``parameter.grad`` is a view of the gradient vector, which saves memory and a copy.
     static_graph: same effect as find_unused_parameters: a backward pass need not reach all parameters.
     bucket_cap_mb: MiB of gradients that are pushed together; None for 8.
+    reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
+        of a batch. torch's class has only the mean.
     compression: codec of gradients, as for ``Client.parameters``.
     name: name of the parameter set. Each model of a script has its own.
     context: None uses the context of ``psdist.init()``.
@@ -96,6 +99,7 @@ class DistributedDataParallel(nn.Module):
         find_unused_parameters: bool = False,
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
+        reduction: Reduction = "mean",
         compression: Codec | str | None = None,
         name: str = "gradients",
         context: Context | None = None,
@@ -121,7 +125,9 @@ class DistributedDataParallel(nn.Module):
         if self._may_miss:
             flags[_USED] = np.zeros(len(shapes), np.float32)
         #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
-        self.handle = client.parameters(name, shapes | flags, Mean(), compression=compression)
+        self.handle = client.parameters(
+            name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression
+        )
         if self.handle.restored:
             logger.warning(
                 "%r resumes from snapshot %s, which contains neither weights nor optimizer of a "

@@ -22,7 +22,7 @@ from psdist.client.context import Context, init
 from psdist.client.session.drops import OnDrop
 from psdist.client.sync_client import Parameters
 from psdist.compression import Codec
-from psdist.consistency import BSP, Consistency
+from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
@@ -51,8 +51,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         factor for all groups; in BSP all workers must use the same rates.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     compression, pull_dtype, non_finite, on_drop, reset_optimizer: as for ``Client.parameters``.
-    max_grad_norm: clips the mean gradient to this global norm, like ``clip_grad_norm_`` in a single process. None uses
-        the specification's value. ``clip_grad_norm_`` itself cannot be used with ``overlap``.
+    reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
+        of a batch (``reduction="sum"`` of torch's loss functions). BSP only.
+    max_grad_norm: clips the mean gradient (with ``reduction="sum"`` the sum) to this global norm, like
+        ``clip_grad_norm_`` in a single process. None uses the specification's value. ``clip_grad_norm_`` itself cannot
+        be used with ``overlap``.
     name: name of the parameter set. Each model of a script has its own.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
         do SSP and ASP with ``max_grad_norm``.
@@ -73,6 +76,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         scheduler: lr_scheduler.LRScheduler | None = None,
         *,
         consistency: Consistency | None = None,
+        reduction: Reduction = "mean",
         compression: Codec | str | None = None,
         pull_dtype: DType = "float32",
         max_grad_norm: float | None = None,
@@ -85,7 +89,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         context: Context | None = None,
     ) -> None:
         self._is_made = False
-        consistency = BSP() if consistency is None else consistency
+        consistency = with_reduction(BSP() if consistency is None else consistency, reduction)
         check_scheduler(optimizer, scheduler, consistency)
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None

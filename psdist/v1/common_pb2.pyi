@@ -115,18 +115,20 @@ class Optimizer(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., values: _Optional[_Mapping[str, float]] = ..., schedule: _Optional[_Union[Schedule, _Mapping]] = ..., max_grad_norm: _Optional[float] = ..., overrides: _Optional[_Iterable[_Union[Override, _Mapping]]] = ...) -> None: ...
 
 class Consistency(_message.Message):
-    __slots__ = ("kind", "backup_workers", "staleness", "staleness_lr", "resize_lr")
+    __slots__ = ("kind", "backup_workers", "staleness", "staleness_lr", "resize_lr", "reduction")
     KIND_FIELD_NUMBER: _ClassVar[int]
     BACKUP_WORKERS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_FIELD_NUMBER: _ClassVar[int]
     STALENESS_LR_FIELD_NUMBER: _ClassVar[int]
     RESIZE_LR_FIELD_NUMBER: _ClassVar[int]
+    REDUCTION_FIELD_NUMBER: _ClassVar[int]
     kind: str
     backup_workers: int
     staleness: int
     staleness_lr: StalenessLr
     resize_lr: str
-    def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ...) -> None: ...
+    reduction: str
+    def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ..., reduction: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
     __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression")

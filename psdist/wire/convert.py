@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar, cast
 from google.protobuf.message import Message
 
 from psdist.compression.pulls import pull_codec_from_text
-from psdist.consistency import ASP, BSP, SSP, Consistency, ResizeLr, StalenessLr, kind_of
+from psdist.consistency import ASP, BSP, SSP, Consistency, Reduction, ResizeLr, StalenessLr, kind_of
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, LimitExceededError
 from psdist.map_difference import MapDifference
 from psdist.optim import Constant, Optimizer, Override, optimizer_from_values, schedule_from_values
@@ -190,7 +190,8 @@ def consistency_from_proto(message: pb.Consistency) -> Consistency:
     staleness_lr: StalenessLr = _name_of(_STALENESS_LR_FROM_PROTO, message.staleness_lr, "staleness_lr")
     match message.kind:
         case "bsp":
-            return BSP(message.backup_workers, cast(ResizeLr, message.resize_lr or "none"))
+            resize_lr, reduction = cast(ResizeLr, message.resize_lr or "none"), message.reduction or "mean"
+            return BSP(message.backup_workers, resize_lr, cast(Reduction, reduction))
         case "ssp":
             return SSP(message.staleness, staleness_lr)
         case "asp":

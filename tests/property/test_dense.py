@@ -1,4 +1,4 @@
-"""Batches of fused updates equal the numpy reference, byte for byte: mean of contributions, then the optimizer.
+"""Batches of fused updates equal the numpy reference, byte for byte: mean or sum of contributions, then the optimizer.
 
 They do so slice by slice, for any batch, for contributions of all types, and if some are not finite.
 """
@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from psdist import BSP, optim
+from psdist.consistency import Reduction
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
@@ -43,14 +44,19 @@ SLICE = 5000  # more than a block, but not a multiple of one
 TOTAL = 4 * SLICE - 700
 
 
-def make(spec: optim.Optimizer, since: int = 0) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
+REDUCTIONS: tuple[Reduction, ...] = ("mean", "sum")
+
+
+def make(
+    spec: optim.Optimizer, since: int = 0, reduction: Reduction = "mean"
+) -> tuple[DenseParameters, tuple[GroupRange, ...]]:
     """Create the parameters.
 
     since: version of the slices at which their optimizer state begins.
     """
     ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
     entry = ParametersEntry(
-        spec=ParametersSpec("p", spec, BSP(), slice_elements=SLICE),
+        spec=ParametersSpec("p", spec, BSP(reduction=reduction), slice_elements=SLICE),
         total=TOTAL,
         shards=(Shard(Replica("server-0", 1)),),
         ranges=ranges,
@@ -79,10 +85,14 @@ class Reference:
         self.spec, self.groups, self.since = spec, groups_of(ranges), dense.rule.state_since
         self.weights = dense.weights.array.copy()
         self.states = [state.copy() for state in dense.states]
+        self._sums = dense.sums
+
+    def combine(self, out: NDArray[np.float32], parts: list[NDArray[Any]]) -> None:
+        reference.combine(out, parts, 1 if self._sums else len(parts))
 
     def update(self, start: int, stop: int, step: int, parts: list[NDArray[Any]], lr_scale: float) -> None:
         gradient = np.empty(stop - start, np.float32)
-        reference.combine(gradient, parts, len(parts))
+        self.combine(gradient, parts)
         for group in range(len(self.spec.overrides) + 1):
             chosen = start + np.flatnonzero(self.groups[start:stop] == group)
             weights, states = self.weights[chosen], [state[chosen] for state in self.states]
@@ -99,7 +109,7 @@ class Reference:
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_batches_give_the_bytes_of_the_reference(spec: optim.Optimizer, seed: int, data: st.DataObject) -> None:
     since = data.draw(st.sampled_from([0, 1, 70]))
-    dense, ranges = make(spec, since)
+    dense, ranges = make(spec, since, data.draw(st.sampled_from(REDUCTIONS)))
     expected = Reference(spec, dense, ranges)
     rng = np.random.default_rng(seed)
     for step in range(since, since + 3):
@@ -128,7 +138,8 @@ def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
     spec: optim.Optimizer, max_grad_norm: float, seed: int, data: st.DataObject
 ) -> None:
     spec = dataclasses.replace(spec, max_grad_norm=max_grad_norm)
-    primary, backup = make(spec)[0], make(spec)[0]
+    reduction = data.draw(st.sampled_from(REDUCTIONS))
+    primary, backup = make(spec, reduction=reduction)[0], make(spec, reduction=reduction)[0]
     rng = np.random.default_rng(seed)
     for step, index in enumerate(data.draw(st.permutations(primary.indices * 2))):
         size = primary.slicing.size(index)
@@ -156,7 +167,7 @@ def test_an_update_by_the_mean_gives_the_bytes_of_the_update_by_its_parts(
 @given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 4), data=st.data())
 def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.DataObject) -> None:
     spec = optim.SGD(lr=1.0)
-    dense, ranges = make(spec)
+    dense, ranges = make(spec, reduction=data.draw(st.sampled_from(REDUCTIONS)))
     expected = Reference(spec, dense, ranges)
     rng = np.random.default_rng(seed)
     size = dense.slicing.size(1)
@@ -174,7 +185,7 @@ def test_a_block_is_the_mean_of_what_is_finite(seed: int, count: int, data: st.D
         if good:
             expected.update(SLICE + begin, SLICE + stop, 0, good, 1.0)
             combined = np.empty(stop - begin, np.float32)
-            reference.combine(combined, good, len(good))
+            expected.combine(combined, good)
             assert mean[begin:stop].tobytes() == combined.tobytes()
         else:
             assert np.isnan(mean[begin:stop]).all()

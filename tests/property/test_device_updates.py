@@ -19,25 +19,33 @@ from numpy.typing import NDArray
 from psdist import BSP, optim
 from psdist.compression import Int8
 from psdist.compression.pulls import pull_codec_to_text
+from psdist.consistency import Reduction
 from psdist.device.device import Device
 from psdist.types import GroupRange, ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import DenseParameters, Update
-from tests.property.test_dense import SLICE, SPECS
+from tests.property.test_dense import REDUCTIONS, SLICE, SPECS
 from tests.support.host_device import HostDevice, needs_compiler
 from tests.support.segments import integers
 
 pytestmark = needs_compiler
 
 every_optimizer = pytest.mark.parametrize("spec", SPECS, ids=lambda spec: f"{spec.kind}-{len(spec.values())}")
+reductions = st.sampled_from(REDUCTIONS)
 TOTAL = 3 * SLICE - 700
 
 
-def entry_of(spec: optim.Optimizer, slice_elements: int = SLICE, total: int = TOTAL, **others: Any) -> ParametersEntry:
+def entry_of(
+    spec: optim.Optimizer,
+    slice_elements: int = SLICE,
+    total: int = TOTAL,
+    reduction: Reduction = "mean",
+    **others: Any,
+) -> ParametersEntry:
     ranges = (GroupRange(100, 6000, 1), GroupRange(9000, 9001, 1)) if spec.overrides else ()
-    made = ParametersSpec("p", spec, BSP(), slice_elements=slice_elements, **others)
+    made = ParametersSpec("p", spec, BSP(reduction=reduction), slice_elements=slice_elements, **others)
     shards = tuple(Shard(Replica("server-0", 1)) for _ in range(2))
     return ParametersEntry(spec=made, total=total, shards=shards, ranges=ranges, ready=True)
 
@@ -105,7 +113,7 @@ def test_a_hundred_steps_give_the_same_bytes(spec: optim.Optimizer) -> None:
 def test_what_is_not_finite_is_left_out_of_the_same_blocks(
     spec: optim.Optimizer, seed: int, data: st.DataObject
 ) -> None:
-    both = Both(entry_of(spec), HostDevice(descending=data.draw(st.booleans())))
+    both = Both(entry_of(spec, reduction=data.draw(reductions)), HostDevice(descending=data.draw(st.booleans())))
     rng = np.random.default_rng(seed)
     for step, index in enumerate(data.draw(st.permutations(both.host.indices))):
         size = both.host.slicing.size(index)
@@ -151,7 +159,7 @@ def test_very_many_contributions_have_room() -> None:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), data=st.data())
 def test_means_and_their_squares_are_the_same(seed: int, data: st.DataObject) -> None:
-    both = Both(entry_of(optim.SGD(lr=0.1, max_grad_norm=1.0)))
+    both = Both(entry_of(optim.SGD(lr=0.1, max_grad_norm=1.0), reduction=data.draw(reductions)))
     rng = np.random.default_rng(seed)
     index = data.draw(st.sampled_from(both.host.indices))
     dtypes = data.draw(st.lists(st.sampled_from(list(kernels.DTYPES)), min_size=1, max_size=4))

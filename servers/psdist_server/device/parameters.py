@@ -174,7 +174,8 @@ class DeviceParameters(DenseParameters):
             size, out = min(most, mean.size - at), np.uint64(area.out)
             area.finish()
             area.stage(parts, at, size)
-            given: tuple[np.generic, ...] = (np.int64(size), *_staged(area), *kernels.division_by(len(parts)))
+            division = kernels.division_by(1 if self.sums else len(parts))
+            given: tuple[np.generic, ...] = (np.int64(size), *_staged(area), *division)
             area.launch(self._combine, size, *given, out, threads=THREADS)
             area.launch(self._sum_squares, 1, out, np.int64(size), np.uint64(area.sums), threads=THREADS)
             area.result(mean[at : at + size], area.out)
@@ -206,7 +207,7 @@ class DeviceParameters(DenseParameters):
                 *_arrays(segment, at),
                 np.int64(size),
                 *_staged(area),
-                *division_of(update),
+                *division_of(update, self.sums),
             )
             area.launch(self._update, size, *given, mean, *scalars, threads=THREADS)
             self._device.copy_out(weights[at : at + size], segment.addresses[0] + 4 * at, area.stream)

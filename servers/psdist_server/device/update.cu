@@ -99,7 +99,7 @@ static __device__ __noinline__ bool add_up_finite(float* values, Staged staged, 
     }
     if (good == 0) return false;
     Division division = {(float)good, 0.0f};
-    if (by.divisor == 0.0f && good == staged.count) division = by;
+    if (by.divisor == 0.0f && (good == staged.count || by.factor == 1.0f)) division = by;
     bool finite = true;
     for (int i = threadIdx.x; i < size; i += blockDim.x) {
         values[i] = divided(values[i], division);

@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.pulls import pull_codec_from_text
+from psdist.consistency import BSP
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry
 from psdist_server.kernels import encoded, kernels
@@ -52,7 +53,8 @@ _thread = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Update number ``step`` of a slice by the mean of the parts, which are added in order. Without parts only the
+    """Update number ``step`` of a slice by the mean of the parts (their sum with ``BSP(reduction="sum")``), which are
+    added in order. Without parts only the
     version advances.
 
     factor: multiplies the only part (clipping).
@@ -121,6 +123,8 @@ class DenseParameters:
         self._runs: dict[int, Runs] = {}
         self._segments: dict[int, tuple[GroupSegment, ...]] = {}
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
+        #: True if contributions are added up and not divided.
+        self.sums = isinstance(entry.spec.consistency, BSP) and entry.spec.consistency.reduction == "sum"
         #: The array that workers read: the weights, or the published ones.
         self.weights = WeightsMemory(self.slicing)
         #: None if workers read the weights themselves.
@@ -267,7 +271,7 @@ class DenseParameters:
     def combine(
         self, index: int, parts: Sequence[Gradient], is_encoded: bool = False, weights: tuple[float, ...] = ()
     ) -> tuple[Array | None, float, Bad]:
-        """Compute the mean of the finite parts of a slice.
+        """Compute the mean of the finite parts of a slice, or their sum if this parameter set sums.
 
         is_encoded, weights: as in ``Update``.
 
@@ -278,9 +282,9 @@ class DenseParameters:
             return None, 0.0, ()
         mean = np.empty(self.slicing.size(index), np.float32)
         if weights:
-            bad = _combine_weighted(mean, parts, weights)
+            bad = _combine_weighted(mean, parts, weights, self.sums)
         else:
-            bad = _combine_encoded(mean, parts) if is_encoded else _combine(mean, parts)
+            bad = _combine_encoded(mean, parts, self.sums) if is_encoded else _combine(mean, parts, self.sums)
         return (None, 0.0, bad) if len(bad) == len(parts) else (mean, kernels.sum_squares(mean), bad)
 
     def carry_out(self, works: Sequence[tuple[int, UpdateWork]]) -> list[Applied]:
@@ -361,7 +365,7 @@ class DenseParameters:
             np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
             parts,
             codes,
-            np.array([division_of(update) for _, update, _ in jobs], np.float32),
+            np.array([division_of(update, self.sums) for _, update, _ in jobs], np.float32),
             _memory(),
             bad,
             np.array([kernels.address_of(one.mean) if one.mean is not None else 0 for _, one, _ in jobs], np.uintp),
@@ -390,36 +394,36 @@ def _memory() -> Array:
     return memory
 
 
-def division_of(update: Update) -> tuple[np.float32, np.float32]:
+def division_of(update: Update, sums: bool) -> tuple[np.float32, np.float32]:
     """Return divisor and factor of an update's sum, as the kernels take them."""
     if update.factor is not None:
         return np.float32(0.0), np.float32(update.factor)
-    return kernels.division_by(update.divisor or len(update.parts))
+    return kernels.division_by(1 if sums else update.divisor or len(update.parts))
 
 
-def _combine(out: Array, parts: Sequence[Gradient]) -> Bad:
-    """Write the mean of the finite parts to ``out``. Returns the positions of the others."""
-    if kernels.combine(out, parts, len(parts)):
+def _combine(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
+    """Write the mean of the finite parts to ``out``, or their sum. Returns the positions of the others."""
+    if kernels.combine(out, parts, 1 if sums else len(parts)):
         return ()
     # Shared parts could change between check and sum, so copy them first. This path is rare.
     copies = [part.copy() for part in parts]
     good = [part for part in copies if kernels.all_finite(part)]
     if good:  # All of them if the sum overflowed.
-        kernels.combine(out, good, len(good))
+        kernels.combine(out, good, 1 if sums else len(good))
     return tuple(place for place, part in enumerate(copies) if not kernels.all_finite(part))
 
 
-def _combine_encoded(out: Array, parts: Sequence[Gradient]) -> Bad:
+def _combine_encoded(out: Array, parts: Sequence[Gradient], sums: bool) -> Bad:
     """Do the same as ``_combine`` if some parts are encoded."""
-    if kernels.combine(out, [encoded.total(parts, out.size)], len(parts)):
+    if kernels.combine(out, [encoded.total(parts, out.size)], 1 if sums else len(parts)):
         return ()
-    return _combine(out, encoded.decoded(parts, out.size))
+    return _combine(out, encoded.decoded(parts, out.size), sums)
 
 
-def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float]) -> Bad:
+def _combine_weighted(out: Array, parts: Sequence[Gradient], weights: Sequence[float], sums: bool) -> Bad:
     """Do the same as ``_combine`` if parts have weights."""
     total, divisor, bad = encoded.weighted_total(parts, weights, out.size)
-    kernels.combine(out, [total], divisor)
+    kernels.combine(out, [total], 1 if sums else divisor)
     return bad
 
 

@@ -14,7 +14,8 @@ Arguments of all kernels, for n segments (a segment is a range of one slice whos
 - arrays uintp[n, 1 to 4]: addresses of the segment's weights, then of its state in the optimizer's order;
 - segments int64[n, 3]: its size in elements, its start in each contribution, the number of contributions;
 - parts uintp[n, m], codes int64[n, m]: addresses and types (``kernels.CODES``) of the contributions to the slice;
-- divisions float32[n, 2]: ``kernels.division_by``, or a divisor of 0 and any factor;
+- divisions float32[n, 2]: ``kernels.division_by``, or a divisor of 0 and any factor; for several contributions a
+  factor of 1 keeps their sum, also if some of them are left out;
 - memory float32[2 * BLOCK]: the thread's own;
 - bad uint8[n, m]: set to 1 for contributions that were left out of a block;
 - means uintp[n]: address of the memory for the slice's mean, float32, which is written while it is in the cache; 0 for
@@ -100,8 +101,9 @@ def _mean_in_cache(
     if good == 0:
         return 0
     finite = True
+    by_factor = divisor == np.float32(0.0) and (good == count or factor == np.float32(1.0))
     for i in range(size):
-        block[i] = block[i] * factor if divisor == np.float32(0.0) and good == count else block[i] / np.float32(good)
+        block[i] = block[i] * factor if by_factor else block[i] / np.float32(good)
         finite = finite and np.isfinite(block[i])
     return size if finite else 0
 

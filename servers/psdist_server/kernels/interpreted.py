@@ -145,7 +145,7 @@ class _Contributions:
         total = good[0]
         for values in good[1:]:
             total += values
-        by_factor = self._divisor == 0 and len(good) == len(self._parts)
+        by_factor = self._divisor == 0 and (len(good) == len(self._parts) or self._factor == 1)
         block = total * self._factor if by_factor else total / np.float32(len(good))
         return block if np.isfinite(block).all() else None
 
