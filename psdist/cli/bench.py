@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final, get_args
 
-from psdist.bench import CONSISTENCIES, OPTIMIZERS, BenchSettings, StepBench
 from psdist.cli.commands import show
+from psdist.cli.step_bench import BenchSettings, StepBench
 from psdist.errors import ConfigurationError
 from psdist.launch.output import stamped
 from psdist.settings.config import TransportName, find_scheduler, find_token
+from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
-from psdist.types import WIRE_DTYPES
 
 #: Loading kernels from the cache takes less than this.
 _QUIET_SECONDS: Final = 3.0
@@ -38,16 +38,9 @@ def command_line() -> CommandLine:
         "Measures training steps: as a worker of the cluster that the environment or --scheduler names, which must be "
         "idle; without one, on a separate cluster on this machine.",
         (
-            Flag("--params", "elements of the model", integer(1), 25_000_000, "N"),
+            *flags_of(BenchSettings),
             Flag("--steps", "steps to measure", integer(1, 1_000_000), 20, "N"),
-            Flag("--wire-dtype", "dtype on the wire: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32",
-                 "DTYPE"),
-            Flag("--compression", "codec of gradients (default: --wire-dtype)", str, "", "NAME"),
-            Flag("--pull-compression", "codec of weights (default: --wire-dtype)", str, "", "NAME"),
-            Flag("--optimizer", ", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME"),
-            Flag("--consistency", ", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME"),
             Flag("--transport", "auto, shm, tcp or grpc", one_of(*get_args(TransportName)), "auto", "NAME"),
-            Flag("--copy", "plain calls with separate arrays, instead of gradient buffers and weights read in place"),
             Flag("--nservers", "servers, if it starts a cluster", integer(1, 1024), 2, "N"),
             SCHEDULER_FLAG,
             run_id_flag(),
@@ -56,17 +49,13 @@ def command_line() -> CommandLine:
             FORMAT_FLAG,
         ),
         epilog="Several workers: psdist run --nproc-per-node 4 --no-python psdist bench --params 1000000",
-    )  # fmt: skip
+    )
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
     """Measure, and print the result at rank 0; returns the exit status."""
-    settings = BenchSettings(
-        given.params, given.wire_dtype, given.consistency, given.optimizer, given.copy, compression=given.compression,
-        pull_compression=given.pull_compression,
-    )  # fmt: skip
     with ExitStack() as stack:
-        bench = StepBench(stack.enter_context(_client(given, environ, stack)), settings)
+        bench = StepBench(stack.enter_context(_client(given, environ, stack)), read(BenchSettings, given))
         result = bench.measure(given.steps)
     if environ.get("RANK", "0") == "0":
         show(given.format, result.as_json(), lambda report: print(table(report)))

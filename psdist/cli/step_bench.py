@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 from psdist import optim
 from psdist.consistency import ASP, BSP, SSP, Consistency
 from psdist.errors import InvalidArgumentError
+from psdist.settings.declarations import setting
+from psdist.settings.flags import integer, one_of
 from psdist.types import WIRE_DTYPES, DType
 
 if TYPE_CHECKING:
@@ -50,24 +52,27 @@ OPTIMIZERS: Final[dict[str, optim.Optimizer]] = {
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """The measured case. Raises InvalidArgumentError for an unknown name or an impossible size.
+    """The measured case, with the flags of ``psdist bench``. Raises InvalidArgumentError for an unknown name or an
+    impossible size.
 
-    wire_dtype: dtype of gradients and weights on the wire.
-    compression, pull_compression: of gradients and weights, a codec or its name; "" for ``wire_dtype``.
-    copy: plain calls with arrays of the user's own, instead of gradient buffers and weights that are read in place.
+    compression, pull_compression: a codec or its name; "" for ``wire_dtype``.
     layer_elements: elements of one tensor; the last may be smaller.
     slice_elements: as in ``client.parameters``.
     """
 
-    params: int = 25_000_000
-    wire_dtype: DType = "float32"
-    consistency: str = "bsp"
-    optimizer: str = "adam"
-    copy: bool = False
+    params: int = setting("elements of the model", integer(1), 25_000_000, "N")
+    wire_dtype: DType = setting(
+        "dtype on the wire: " + ", ".join(WIRE_DTYPES), one_of(*WIRE_DTYPES), "float32", "DTYPE"
+    )
+    consistency: str = setting(", ".join(CONSISTENCIES), one_of(*CONSISTENCIES), "bsp", "NAME")
+    optimizer: str = setting(", ".join(OPTIMIZERS), one_of(*OPTIMIZERS), "adam", "NAME")
+    copy: bool = setting(
+        "plain calls with separate arrays, instead of gradient buffers and weights that are read in place"
+    )
     layer_elements: int = LAYER_ELEMENTS
     slice_elements: int = 0
-    compression: Codec | str = ""
-    pull_compression: Codec | str = ""
+    compression: Codec | str = setting("codec of gradients (default: --wire-dtype)", str, "", "NAME")
+    pull_compression: Codec | str = setting("codec of weights (default: --wire-dtype)", str, "", "NAME")
 
     def __post_init__(self) -> None:
         for name, number in (("params", self.params), ("layer_elements", self.layer_elements)):
