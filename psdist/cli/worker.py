@@ -1,8 +1,7 @@
-"""``psdist-worker``: the agent of one node, with torchrun's flags. Flags in, ``AgentOptions`` out."""
+"""``psdist-worker``: the agent of one node, with torchrun's flags. Flags in, ``AgentSettings`` out."""
 
 from __future__ import annotations
 
-import re
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,26 +10,12 @@ from typing import Final
 from psdist.cli.run import EPILOG, SCRIPT_USAGE, hint_misplaced
 from psdist.cli.target import choose_run
 from psdist.errors import ConfigurationError
-from psdist.launch.agent import AgentOptions, run_agent
+from psdist.launch.agent import NODE_TITLE, AgentSettings, run_agent
 from psdist.launch.local import LocalSettings, run_local
-from psdist.launch.plan import ScriptSettings
 from psdist.settings.config import address_text, check_run_id, find_scheduler
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.flags import CommandLine, Flag, grouped, integer, one_of, text, torchrun
-from psdist.settings.programs import SCHEDULER_FILE_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 from psdist.wire.limits import WORLD_MAX
-
-
-def nodes(value: str) -> tuple[int, int]:
-    """Convert torchrun's --nnodes: ``N`` or ``MIN:MAX``."""
-    match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", value)
-    if match is None:
-        raise ValueError(f"{value!r} is not understood: write N or MIN:MAX")
-    least = int(match[1])
-    most = int(match[2] or least)
-    if not 1 <= least <= most:
-        raise ValueError(f"{value} is not possible: 1 <= MIN <= MAX must hold")
-    return least, most
 
 
 def rendezvous_backend(value: str) -> str:
@@ -63,15 +48,9 @@ def command_line() -> CommandLine:
         "psdist-worker",
         "Runs this node's workers. Scheduler and servers run elsewhere.",
         (
-            SCHEDULER_FLAG,
-            Flag("--nnodes", "nodes that take part: N or MIN:MAX (default: 1; any number with a --run-id of this "
-                 "machine)", nodes, None, "N", variables=torchrun("nnodes")),
-            run_id_flag("name of the run, which the scheduler must serve; without a scheduler, a run on this machine"),
-            TOKEN_FILE_FLAG,
-            *flags_of(ScriptSettings),
+            *flags_of(AgentSettings),
             *grouped(
-                "node and scheduler",
-                SCHEDULER_FILE_FLAG,
+                NODE_TITLE,
                 Flag("--rdzv-endpoint", "as --scheduler", address_text, "", "HOST:PORT",
                      variables=torchrun("rdzv-endpoint")),
                 Flag("--master-addr", "as --scheduler, without the port", text, "", "HOST",
@@ -81,10 +60,6 @@ def command_line() -> CommandLine:
                 # PET_RDZV_BACKEND is not read: launchers of torch scripts set it to torch's own backend.
                 Flag("--rdzv-backend", "psdist's scheduler, whichever of torch's you name: psdist, c10d or static",
                      rendezvous_backend, "psdist", "NAME"),
-                Flag("--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
-                     variables=torchrun("node-rank")),
-                Flag("--local-addr", "address of this node for the other nodes", text, "", "HOST",
-                     variables=torchrun("local-addr")),
                 Flag("--standalone", "run everything on this machine, as psdist run does, without snapshots",
                      variables=torchrun("standalone")),
             ),
@@ -121,35 +96,23 @@ def scheduler_of(given: Namespace, environ: Mapping[str, str]) -> tuple[str, Pat
     return address, None
 
 
-def agent_options(given: Namespace, environ: Mapping[str, str]) -> AgentOptions:
-    """Return the parsed flags as options.
+def agent_settings(given: Namespace, environ: Mapping[str, str]) -> AgentSettings:
+    """Return the parsed flags as settings.
 
     Raises ConfigurationError, and SchedulerUnreachableError if the run that was named instead of a scheduler is not on
     this machine.
     """
-    script = read(ScriptSettings, given, command=tuple(given.command))
     run_id, token_file = given.run_id or given.rdzv_id, given.token_file
     address, file = scheduler_of(given, environ)
     found = None if address or file is not None else choose_run(run_id, environ)
     if found is not None:
         file, token_file = found.address_file, token_file or Path(found.token_file)
     # Workers of psdist run need no nodes, so any number may join.
-    least, most = given.nnodes or (1, 1 if found is None else WORLD_MAX)
-    if given.node_rank is not None and least != most:
-        raise ConfigurationError(f"--node-rank needs a fixed number of nodes, not --nnodes {least}:{most}")
-    if given.node_rank is not None and given.node_rank >= most:
-        raise ConfigurationError(f"--node-rank {given.node_rank} is not below --nnodes {most}: nodes count from 0")
-    return AgentOptions(
-        script=script,
-        scheduler=address,
-        scheduler_file=file,
-        token_file=token_file,
-        nodes_min=least,
-        nodes_max=most,
-        node_rank=given.node_rank,
-        run_id=run_id,
-        local_address=given.local_addr,
-    )
+    nodes = given.nnodes or (1, 1 if found is None else WORLD_MAX)
+    return read(
+        AgentSettings, given, command=tuple(given.command), scheduler=address, scheduler_file=file,
+        token_file=token_file, nodes=nodes, run_id=run_id,
+    )  # fmt: skip
 
 
 def run(given: Namespace, environ: Mapping[str, str]) -> int:
@@ -159,4 +122,4 @@ def run(given: Namespace, environ: Mapping[str, str]) -> int:
         run_id = given.run_id or given.rdzv_id
         settings = read(LocalSettings, given, command=tuple(given.command), run_id=run_id, storage_path="")
         return run_local(settings, environ)
-    return run_agent(agent_options(given, environ), environ)
+    return run_agent(agent_settings(given, environ), environ)

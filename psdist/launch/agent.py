@@ -11,6 +11,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -25,7 +26,7 @@ from types import FrameType
 from typing import Final
 
 from psdist import addresses, loop_monitor
-from psdist.errors import BY_CODE, InternalError
+from psdist.errors import BY_CODE, ConfigurationError, InternalError
 from psdist.launch.events import Finish
 from psdist.launch.local import announce, open_metrics, open_output, plural
 from psdist.launch.metrics.run_metrics import RunMetrics
@@ -38,7 +39,18 @@ from psdist.launch.runner import ProcessPlan, Runner
 from psdist.launch.shutdown import RunPolicy
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import await_address, parse_address
+from psdist.settings.declarations import torchrun_setting
 from psdist.settings.exit_codes import SIGNAL_BASE
+from psdist.settings.flags import integer, text
+from psdist.settings.programs import (
+    run_id_setting,
+    scheduler_file_setting,
+    scheduler_setting,
+    token_file_setting,
+)
+
+#: Heading of the flags about this node and the scheduler.
+NODE_TITLE: Final = "node and scheduler"
 
 #: Longest wait for the scheduler to acknowledge that this agent gave up.
 _GIVE_UP_SECONDS: Final = 5.0
@@ -47,47 +59,86 @@ _REASON_CHARACTERS: Final = 200
 _REPEAT_SECONDS: Final = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class AgentOptions:
-    """Settings of ``psdist-worker``.
+def nodes_text(value: str) -> tuple[int, int]:
+    """Convert torchrun's --nnodes: ``N`` or ``MIN:MAX``."""
+    match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", value)
+    if match is None:
+        raise ValueError(f"{value!r} is not understood: write N or MIN:MAX")
+    least = int(match[1])
+    most = int(match[2] or least)
+    if not 1 <= least <= most:
+        raise ValueError(f"{value} is not possible: 1 <= MIN <= MAX must hold")
+    return least, most
 
-    node_rank: None to ask the scheduler; otherwise ``nodes_min == nodes_max``.
+
+@dataclass(frozen=True, kw_only=True)
+class AgentSettings(ScriptSettings):
+    """Settings of ``psdist-worker``. Raises ConfigurationError for values that exclude each other.
+
+    nodes: fewest and most nodes; None for one.
+    node_rank: None to ask the scheduler.
     """
 
-    script: ScriptSettings
-    scheduler: str = ""
-    scheduler_file: Path | None = None
-    token_file: Path | None = None
-    nodes_min: int = 1
-    nodes_max: int = 1
-    node_rank: int | None = None
-    run_id: str = ""
-    local_address: str = ""
+    scheduler: str = scheduler_setting()
+    nodes: tuple[int, int] | None = torchrun_setting(
+        "--nnodes",
+        "nodes that take part: N or MIN:MAX (default: 1; any number with a --run-id of this machine)",
+        nodes_text, None, "N",
+    )  # fmt: skip
+    run_id: str = run_id_setting(
+        "name of the run, which the scheduler must serve; without a scheduler, a run on this machine"
+    )
+    token_file: Path | None = token_file_setting()
+    scheduler_file: Path | None = scheduler_file_setting(group=NODE_TITLE)
+    node_rank: int | None = torchrun_setting(
+        "--node-rank", "number of this node (default: the scheduler assigns one)", integer(0), None, "N",
+        group=NODE_TITLE,
+    )  # fmt: skip
+    local_address: str = torchrun_setting(
+        "--local-addr", "address of this node for the other nodes", text, "", "HOST", group=NODE_TITLE
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        least, most = self.nodes_min, self.nodes_max
+        if self.node_rank is not None and least != most:
+            raise ConfigurationError(f"--node-rank needs a fixed number of nodes, not --nnodes {least}:{most}")
+        if self.node_rank is not None and self.node_rank >= most:
+            raise ConfigurationError(f"--node-rank {self.node_rank} is not below --nnodes {most}: nodes count from 0")
+
+    @property
+    def nodes_min(self) -> int:
+        """Fewest nodes that take part."""
+        return 1 if self.nodes is None else self.nodes[0]
+
+    @property
+    def nodes_max(self) -> int:
+        """Most nodes that take part."""
+        return 1 if self.nodes is None else self.nodes[1]
 
 
-def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -> int:
+def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None) -> int:
     """Run this node's workers to their end and return the status for the shell.
 
     Raises ConfigurationError, before anything was started, if the script cannot be run. Raises
     SchedulerUnreachableError, or the scheduler's error, if it assigns no ranks.
     """
     environ = dict(os.environ if environ is None else environ)
-    script = options.script
-    script.check()
-    preflight.require_for_launcher(script.processes)
+    settings.check()
+    preflight.require_for_launcher(settings.processes)
     _exit_on_sigterm()
-    address = options.scheduler
-    if not address and options.scheduler_file is not None:
-        address = await_address(options.scheduler_file, script.start_timeout_seconds)
-    link = SchedulerAddress(address=address, token_file=options.token_file, run_id=options.run_id)
-    place = _place(options, link, environ)
-    link = replace(link, run_id=options.run_id or place.run_id)
+    address = settings.scheduler
+    if not address and settings.scheduler_file is not None:
+        address = await_address(settings.scheduler_file, settings.start_timeout_seconds)
+    link = SchedulerAddress(address=address, token_file=settings.token_file, run_id=settings.run_id)
+    place = _place(settings, link, environ)
+    link = replace(link, run_id=settings.run_id or place.run_id)
     first, node, name = place.first_rank, f"node-{place.node_rank}", link.run_id or _unknown_run()
-    metrics = open_metrics(script, name, range(first, first + script.processes), node)
+    metrics = open_metrics(settings, name, range(first, first + settings.processes), node)
     directory = preflight.make_private_directory(DIRECTORY_PREFIX)
     try:
         workers = WorkersPlan(
-            script=script,
+            script=settings,
             link=link,
             connected_directory=directory,
             master=parse_address(_master(place, address, environ)),
@@ -96,12 +147,12 @@ def run_agent(options: AgentOptions, environ: Mapping[str, str] | None = None) -
             node_rank=place.node_rank,
             metrics=metrics.environment,
         )
-        finish, has_connected = asyncio.run(_supervise(options, environ, workers, place, metrics, name))
+        finish, has_connected = asyncio.run(_supervise(settings, environ, workers, place, metrics, name))
     finally:
         metrics.close()
         shutil.rmtree(directory, ignore_errors=True)
     if reason := why_given_up(finish, has_connected):
-        _tell_scheduler(reason, options, link, environ)
+        _tell_scheduler(reason, settings, link, environ)
     return finish.status
 
 
@@ -116,8 +167,8 @@ def why_given_up(finish: Finish, has_connected: bool) -> str:
     return "" if finish.culprit is None or is_known else finish.message
 
 
-def _tell_scheduler(reason: str, options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, str]) -> None:
-    request = replace(_request(options, link), gave_up=reason[:_REASON_CHARACTERS], timeout_seconds=_GIVE_UP_SECONDS)
+def _tell_scheduler(reason: str, settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> None:
+    request = replace(_request(settings, link), gave_up=reason[:_REASON_CHARACTERS], timeout_seconds=_GIVE_UP_SECONDS)
     process = spawn((*program("psdist.launch.rendezvous"), json.dumps(asdict(request))), link.environment(environ))
     try:
         process.communicate(timeout=2 * _GIVE_UP_SECONDS)
@@ -134,25 +185,25 @@ def _exit_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, leave)
 
 
-def _place(options: AgentOptions, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:
-    if options.node_rank is not None:
-        processes = options.script.processes
-        return Place(options.node_rank, options.nodes_max, options.node_rank * processes, options.nodes_max * processes)
-    return ask_for_place(_request(options, link), link.environment(environ))
+def _place(settings: AgentSettings, link: SchedulerAddress, environ: Mapping[str, str]) -> Place:
+    if settings.node_rank is not None:
+        rank, nodes, processes = settings.node_rank, settings.nodes_max, settings.processes
+        return Place(rank, nodes, rank * processes, nodes * processes)
+    return ask_for_place(_request(settings, link), link.environment(environ))
 
 
-def _request(options: AgentOptions, link: SchedulerAddress) -> RankRequest:
-    host = options.local_address or socket.gethostname()
+def _request(settings: AgentSettings, link: SchedulerAddress) -> RankRequest:
+    host = settings.local_address or socket.gethostname()
     return RankRequest(
         scheduler=link.address,
-        run_id=options.run_id,
+        run_id=settings.run_id,
         agent_id=f"{host}-{os.getpid()}-{secrets.token_hex(4)}",
-        processes=options.script.processes,
-        nodes_min=options.nodes_min,
-        nodes_max=options.nodes_max,
+        processes=settings.processes,
+        nodes_min=settings.nodes_min,
+        nodes_max=settings.nodes_max,
         host=host,
-        local_address=options.local_address,
-        timeout_seconds=options.script.start_timeout_seconds,
+        local_address=settings.local_address,
+        timeout_seconds=settings.start_timeout_seconds,
     )
 
 
@@ -217,7 +268,7 @@ def ask_for_place(request: RankRequest, environment: Mapping[str, str]) -> Place
 
 
 async def _supervise(
-    options: AgentOptions,
+    settings: AgentSettings,
     environ: Mapping[str, str],
     workers: WorkersPlan,
     place: Place,
@@ -226,7 +277,6 @@ async def _supervise(
 ) -> tuple[Finish, bool]:
     """Run the workers. Returns how they ended, and True if any of them ever registered."""
     loop_monitor.watch("agent", environ)
-    script = options.script
     # Nodes may share the file system, so file names contain the ranks.
     output = open_output(workers, name, lambda: runner.interrupt(signal.SIGPIPE))
     runner = Runner(
@@ -235,21 +285,21 @@ async def _supervise(
             spec=lambda key, attempt: workers.spec(key.number, attempt, environ),
             connected=lambda rank, attempt: workers.connected_file(rank, attempt).exists(),
             policy=RunPolicy(
-                script.restarts_max,
-                stop_timeout_seconds=script.stop_timeout_seconds,
-                elastic=options.nodes_min < options.nodes_max,
+                settings.restarts_max,
+                stop_timeout_seconds=settings.stop_timeout_seconds,
+                elastic=settings.nodes_min < settings.nodes_max,
             ),
             metrics=metrics.descriptor,
         ),
         output,
-        interval_seconds=script.interval_seconds,
-        signals=script.signals,
+        interval_seconds=settings.interval_seconds,
+        signals=settings.signals,
     )
     try:
         last = workers.ranks[-1]
-        ranks = f"rank {last}" if script.processes == 1 else f"ranks {workers.first_rank} to {last}"
+        ranks = f"rank {last}" if settings.processes == 1 else f"ranks {workers.first_rank} to {last}"
         output.say(
-            f"node {place.node_rank} of {place.nodes}: {plural(script.processes, 'worker')}, {ranks} of "
+            f"node {place.node_rank} of {place.nodes}: {plural(settings.processes, 'worker')}, {ranks} of "
             f"{place.world_size}; scheduler {workers.link.address}"
         )
         announce(output, workers, environ)

@@ -72,6 +72,26 @@ def storage_path_setting(default_text: str) -> Any:
     )
 
 
+def scheduler_setting() -> Any:
+    """Declare the scheduler's address."""
+    return setting("the scheduler", address_text, "", "HOST:PORT")
+
+
+def scheduler_file_setting(group: str = "") -> Any:
+    """Declare the file to read the scheduler's address from."""
+    return setting("file in which the scheduler writes its address", Path, None, "FILE", group=group)
+
+
+def token_file_setting() -> Any:
+    """Declare the file with the run's token.
+
+    PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see ``find_token``.
+    """
+    return setting(
+        "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False, group=_NETWORK_TITLE
+    )
+
+
 def start_timeout_setting(help_text: str, default: float = START_TIMEOUT_SECONDS) -> Any:
     """Declare a program's longest wait at its start."""
     return setting(help_text, seconds(), default, group=TIMEOUTS_TITLE)
@@ -140,10 +160,7 @@ class ProgramSettings:
     insecure: bool = setting(
         "allow a --host beyond this machine without encryption (private networks)", group=_NETWORK_TITLE
     )
-    # PSDIST_TOKEN takes precedence over PSDIST_TOKEN_FILE, so that variable does not set this flag: see find_token.
-    token_file: Path | None = setting(
-        "file with the run's token (or set PSDIST_TOKEN)", Path, None, "FILE", twin=False, group=_NETWORK_TITLE
-    )
+    token_file: Path | None = token_file_setting()
     log_format: str = setting("console or json", one_of("console", "json"), "console", "FORMAT", group=OUTPUT_TITLE)
     log_level: str = log_level_setting("least level shown", "info")
     lifeline_fd: int | None = setting("inherited pipe; this process ends when it does", integer(0), None, "N")
@@ -241,8 +258,8 @@ def _server_id(value: str) -> str:
 class ServerSettings(ProgramSettings):
     """Settings of ``psdist-server``. If ``scheduler`` is empty, ``scheduler_address`` waits for the file."""
 
-    scheduler: str = setting("the scheduler", address_text, "", "HOST:PORT")
-    scheduler_file: Path | None = setting("file in which the scheduler writes its address", Path, None, "FILE")
+    scheduler: str = scheduler_setting()
+    scheduler_file: Path | None = scheduler_file_setting()
     data_port: int = setting(
         "port of the TCP transport; 0 takes a free one", integer(0, 65535), 0, "PORT", group=_NETWORK_TITLE
     )
@@ -342,7 +359,6 @@ def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -
 
 _SERVER_FLAGS: Final = {flag.name: flag for flag in flags_of(ServerSettings)}
 SCHEDULER_FLAG: Final = _SERVER_FLAGS["--scheduler"]
-SCHEDULER_FILE_FLAG: Final = _SERVER_FLAGS["--scheduler-file"]
 TOKEN_FILE_FLAG: Final = _SERVER_FLAGS["--token-file"]
 FORMAT_FLAG: Final = Flag("--format", "table or json", one_of("table", "json"), "table", "FORMAT")
 

@@ -11,9 +11,8 @@ import pytest
 
 from psdist.addresses import is_wildcard, parse_address
 from psdist.launch import agent
-from psdist.launch.agent import AgentOptions, WaitReport, why_given_up
+from psdist.launch.agent import AgentSettings, WaitReport, why_given_up
 from psdist.launch.events import Finish, ProcessKey
-from psdist.launch.plan import ScriptSettings
 from psdist.launch.rendezvous import Place
 from psdist.settings import exit_codes
 
@@ -82,7 +81,7 @@ def test_files_of_a_run_lie_below_its_id(
     monkeypatch.setattr(agent, "_exit_on_sigterm", lambda: None)
     script = tmp_path / "train.py"
     script.touch()
-    options = AgentOptions(ScriptSettings(command=(str(script),)), scheduler=SCHEDULER, run_id=given)
+    options = AgentSettings(command=(str(script),), scheduler=SCHEDULER, run_id=given)
     assert agent.run_agent(options, {}) == 0
     ((directory, run_id),) = started
     assert re.fullmatch(name, directory) and run_id == told

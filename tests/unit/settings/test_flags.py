@@ -11,7 +11,7 @@ import pytest
 from psdist.cli import run, worker
 from psdist.cli.commands import call
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
-from psdist.launch.agent import AgentOptions
+from psdist.launch.agent import AgentSettings, nodes_text
 from psdist.launch.local import LocalSettings
 from psdist.launch.plan import SchedulerAddress, ServicesPlan, ServicesSettings
 from psdist.launch.process import ProcessSpec
@@ -102,8 +102,8 @@ def test_redirects_need_a_directory(capsys: pytest.CaptureFixture[str]) -> None:
 # --- psdist-worker ----------------------------------------------------------------------------------------------------
 
 
-def agent(*argv: str, **environ: str) -> AgentOptions:
-    return worker.agent_options(worker.command_line().parse([*argv, "x.py"], environ), environ)
+def agent(*argv: str, **environ: str) -> AgentSettings:
+    return worker.agent_settings(worker.command_line().parse([*argv, "x.py"], environ), environ)
 
 
 def test_ways_to_name_the_scheduler() -> None:
@@ -138,10 +138,10 @@ def test_a_run_of_this_machine_is_found_by_its_id(tmp_path: Path) -> None:
 
 
 def test_nodes_and_their_ranks() -> None:
-    assert worker.nodes("3") == (3, 3) and worker.nodes("1:4") == (1, 4)
+    assert nodes_text("3") == (3, 3) and nodes_text("1:4") == (1, 4)
     for wrong in ("0", "4:1", "a", "1:", ""):
         with pytest.raises(ValueError):
-            worker.nodes(wrong)
+            nodes_text(wrong)
     with pytest.raises(InvalidArgumentError, match="--node-rank 2"):
         agent("--scheduler", "h:1", "--nnodes", "2", "--node-rank", "2")
     with pytest.raises(InvalidArgumentError, match="1:2"):
@@ -164,7 +164,7 @@ def test_torchruns_habits_are_accepted_with_its_meaning() -> None:
         words = ["--" + word[2:] if word.startswith("__") else word for word in spelled]
         options = agent(*words)
         assert (options.scheduler, options.run_id, options.nodes_min, options.nodes_max) == ("h:1", "x", 1, 3)
-        assert (options.script.restarts_max, options.script.processes, options.script.command) == (3, 2, ("x.py",))
+        assert (options.restarts_max, options.processes, options.command) == (3, 2, ("x.py",))
     given = worker.command_line().parse([*argv, "--standalone", "x.py"], {})
     assert given.standalone and given.command == ["x.py"]
     assert agent("--rdzv-backend=static", "--master-addr", "h", "--master-port", "3").scheduler == "h:3"
