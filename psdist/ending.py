@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from psdist.errors import PsdistError, again
+from psdist.errors import PsdistError, copy_error
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def ending_with(end: asyncio.Future[PsdistError]) -> Iterator[None]:
     up.
     """
     if end.done():
-        raise again(end.result())
+        raise copy_error(end.result())
     task = asyncio.current_task()
     assert task is not None
     before, is_over, is_cancelled = task.cancelling(), False, False
@@ -33,7 +33,7 @@ def ending_with(end: asyncio.Future[PsdistError]) -> Iterator[None]:
     except asyncio.CancelledError:
         if not is_cancelled or task.cancelling() > before + 1:  # The task was cancelled by someone else.
             raise
-        raise again(end.result()) from None
+        raise copy_error(end.result()) from None
     finally:
         is_over = True
         end.remove_done_callback(cancel)

@@ -39,7 +39,7 @@ class PsdistError(Exception):
         self.details = {key: str(value) for key, value in details.items()}
 
 
-def again(error: PsdistError) -> PsdistError:
+def copy_error(error: PsdistError) -> PsdistError:
     """Return a copy of ``error`` to raise: one error may end many calls, each with its own traceback."""
     return type(error)(error.message, **error.details)
 

@@ -39,7 +39,7 @@ from psdist.errors import (
     NonFiniteGradientError,
     PsdistError,
     WaitTimeoutError,
-    again,
+    copy_error,
 )
 from psdist.metrics.phases import Phase
 from psdist.off_loop import until_done
@@ -378,7 +378,7 @@ class BucketStep(PushStep):
             self._broken = None
             self._failures.clear()
             await self._servers.shared_memory.withdraw()
-        raise again(error)
+        raise copy_error(error)
 
     async def _end_tasks(self) -> None:
         tasks = list(self.tasks)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Final
 
-from psdist.errors import FencedError, PsdistError, RunLostError, again
+from psdist.errors import FencedError, PsdistError, RunLostError, copy_error
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.lineage import Lineage, lost
 from psdist_scheduler.coordination.machines import Machines
@@ -170,7 +170,7 @@ class Cluster:
         self.epoch += changed
         changes = replace(self._take_changes(), run_lost=lost)
         log = ev.LogEvent(f"the run ends: {error}", "warning")
-        refused = [Refuse(call, again(error)) for call in (*calls, *sessions)]
+        refused = [Refuse(call, copy_error(error)) for call in (*calls, *sessions)]
         published = [Publish(self.map)] if changed else []
         return [changes, log, *published, *effects, *refused]
 
@@ -184,7 +184,7 @@ class Cluster:
     def _handle(self, event: Event, now: float) -> list[Effect]:
         machines = self.machines
         if self.failed is not None and not isinstance(event, ev.CallEnded | ev.WatchScale):
-            raise again(self.failed)
+            raise copy_error(self.failed)
         match event:
             case ev.Heartbeat():
                 return self._heartbeat(event, now)
@@ -281,7 +281,7 @@ class Cluster:
             raise lost(why, "The run was started again without it")
         error = lost(why, "Give the scheduler the newest store of this run (--store)" if is_older else _NO_RECORD)
         resume.fail(error)
-        raise again(error)
+        raise copy_error(error)
 
     def _snapshot(self, event: sn.SnapshotEvent, now: float) -> list[Effect]:
         snapshots, rollback = self.snapshots, self.machines.rollback

@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 from psdist.client.session.cluster_view import ClusterView
 from psdist.client.session.registration import Registration
 from psdist.client.session.wait_tracker import WaitTracker
-from psdist.errors import ClosedError, FencedError, again
+from psdist.errors import ClosedError, FencedError, copy_error
 from psdist.types import ClusterMap
 from psdist.v1 import scheduler_pb2
 from psdist.wire import convert
@@ -109,11 +109,11 @@ class WorkerMembership:
     def raise_if_expelled(self, incarnation: int | None = None) -> None:
         """Raise the reason if this client is no member; FencedError if ``incarnation`` has ended."""
         if self.view.fatal is not None:
-            raise again(self.view.fatal)
+            raise copy_error(self.view.fatal)
         if incarnation is None:
             return
         if self.view.fenced is not None:
-            raise again(self.view.fenced)
+            raise copy_error(self.view.fenced)
         if incarnation != self.registration.incarnation:
             raise FencedError(f"incarnation {incarnation} of {self.registration.worker_id} was fenced")
 
@@ -123,7 +123,7 @@ class WorkerMembership:
         Raises what ends the membership for good.
         """
         if not self.rejoins:
-            raise again(fenced)
+            raise copy_error(fenced)
         with self._waits.open(f"for {self.peer} to take {self.registration.worker_id} back"):
             while self.view.fenced is not None or self.registration.incarnation == incarnation:
                 self.raise_if_expelled()

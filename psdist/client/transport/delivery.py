@@ -30,7 +30,7 @@ from psdist.errors import (
     StaleEstimateError,
     UnknownParametersError,
     WaitTimeoutError,
-    again,
+    copy_error,
 )
 from psdist.wire.backoff import Backoff
 
@@ -158,7 +158,7 @@ class Delivery:
                 loss = self.view.loss_of(route.server_id, route.incarnation)
                 try:
                     if loss.done():
-                        raise again(loss.result())
+                        raise copy_error(loss.result())
                     await self._transports.choose(route).exchange(request, route, wait, loss)
                 except (StaleEpochError, StaleEstimateError, ServerUnreachableError, UnknownParametersError) as error:
                     broken = error.with_traceback(None)  # It refers to this frame, which refers to the error.

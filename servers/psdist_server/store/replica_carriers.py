@@ -32,7 +32,7 @@ from psdist.errors import (
     ServerUnreachableError,
     SharingUnavailableError,
     TcpUnavailableError,
-    again,
+    copy_error,
 )
 from psdist.link import fd_passing
 from psdist.link.dialing import Link
@@ -182,7 +182,7 @@ class FrameCarrier(Link[pb.ReplicateResponse], Carrier):
         for response in early:
             on_response(response)
         await asyncio.wait({self.end})  # Waiting for the future itself would cancel it with this task.
-        raise again(self.end.result())
+        raise copy_error(self.end.result())
 
     def unacknowledged(self) -> list[Values]:
         return [gradient for queue in self._shown.values() for _, gradient in queue]

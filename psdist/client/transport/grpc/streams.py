@@ -20,7 +20,7 @@ from psdist.client.transport.grpc import messages
 from psdist.client.transport.grpc.write_queue import WriteQueue
 from psdist.client.transport.requests import Request
 from psdist.client.transport.transport import ServerLoss, Transport, attempt_error
-from psdist.errors import ClosedError, ServerUnreachableError, again
+from psdist.errors import ClosedError, ServerUnreachableError, copy_error
 from psdist.wire import channels, limits, status
 
 #: Text of grpc.aio, instead of the server's status, for a write after the server ended the stream (grpc issue 36066).
@@ -128,7 +128,7 @@ async def _until_received(receive: asyncio.Task[None], send: asyncio.Task[None],
     while not receive.done():
         done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         if loss in done and not receive.done():
-            raise again(loss.result())
+            raise copy_error(loss.result())
         if send in done and not send.cancelled():
             send.result()
     if receive.cancelled():  # The channel was closed.

@@ -24,7 +24,7 @@ from psdist.client.session.wait_tracker import Wait
 from psdist.client.transport.grpc import messages
 from psdist.client.transport.requests import PushRequest, Request
 from psdist.client.transport.transport import ServerLoss, attempt_error
-from psdist.errors import InternalError, PsdistError, ServerUnreachableError, again
+from psdist.errors import InternalError, PsdistError, ServerUnreachableError, copy_error
 from psdist.link.dialing import Link
 from psdist.types import Slicing
 from psdist.v1 import server_pb2
@@ -108,7 +108,7 @@ class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
         """Send a request as a call, and cancel it if it has not ended by the end of the block. Raises the reason if the
         connection has ended."""
         if self.broken is not None:
-            raise again(self.broken)
+            raise copy_error(self.broken)
         self._last_id += 1
         request.call_id = call.call_id = self._last_id
         self.calls[call.call_id] = call
@@ -167,7 +167,7 @@ class CallConnection(Link[server_pb2.ShareResponse], Generic[CallT]):
         self._loss.remove_done_callback(self._on_loss)
         calls, self.calls = self.calls, {}
         for call in calls.values():
-            call.end(again(error))
+            call.end(copy_error(error))
 
 
 def encode_pull(request: Request, route: Route, version: int, slices: Sequence[int]) -> server_pb2.ShareRequest:

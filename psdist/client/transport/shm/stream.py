@@ -37,7 +37,7 @@ from psdist.errors import (
     NotMemberError,
     ServerUnreachableError,
     SharingUnavailableError,
-    again,
+    copy_error,
 )
 from psdist.link import fd_passing
 from psdist.types import ITEM_BYTES, Slicing
@@ -264,6 +264,6 @@ class SharedStream(CallConnection[PendingCall]):
                     if int(sequence[index]) == before:
                         return before // 2
             if self.broken is not None:
-                raise again(self.broken)
+                raise copy_error(self.broken)
             await asyncio.sleep(_SPIN_SECONDS)
         raise ServerUnreachableError(f"{self.peer} kept slice {index} locked for writing")
