@@ -152,6 +152,7 @@ class DistributedDataParallel(nn.Module):
         self._stream = GradientStream(
             self.handle, tensors.trained, bucket_bytes, self._on_begin,
             as_views=gradient_as_bucket_view, others=flags, overflows=_OVERFLOWS, after_failure=_AFTER_FAILURE,
+            is_guarded=False,
         )  # fmt: skip
         self._stream.listen()
 

@@ -30,6 +30,7 @@ from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
 from psdist.torch.bucket_plan import BucketPlan
 from psdist.torch.gradient_memory import gradient_memory
+from psdist.torch.guards.fingerprint import Fingerprint
 from psdist.torch.values import weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
@@ -42,6 +43,7 @@ _streams: WeakValueDictionary[int, GradientStream] = WeakValueDictionary()
 class _Step:
     """State of the step that is being made.
 
+    values: content of the gradients at the end of the backward pass.
     taken: gradients that were copied into the vector, with their autograd version at that time.
     reached: parameters that got gradients in passes without a push.
     given: tensors whose gradients were pushed.
@@ -50,6 +52,7 @@ class _Step:
     is_dropped: this worker had been expelled.
     """
 
+    values: Fingerprint
     weight: float = 1.0
     taken: dict[int, tuple[Tensor | None, int]] = field(default_factory=dict)
     reached: set[int] = field(default_factory=set)
@@ -81,6 +84,7 @@ class GradientStream:
         are pushed as zeros. None: such gradients raise.
     on_begin: called before the first gradient of a step is taken. Its errors end the backward pass.
     after_failure: remedy after a backward pass that failed when it had already pushed something, for a message.
+    is_guarded: detect writes through ``parameter.grad.data`` between the backward pass and ``complete``.
 
     Raises InvalidArgumentError if ``handle`` already has a stream.
     """
@@ -97,6 +101,7 @@ class GradientStream:
         overflows: str | None = None,
         after_failure: str = "After a failed pass, or if gradients were changed, call zero_grad() of the "
         "DistributedOptimizer: it makes the step with what was pushed",
+        is_guarded: bool = True,
     ) -> None:
         if id(handle) in _streams:
             raise InvalidArgumentError(
@@ -113,7 +118,7 @@ class GradientStream:
         self._as_views = as_views
         self._overflows = overflows
         self._after_failure = after_failure
-        self._step = _Step()
+        self._step = _Step(values=Fingerprint(is_enabled=is_guarded))
         self._is_paused = False
         #: Autograd's number of the backward pass that produced gradients and has not ended (or failed); -1 for none.
         self._pass = -1
@@ -176,6 +181,7 @@ class GradientStream:
                 )
             # A failed pass, or one more of the same step: autograd accumulates, and nothing was sent.
             self._step.taken.clear()
+            self._step.values.forget()
         if self._pass != (current := torch._C._current_graph_task_id()):
             self._pass = current
             torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
@@ -186,6 +192,8 @@ class GradientStream:
     def _on_pass_end(self) -> None:
         """Handle a backward pass that ended without an error."""
         self._pass = -1
+        taken = ((self._names[number], gradient) for number, (gradient, _) in self._step.taken.items())
+        self._step.values.take((name, gradient) for name, gradient in taken if gradient is not None)
 
     def _take(self, number: int) -> None:
         """Copy a gradient to its place in the vector, or zeros if there is none."""
@@ -264,9 +272,11 @@ class GradientStream:
             self._give(rest)
 
     def _check_unchanged(self) -> None:
+        hidden = self._step.values.changed()
         for number, (gradient, version) in self._step.taken.items():
             now = self._parameters[number].grad
-            if now is not gradient or (now is not None and now._version != version):
+            is_written = now is not None and now._version != version
+            if now is not gradient or is_written or self._names[number] in hidden:
                 self._step.is_broken = True
                 raise InvalidArgumentError(
                     f"the gradient of {self._names[number]!r} was changed or removed after the backward pass, which "
@@ -321,6 +331,7 @@ class GradientStream:
         """
         if not self._step.given:
             self._step.taken.clear()
+            self._step.values.forget()
             return False
         if self._pass == -1 and not self._step.is_broken:
             raise InvalidArgumentError(
@@ -354,5 +365,10 @@ class GradientStream:
             if number not in self._step.taken:
                 self._take(number)
 
+    def refuse(self) -> None:
+        """Declare a step as refused by the caller: ``discard`` then makes it of what was pushed."""
+        self._step.is_broken = bool(self._step.given)
+
     def _end(self) -> None:
-        self._step, self._pass = _Step(), -1
+        self._step.values.forget()
+        self._step, self._pass = _Step(values=self._step.values), -1

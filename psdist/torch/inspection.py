@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.torch.guards.fingerprint import Fingerprint
 
 logger = logging.getLogger("psdist")
 
@@ -194,8 +195,7 @@ def _warn_of_own_statistics(model: nn.Module) -> None:
 class ModelWatch:
     """Detects changes of a wrapped model that would leave its weights stale or untrained without any error.
 
-    wanted: as for ``inspect``. Writes in place are seen by autograd's version counter; writes to ``parameter.data`` are
-        not.
+    wanted: as for ``inspect``.
     """
 
     def __init__(
@@ -206,31 +206,58 @@ class ModelWatch:
     ) -> None:
         self._trained = dict(trained)
         self._parameters = ModelParameters(model, wanted)
-        self._known: list[tuple[Any, ...]] = []
+        self._known: dict[str, tuple[Any, ...]] = {}
+        self._versions: dict[str, int] = {}
+        self._values = Fingerprint()
         self.accept()
 
     def accept(self) -> None:
         """Record the current weights as correct, because psdist wrote them."""
-        self._known = [_state(parameter) for parameter in self._trained.values()]
+        self._known = {name: _state(parameter) for name, parameter in self._trained.items()}
+        self._versions = {name: parameter._version for name, parameter in self._trained.items()}
+        self._values.take(self._trained.items())
+
+    def written(self) -> list[str]:
+        """Return the names of the parameters that the script wrote to since ``accept``, in the model's order.
+
+        Writes in place are seen by autograd's version counter. Others, such as those through ``parameter.data``, are
+        found by comparing values: all of them in the first steps, and later in parts (``fingerprint``). A parameter
+        that was moved in memory or cast is not one of them: ``check`` refuses it.
+        """
+        found = {name for name, one in self._trained.items() if one._version != self._versions[name]}
+        found.update(self._values.changed())
+        return [name for name in self._trained if name in found]
 
     def check(self) -> None:
         """Raise InvalidArgumentError for parameters that changed since ``accept``.
 
-        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved or written to.
+        Detected are parameters that were added, removed, replaced, frozen, unfrozen, moved, cast or written to.
         """
         self._parameters.check()
-        for (name, parameter), known in zip(self._trained.items(), self._known, strict=True):
-            if (state := _state(parameter)) != known:
+        for name, parameter in self._trained.items():
+            if (state := _state(parameter)) != (known := self._known[name]):
                 raise InvalidArgumentError(
                     f"parameter {name!r} was {_difference(known, state)} after the model was wrapped, but the servers "
                     "hold its values: change the model first, then wrap it"
                 )
+        self.check_unwritten()
+
+    def check_unwritten(self) -> None:
+        """Raise InvalidArgumentError for parameters that the script wrote to since ``accept``."""
+        if names := self.written():
+            more = f" ({len(names)} parameters were)" if len(names) > 1 else ""
+            raise InvalidArgumentError(
+                f"parameter {names[0]!r} was written to after the model was wrapped{more}, but the servers hold its "
+                "values, and the step would overwrite them: change the model first, then wrap it. A script that writes "
+                "to weights in its loop, such as to clip them, needs psdist.torch.DistributedDataParallel, which "
+                "leaves the weights to the script"
+            )
 
 
 def _state(parameter: nn.Parameter) -> tuple[Any, ...]:
-    return parameter.requires_grad, parameter.device, parameter.dtype, parameter.data_ptr(), parameter._version
+    return parameter.requires_grad, parameter.device, parameter.dtype, parameter.data_ptr()
 
 
 def _difference(known: tuple[Any, ...], state: tuple[Any, ...]) -> str:
-    verbs = ("frozen", "moved to another device", "cast to another dtype", "moved in memory", "written to")
+    verbs = ("frozen", "moved to another device", "cast to another dtype", "moved in memory")
     return next(verb for verb, mine, theirs in zip(verbs, known, state, strict=True) if mine != theirs)

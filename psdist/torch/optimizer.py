@@ -165,6 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not self._overlaps:
             self._stream.push_pull(self._writer.write)
         else:
+            self._check_unwritten()
             self._stream.complete()
             self._collect()
         self._watch.accept()
@@ -172,6 +173,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._join is not None:
             self._join.end_step()
         return result
+
+    def _check_unwritten(self) -> None:
+        """Check that the script wrote to no weight since its gradients were pushed: the step would overwrite it."""
+        try:
+            self._watch.check_unwritten()
+        except InvalidArgumentError:
+            self._stream.refuse()
+            raise
 
     def _collect(self) -> None:
         if not self._stream.collect(self._writer.write):

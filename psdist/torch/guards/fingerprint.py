@@ -1,0 +1,87 @@
+"""Detection of writes that autograd's version counter does not see: through ``tensor.data``, numpy or raw memory.
+
+A fingerprint is a copy of parts of some tensors, which is compared with them later. Comparing whole models in every
+step would take as long as the step. So the first fingerprints cover everything, since a script that writes in this way
+mostly does so from its first step on. Later ones cover a part of each tensor, and a different part each time. A write
+to a whole tensor is then found at once, and one to single elements, repeated in each step, after a round of parts.
+
+Not here: refusal of what was found (``inspection``, ``gradients``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Fingerprints that cover as much as ``FIRST_ELEMENTS`` allows.
+FIRST: Final = 4
+#: Elements of the first fingerprints, 128 MiB of float32.
+FIRST_ELEMENTS: Final = 1 << 25
+#: Elements of later fingerprints. A copy and a comparison take some tenths of a millisecond.
+LATER_ELEMENTS: Final = 1 << 18
+#: Elements of each tensor that every fingerprint covers at least.
+_AT_LEAST: Final = 16
+#: Integers with the sizes of floating-point elements. Their comparison treats equal NaNs as equal.
+_BITS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Fingerprint:
+    """Copy of parts of some tensors, taken anew in each step.
+
+    is_enabled: False copies nothing, so that nothing counts as changed.
+    """
+
+    def __init__(self, *, is_enabled: bool = True) -> None:
+        self._is_enabled = is_enabled
+        self._taken = 0
+        self._is_complete = False
+        #: Name, present content and copied content of each covered part: arrays on the CPU, tensors on other devices.
+        self._parts: list[tuple[str, Any, Any]] = []
+
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy parts of these tensors, by name. Replaces the previous copy."""
+        if not self._is_enabled:
+            return
+        found = [(name, one) for name, one in tensors if one.numel() and one.layout is torch.strided]
+        limit = FIRST_ELEMENTS if self._taken < FIRST or self._is_complete else LATER_ELEMENTS
+        parts = max(1, -(-sum(one.numel() for _, one in found) // limit))
+        number = self._taken % parts
+        self._taken += 1
+        self._parts = [(name, part := _part(one, number, parts), _copied(part)) for name, one in found]
+
+    def forget(self) -> None:
+        """Discard the copy, so that nothing counts as changed."""
+        self._parts = []
+
+    def changed(self) -> list[str]:
+        """Return the names of the tensors whose covered part differs from its copy. Once there are any, later
+        fingerprints cover as much as the first ones."""
+        on_device = [(name, (now != then).any()) for name, now, then in self._parts if isinstance(now, Tensor)]
+        flags = torch.stack([flag for _, flag in on_device]).tolist() if on_device else []
+        names = [name for (name, _), is_changed in zip(on_device, flags, strict=True) if is_changed]
+        names += [name for name, now, then in self._parts if isinstance(now, np.ndarray) and (now != then).any()]
+        self._is_complete = self._is_complete or bool(names)
+        return names
+
+
+def _part(tensor: Tensor, number: int, parts: int) -> Any:
+    """Return part ``number`` of a tensor's elements, in the order of its memory, as integers that share it.
+
+    A tensor with gaps in its memory is one part.
+    """
+    bits = tensor.detach().view(_BITS[tensor.element_size()]) if tensor.element_size() in _BITS else tensor.detach()
+    strides = bits.stride()
+    dense = bits if bits.is_contiguous() else bits.permute(sorted(range(bits.ndim), key=lambda at: -strides[at]))
+    if dense.is_contiguous():
+        flat, size = dense.view(-1), dense.numel()
+        stop = min(size, max(size * (number + 1) // parts, _AT_LEAST))
+        bits = flat[max(0, min(size * number // parts, stop - _AT_LEAST)) : stop]
+    return bits.numpy() if bits.device.type == "cpu" else bits
+
+
+def _copied(part: Any) -> Any:
+    return part.copy() if isinstance(part, np.ndarray) else part.clone()

@@ -1,0 +1,153 @@
+"""Writes to weights and gradients that autograd does not see, such as through ``.data``."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from psdist import optim
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError
+from psdist.torch import DistributedDataParallel, DistributedOptimizer
+from psdist.torch.guards.fingerprint import FIRST
+from tests.support.torch_models import MODELS, loss_of, mlp
+
+BATCHES = MODELS["mlp"][1]
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int = 0) -> None:
+    optimizer.zero_grad()
+    loss_of(model, BATCHES(number)).backward()
+    optimizer.step()
+
+
+def clip(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.01, 0.01)
+
+
+def write_by_numpy(model: nn.Module) -> None:
+    next(model.parameters()).detach().numpy()[0, 0] += 1
+
+
+WRITES: list[Callable[[nn.Module], object]] = [
+    clip,
+    write_by_numpy,
+    lambda model: model[2].bias.data.mul_(2),
+    lambda model: model[0].weight.data.copy_(torch.zeros_like(model[0].weight)),
+]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("steps", [0, 1, FIRST + 2])
+def test_hidden_writes_to_weights_are_refused_in_the_next_step(
+    alone: Context, name: str, write: Callable[[nn.Module], object], overlap: bool, steps: int
+) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=overlap)
+    for number in range(steps):
+        step(model, optimizer, number)
+    write(model)
+    with pytest.raises(InvalidArgumentError, match=r"was written to after.*psdist\.torch\.DistributedDataParallel"):
+        step(model, optimizer)
+    assert optimizer.handle.step == steps
+
+
+@pytest.mark.parametrize("write", [clip, lambda model: nn.init.zeros_(model[0].weight)])
+def test_a_write_between_backward_and_step_is_refused(
+    alone: Context, name: str, write: Callable[[nn.Module], object]
+) -> None:
+    """Its gradients are under way, so zero_grad makes the step with them."""
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    loss_of(model, BATCHES(0)).backward()
+    write(model)
+    for _ in range(2):
+        with pytest.raises(InvalidArgumentError, match="was written to after"):
+            optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.handle.step == 1
+    step(model, optimizer)
+    assert optimizer.handle.step == 2
+
+
+def test_the_averaging_wrapper_lets_a_script_write_to_its_weights(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    wrapped = DistributedDataParallel(model, name=name)
+    for one in (wrapped, other):
+        optimizer = torch.optim.RMSprop(one.parameters(), lr=0.01)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss_of(one, BATCHES(number)).backward()
+            for parameter in one.parameters():
+                parameter.grad.data.clamp_(-0.001, 0.001)
+            optimizer.step()
+            clip(one)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and mine.abs().max() <= 0.01
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gradient: gradient.data.clamp_(-1e-4, 1e-4),
+        lambda gradient: gradient.detach().numpy().fill(0),
+    ],
+)
+@pytest.mark.parametrize("steps", [0, FIRST + 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hidden_changes_of_pushed_gradients_are_refused(
+    alone: Context, name: str, change: Callable[[torch.Tensor], object], steps: int, dtype: torch.dtype
+) -> None:
+    model = nn.Linear(4, 2).to(dtype)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    inputs = torch.ones(3, 4, dtype=dtype)
+    for _ in range(steps):
+        model(inputs).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(inputs).sum().backward()
+    change(model.bias.grad)
+    with pytest.raises(InvalidArgumentError, match=r"the gradient of 'bias' was changed.*overlap=False"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model(inputs).sum().backward()
+    optimizer.step()
+    assert optimizer.handle.step == steps + 2
+
+
+def test_without_overlap_hidden_changes_of_gradients_count(alone: Context, name: str) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    optimizers = (
+        DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=False),
+        torch.optim.SGD(other.parameters(), lr=0.1),
+    )
+    for one, optimizer in zip((model, other), optimizers, strict=True):
+        for number in range(2):
+            optimizer.zero_grad()
+            loss_of(one, BATCHES(number)).backward()
+            for parameter in one.parameters():
+                parameter.grad.data.clamp_(-0.001, 0.001)
+            optimizer.step()
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+
+
+def test_several_passes_of_a_step_and_failed_ones_are_no_changes(alone: Context, name: str) -> None:
+    """Passes without a push, and passes that fail before anything was pushed, leave no stale copy."""
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, bucket_cap_mb=64)
+    for number in range(3):
+        with optimizer.no_sync():
+            loss_of(model, BATCHES(number)).backward()
+        loss_of(model, BATCHES(number)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.handle.step == 3
