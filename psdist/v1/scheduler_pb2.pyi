@@ -254,7 +254,7 @@ class SnapshotProgress(_message.Message):
     def __init__(self, attempt: _Optional[int] = ..., bytes_done: _Optional[int] = ..., bytes: _Optional[int] = ..., bytes_aside: _Optional[int] = ..., waiting_for: _Optional[str] = ..., loading: _Optional[bool] = ...) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align")
+    __slots__ = ("hello", "heartbeat", "join_answer", "replica_filled", "replica_unreachable", "snapshot", "stop", "values_answer", "server_checked", "align", "equal_contributions")
     class Hello(_message.Message):
         __slots__ = ("member_id", "incarnation", "takes_differences", "epoch", "scheduler_id")
         MEMBER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -305,6 +305,15 @@ class SessionRequest(_message.Message):
         number: int
         installed: int
         def __init__(self, number: _Optional[int] = ..., installed: _Optional[int] = ...) -> None: ...
+    class EqualContributions(_message.Message):
+        __slots__ = ("parameters", "worker_ids", "step")
+        PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+        WORKER_IDS_FIELD_NUMBER: _ClassVar[int]
+        STEP_FIELD_NUMBER: _ClassVar[int]
+        parameters: str
+        worker_ids: _containers.RepeatedScalarFieldContainer[str]
+        step: int
+        def __init__(self, parameters: _Optional[str] = ..., worker_ids: _Optional[_Iterable[str]] = ..., step: _Optional[int] = ...) -> None: ...
     HELLO_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     JOIN_ANSWER_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +324,7 @@ class SessionRequest(_message.Message):
     VALUES_ANSWER_FIELD_NUMBER: _ClassVar[int]
     SERVER_CHECKED_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_CONTRIBUTIONS_FIELD_NUMBER: _ClassVar[int]
     hello: SessionRequest.Hello
     heartbeat: SessionRequest.Heartbeat
     join_answer: SessionRequest.JoinAnswer
@@ -325,7 +335,8 @@ class SessionRequest(_message.Message):
     values_answer: SessionRequest.ValuesAnswer
     server_checked: ServerChecked
     align: AlignReport
-    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ...) -> None: ...
+    equal_contributions: SessionRequest.EqualContributions
+    def __init__(self, hello: _Optional[_Union[SessionRequest.Hello, _Mapping]] = ..., heartbeat: _Optional[_Union[SessionRequest.Heartbeat, _Mapping]] = ..., join_answer: _Optional[_Union[SessionRequest.JoinAnswer, _Mapping]] = ..., replica_filled: _Optional[_Union[ReplicaFilled, _Mapping]] = ..., replica_unreachable: _Optional[_Union[ReplicaUnreachable, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotReport, _Mapping]] = ..., stop: _Optional[_Union[StopReport, _Mapping]] = ..., values_answer: _Optional[_Union[SessionRequest.ValuesAnswer, _Mapping]] = ..., server_checked: _Optional[_Union[ServerChecked, _Mapping]] = ..., align: _Optional[_Union[AlignReport, _Mapping]] = ..., equal_contributions: _Optional[_Union[SessionRequest.EqualContributions, _Mapping]] = ...) -> None: ...
 
 class UnreachableServer(_message.Message):
     __slots__ = ("server", "seconds", "reason")
@@ -501,7 +512,7 @@ class ReplicaUnreachable(_message.Message):
     def __init__(self, parameters: _Optional[str] = ..., shard: _Optional[int] = ..., term: _Optional[int] = ..., replica: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., reason: _Optional[str] = ..., fill: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align")
+    __slots__ = ("map", "join_proposal", "join_withdrawn", "member_lost", "shards_lost", "snapshot", "rolled_back", "stop", "mutual_wait", "check_values", "run_ended", "map_difference", "check_server", "align", "notice")
     class JoinProposal(_message.Message):
         __slots__ = ("proposal_id", "parameters", "member")
         PROPOSAL_ID_FIELD_NUMBER: _ClassVar[int]
@@ -566,6 +577,11 @@ class SessionResponse(_message.Message):
         lost: _containers.RepeatedCompositeFieldContainer[SessionResponse.RolledBack.Lost]
         text: str
         def __init__(self, directory: _Optional[str] = ..., lost: _Optional[_Iterable[_Union[SessionResponse.RolledBack.Lost, _Mapping]]] = ..., text: _Optional[str] = ...) -> None: ...
+    class Notice(_message.Message):
+        __slots__ = ("text",)
+        TEXT_FIELD_NUMBER: _ClassVar[int]
+        text: str
+        def __init__(self, text: _Optional[str] = ...) -> None: ...
     class RunEnded(_message.Message):
         __slots__ = ()
         def __init__(self) -> None: ...
@@ -583,6 +599,7 @@ class SessionResponse(_message.Message):
     MAP_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     CHECK_SERVER_FIELD_NUMBER: _ClassVar[int]
     ALIGN_FIELD_NUMBER: _ClassVar[int]
+    NOTICE_FIELD_NUMBER: _ClassVar[int]
     map: _common_pb2.ClusterMap
     join_proposal: SessionResponse.JoinProposal
     join_withdrawn: SessionResponse.JoinWithdrawn
@@ -597,7 +614,8 @@ class SessionResponse(_message.Message):
     map_difference: _common_pb2.ClusterMapDifference
     check_server: _common_pb2.Replica
     align: AlignCommand
-    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ...) -> None: ...
+    notice: SessionResponse.Notice
+    def __init__(self, map: _Optional[_Union[_common_pb2.ClusterMap, _Mapping]] = ..., join_proposal: _Optional[_Union[SessionResponse.JoinProposal, _Mapping]] = ..., join_withdrawn: _Optional[_Union[SessionResponse.JoinWithdrawn, _Mapping]] = ..., member_lost: _Optional[_Union[SessionResponse.MemberLost, _Mapping]] = ..., shards_lost: _Optional[_Union[SessionResponse.ShardsLost, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotCommand, _Mapping]] = ..., rolled_back: _Optional[_Union[SessionResponse.RolledBack, _Mapping]] = ..., stop: _Optional[_Union[StopCommand, _Mapping]] = ..., mutual_wait: _Optional[_Union[MutualWait, _Mapping]] = ..., check_values: _Optional[_Union[SessionResponse.CheckValues, _Mapping]] = ..., run_ended: _Optional[_Union[SessionResponse.RunEnded, _Mapping]] = ..., map_difference: _Optional[_Union[_common_pb2.ClusterMapDifference, _Mapping]] = ..., check_server: _Optional[_Union[_common_pb2.Replica, _Mapping]] = ..., align: _Optional[_Union[AlignCommand, _Mapping]] = ..., notice: _Optional[_Union[SessionResponse.Notice, _Mapping]] = ...) -> None: ...
 
 class MutualWait(_message.Message):
     __slots__ = ("sequence", "error")

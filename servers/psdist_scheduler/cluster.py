@@ -145,7 +145,8 @@ class Cluster:
                 effects += [Refuse(call, error)] if (call := getattr(event, "call", 0)) else []
                 continue
             # There are thousands of heartbeats, and no waiting call depends on them.
-            accepted = accepted or not isinstance(event, ev.Heartbeat | Heard | we.ServerChecked)
+            passing = ev.Heartbeat | Heard | we.ServerChecked | we.EqualContributions
+            accepted = accepted or not isinstance(event, passing)
         if self.failed is not None:
             return self._end_run(self.failed, effects, now)
         return self._commit(effects, now) if accepted else effects
@@ -224,6 +225,8 @@ class Cluster:
                 return machines.coordinated_shutdown.on_report(event)
             case we.ServerChecked():
                 return machines.losses.on_checked(event, now)
+            case we.EqualContributions():
+                return machines.equal_contributions.on_report(event)
             case we.AlignReported():
                 return machines.creation.joins.alignment.on_report(event, now)
             case ev.Scale():

@@ -213,6 +213,10 @@ def session_event(call: int, request: pb.SessionRequest) -> ev.Event:
         case "stop":
             numbers = _next_pushes(request.stop.next) if request.stop.holding else None
             return make_event(we.StopReported, call, request.stop, next=numbers)
+        case "equal_contributions":
+            if (count := len(request.equal_contributions.worker_ids)) > MEMBERS_MAX:
+                raise LimitExceededError(f"{count} workers in one report are over the limit of {MEMBERS_MAX}")
+            return make_event(we.EqualContributions, call, request.equal_contributions)
         case "server_checked":
             return make_event(we.ServerChecked, call, request.server_checked)
         case "align":
@@ -386,6 +390,8 @@ def command(value: ev.Value | ev.News) -> pb.SessionResponse:
             return message(stop=pb.StopCommand(number=number, leave=leave))
         case we.StopCommand(number, kind):
             return message(stop=pb.StopCommand(number=number, ask=kind == "ask" or None, hold=kind == "hold" or None))
+        case we.Notice(text):
+            return message(notice=message.Notice(text=text))
         case we.CheckServer(server):
             return message(check_server=convert.replica_to_proto(server))
         case we.AlignCommand(number, until, release):

@@ -30,6 +30,7 @@ from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
+from psdist_server.store.equal_contributions import EqualReport
 from psdist_server.store.replicator import ReplicaReport
 
 logger = structlog.get_logger("psdist.server")
@@ -58,7 +59,7 @@ class ServerSession:
         self._stale: set[tuple[str, str]] = set()
         self._requests = SessionRequests()
         #: Reports sent in this session.
-        self._reported: set[ReplicaReport | LoadReport] = set()
+        self._reported: set[ReplicaReport | LoadReport | EqualReport] = set()
 
     async def register(self, timeout_seconds: float) -> ClusterMap:
         """Register this server. Returns the current cluster map. Retries while no scheduler answers.
@@ -225,7 +226,12 @@ class ServerSession:
         await self._connection.close()
 
 
-def _report_message(report: ReplicaReport | LoadReport) -> pb.SessionRequest:
+def _report_message(report: ReplicaReport | LoadReport | EqualReport) -> pb.SessionRequest:
+    if isinstance(report, EqualReport):
+        equal = pb.SessionRequest.EqualContributions(
+            parameters=report.parameters, worker_ids=report.worker_ids, step=report.step
+        )
+        return pb.SessionRequest(equal_contributions=equal)
     if not isinstance(report, ReplicaReport):
         return pb.SessionRequest(snapshot=_load_report_message(report))
     name, shard, term, fill = report.parameters, report.shard, report.term, report.fill

@@ -32,6 +32,7 @@ from psdist_server.kernels.pool import KernelPool
 from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
+from psdist_server.store.equal_contributions import EqualReport
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call
@@ -171,10 +172,12 @@ class ParameterServer:
         if store := self.stores.get(call.identity.parameters):
             store.router.cancel(call)
 
-    def reports(self) -> list[ReplicaReport | LoadReport]:
-        """Return the current reports to the scheduler about replicas and loaded values."""
-        replicas = [report for store in self.stores.values() for report in store.replicator.reports(store.entry)]
-        return [*replicas, *self.loader.reports()]
+    def reports(self) -> list[ReplicaReport | LoadReport | EqualReport]:
+        """Return the current reports to the scheduler about replicas, loaded values and equal contributions."""
+        stores = self.stores.values()
+        replicas = [report for store in stores for report in store.replicator.reports(store.entry)]
+        equal = [report for store in stores if (report := store.gradients.equal.report) is not None]
+        return [*replicas, *equal, *self.loader.reports()]
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:
         """Return the progress of the snapshot being loaded or written, if there is one."""

@@ -253,6 +253,8 @@ class WorkerSession:
                 self.stopping.on_command(response.stop)
             case "check_server":
                 self._check_server(convert.replica_from_proto(response.check_server))
+            case "notice":
+                logger.warning("%s", response.notice.text)
             case "align":
                 self.iterations.on_command(response.align)
             case "mutual_wait":

@@ -91,6 +91,23 @@ class ServerChecked:
 
 
 @dataclass(frozen=True, slots=True)
+class EqualContributions:
+    """A server's report, on its session ``call``: these workers pushed equal gradients in steps up to ``step``."""
+
+    call: int
+    parameters: str
+    worker_ids: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """To a worker, on its session: a warning about its script."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class StopReported:
     """A worker's shutdown report, on its session ``call``.
 
@@ -146,7 +163,7 @@ class AlignCommand:
     release: bool = False
 
 
-WorkerCommand = DeadlockFound | StopCommand | AlignCommand | CheckServer
+WorkerCommand = DeadlockFound | StopCommand | AlignCommand | CheckServer | Notice
 
 
 # --- data sets --------------------------------------------------------------------------------------------------------

@@ -108,6 +108,8 @@ class Applier:
         values, weights = self._gradients.values(effect.parts), self._gradients.weights(effect.parts)
         lr_factor = self._gradients.lr_factor(effect.parts)
         is_encoded = self._gradients.are_encoded(values)
+        if not is_encoded:
+            self._gradients.compare(effect.step, effect.parts, values)
         if isinstance(effect, Aggregate):
             job = _Job(effect, Update(index, effect.step, values, lr_factor, is_encoded=is_encoded, weights=weights))
             self._kernels.submit(index, self._combine, job, self._combined)

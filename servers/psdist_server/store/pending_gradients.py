@@ -8,7 +8,7 @@ encoded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -22,6 +22,7 @@ from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.encoded import is_encoded
+from psdist_server.store.equal_contributions import EqualContributions
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
@@ -69,6 +70,7 @@ class PendingGradients:
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
         self._by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
+        self.equal = EqualContributions(spec)
 
     def begin_push(self, call: Call) -> None:
         """Check the header of a push.
@@ -180,6 +182,12 @@ class PendingGradients:
     def are_encoded(self, values: Iterable[Gradient]) -> bool:
         """Return True if some of these contributions are encoded."""
         return self._has_sums and any(map(is_encoded, values))
+
+    def compare(self, step: int, tokens: Sequence[int], values: Sequence[Gradient]) -> None:
+        """BSP: look for workers that contribute the same to a slice in ``step``. values: of the tokens, not encoded."""
+        if len(tokens) > 1 and self.equal.needs(step):
+            workers = [self._by_token[token].call.identity.worker_id for token in tokens]
+            self.equal.compare(step, dict(zip(workers, values, strict=True)))
 
     def norm(self, token: int) -> float:
         """Return the global norm of a contribution's gradient, as sent by the worker."""

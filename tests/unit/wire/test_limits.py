@@ -147,6 +147,14 @@ def reports(numbers: dict[str, int]) -> list[Any]:
     ]
 
 
+def test_workers_with_equal_gradients() -> None:
+    ids = [f"worker-{rank}" for rank in range(limits.MEMBERS_MAX)]
+    event = on_session(equal_contributions=pb.SessionRequest.EqualContributions(parameters="w", worker_ids=ids))
+    assert event.worker_ids == tuple(ids)
+    with pytest.raises(errors.LimitExceededError):
+        on_session(equal_contributions=pb.SessionRequest.EqualContributions(worker_ids=[*ids, "more"]))
+
+
 def test_next_pushes() -> None:
     for allowed, refused in zip(reports(NEXT), reports(TOO_MANY), strict=True):
         assert str(limits.PARAMETERS_MAX - 1) in repr(allowed())
