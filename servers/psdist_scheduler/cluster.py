@@ -21,6 +21,7 @@ from psdist.errors import FencedError, PsdistError, RunLostError, copy_error
 from psdist.types import ClusterMap, ServerEntry, WorkerEntry
 from psdist_scheduler.coordination.lineage import Lineage, lost
 from psdist_scheduler.coordination.machines import Machines
+from psdist_scheduler.coordination.same_batches import SameBatchWarnings
 from psdist_scheduler.coordination.waiting_calls import WaitingCalls
 from psdist_scheduler.events import cluster_events as ev
 from psdist_scheduler.events import snapshot_events as sn
@@ -58,6 +59,7 @@ class Cluster:
         self.members, self.demand = machines.members, machines.members.demand
         self.registry, self.datasets, self.snapshots = machines.registry, machines.datasets, machines.snapshots
         self.lineage = Lineage(settings.salt, stored)
+        self._same_batches = SameBatchWarnings(self.members, self.registry)
         self._calls = WaitingCalls()
         #: True once members and callers were notified that the run cannot continue.
         self._has_ended = False
@@ -226,7 +228,7 @@ class Cluster:
             case we.ServerChecked():
                 return machines.losses.on_checked(event, now)
             case we.EqualContributions():
-                return machines.equal_contributions.on_report(event)
+                return self._same_batches.on_report(event)
             case we.AlignReported():
                 return machines.creation.joins.alignment.on_report(event, now)
             case ev.Scale():

@@ -28,9 +28,9 @@ from psdist.v1 import scheduler_pb2 as pb
 from psdist.wire import convert, limits, status
 from psdist.wire.backoff import Backoff
 from psdist.wire.member_connection import MemberConnection, SessionRequests, is_cancelled
+from psdist_server.core.contribution_comparison import EqualReport
 from psdist_server.server import ParameterServer, ServerRegistration
 from psdist_server.snapshot_loader import LoadReport, ShardLoaded
-from psdist_server.store.equal_contributions import EqualReport
 from psdist_server.store.replicator import ReplicaReport
 
 logger = structlog.get_logger("psdist.server")

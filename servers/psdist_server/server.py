@@ -24,6 +24,7 @@ from psdist.snapshots.storage import Storage
 from psdist.types import ClusterMap, ParametersEntry, ParametersMember, Replica
 from psdist.v1 import scheduler_pb2, server_pb2
 from psdist_server.admission import Admission
+from psdist_server.core.contribution_comparison import EqualReport
 from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import encoded
@@ -32,7 +33,6 @@ from psdist_server.kernels.pool import KernelPool
 from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
 from psdist_server.snapshot_writer import SnapshotWriter
-from psdist_server.store.equal_contributions import EqualReport
 from psdist_server.store.parameter_store import ParameterStore
 from psdist_server.store.replicator import ReplicaReport
 from psdist_server.store.rpc_call import Call
@@ -176,7 +176,7 @@ class ParameterServer:
         """Return the current reports to the scheduler about replicas, loaded values and equal contributions."""
         stores = self.stores.values()
         replicas = [report for store in stores for report in store.replicator.reports(store.entry)]
-        equal = [report for store in stores if (report := store.gradients.equal.report) is not None]
+        equal = [report for store in stores if (report := store.gradients.comparison.report) is not None]
         return [*replicas, *equal, *self.loader.reports()]
 
     def snapshot_progress(self) -> scheduler_pb2.SnapshotProgress | None:

@@ -13,7 +13,6 @@ from psdist.errors import RunLostError
 from psdist_scheduler.coordination.coordinated_shutdown import CoordinatedShutdown
 from psdist_scheduler.coordination.deadlocks import Deadlocks
 from psdist_scheduler.coordination.deferred_losses import DeferredLosses
-from psdist_scheduler.coordination.equal_contributions import EqualContributions
 from psdist_scheduler.coordination.exit_requests import ExitRequests
 from psdist_scheduler.coordination.member_losses import MemberLosses
 from psdist_scheduler.coordination.rollback import Rollback
@@ -62,7 +61,6 @@ class Machines:
     losses: MemberLosses
     barriers: Barriers
     deadlocks: Deadlocks
-    equal_contributions: EqualContributions
     rendezvous: Rendezvous
 
     @classmethod
@@ -124,7 +122,6 @@ class Machines:
             losses=losses,
             barriers=barriers,
             deadlocks=Deadlocks(members, registry, barriers),
-            equal_contributions=EqualContributions(members, registry),
             rendezvous=rendezvous,
         )
 

@@ -18,11 +18,11 @@ from psdist.compression import segments
 from psdist.consistency import BSP, check_weight
 from psdist.errors import InvalidArgumentError, MalformedPayloadError, NonFiniteGradientError
 from psdist.types import ITEM_BYTES, ParametersSpec, Slicing
+from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
 from psdist_server.kernels.encoded import is_encoded
-from psdist_server.store.equal_contributions import EqualContributions
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
 
@@ -70,7 +70,7 @@ class PendingGradients:
         self._needs_norm = spec.optimizer.max_grad_norm > 0 and not isinstance(spec.consistency, BSP)
         self._by_token: dict[int, PendingGradient] = {}
         self.estimates = GradientEstimates(slicing)
-        self.equal = EqualContributions(spec)
+        self.comparison = ContributionComparison(spec)
 
     def begin_push(self, call: Call) -> None:
         """Check the header of a push.
@@ -185,9 +185,9 @@ class PendingGradients:
 
     def compare(self, step: int, tokens: Sequence[int], values: Sequence[Gradient]) -> None:
         """BSP: look for workers that contribute the same to a slice in ``step``. values: of the tokens, not encoded."""
-        if len(tokens) > 1 and self.equal.needs(step):
+        if len(tokens) > 1 and self.comparison.needs(step):
             workers = [self._by_token[token].call.identity.worker_id for token in tokens]
-            self.equal.compare(step, dict(zip(workers, values, strict=True)))
+            self.comparison.compare(step, dict(zip(workers, values, strict=True)))
 
     def norm(self, token: int) -> float:
         """Return the global norm of a contribution's gradient, as sent by the worker."""

@@ -8,21 +8,20 @@ from __future__ import annotations
 
 from psdist_scheduler.events.cluster_events import Answer, Effect, LogEvent
 from psdist_scheduler.events.cluster_state import Member
-from psdist_scheduler.events.worker_events import EqualContributions as Report
-from psdist_scheduler.events.worker_events import Notice
+from psdist_scheduler.events.worker_events import EqualContributions, Notice
 from psdist_scheduler.members.membership import Membership
 from psdist_scheduler.placement.registry import Registry
 
 
-class EqualContributions:
-    """Warns of equal contributions."""
+class SameBatchWarnings:
+    """Warnings about equal contributions, by parameter set."""
 
     def __init__(self, members: Membership, registry: Registry) -> None:
         self._members = members
         self._registry = registry
         self._said: set[str] = set()
 
-    def on_report(self, event: Report) -> list[Effect]:
+    def on_report(self, event: EqualContributions) -> list[Effect]:
         """Process a server's report. It counts if the workers are still members."""
         wanted = set(event.worker_ids)
         alike = sorted((m for m in self._members.workers if m.member_id in wanted), key=lambda worker: worker.rank)

@@ -9,21 +9,21 @@ from numpy.typing import NDArray
 from psdist.consistency import BSP
 from psdist.optim import SGD, Mean, Optimizer
 from psdist.types import ParametersSpec
-from psdist_server.store.equal_contributions import STEPS, EqualContributions
+from psdist_server.core.contribution_comparison import STEPS, ContributionComparison
 
 Floats = NDArray[np.float32]
 SIZE = 300_000
 
 
-def watcher(optimizer: Optimizer | None = None) -> EqualContributions:
-    return EqualContributions(ParametersSpec("mlp", optimizer or SGD(lr=0.1), BSP()))
+def watcher(optimizer: Optimizer | None = None) -> ContributionComparison:
+    return ContributionComparison(ParametersSpec("mlp", optimizer or SGD(lr=0.1), BSP()))
 
 
 def random(seed: int, size: int = SIZE) -> Floats:
     return np.random.default_rng(seed).normal(size=size).astype(np.float32)
 
 
-def push(watching: EqualContributions, step: int, *gradients: Floats) -> None:
+def push(watching: ContributionComparison, step: int, *gradients: Floats) -> None:
     if watching.needs(step):
         watching.compare(step, {f"worker-{rank}": gradient for rank, gradient in enumerate(gradients)})
 

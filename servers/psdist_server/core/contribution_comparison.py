@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from psdist.optim import Mean
 from psdist.types import ParametersSpec
-from psdist_server.kernels.arrays import Gradient
 
 #: Steps in a row after which workers are reported.
 STEPS: Final = 3
@@ -31,7 +30,7 @@ _DIFFERENT_VALUES_OF_MEANS: Final = 32
 #: Elements that are compared between two checks for a difference.
 _BLOCK: Final = 1 << 16
 #: Comparisons of whole slices that found a difference, after which no more are made: each costs a pass over memory.
-_FAILURES_MAX: Final = 10
+_FAILURES_ALLOWED: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class EqualReport:
     step: int
 
 
-class EqualContributions:
+class ContributionComparison:
     """Comparison of the contributions to one parameter set."""
 
     def __init__(self, spec: ParametersSpec) -> None:
@@ -58,9 +57,9 @@ class EqualContributions:
 
     def needs(self, step: int) -> bool:
         """Return True if contributions to ``step`` should be compared."""
-        return step > self._step and self.report is None and self._failures < _FAILURES_MAX
+        return step > self._step and self.report is None and self._failures < _FAILURES_ALLOWED
 
-    def compare(self, step: int, values: Mapping[str, Gradient]) -> None:
+    def compare(self, step: int, values: Mapping[str, NDArray[np.generic]]) -> None:
         """Compare contributions to a slice in ``step``. values: by worker, of one length; none is encoded."""
         alike = _largest_group({worker: _sample(array) for worker, array in values.items()})
         if len(alike) > 1:
@@ -76,7 +75,7 @@ class EqualContributions:
             self.report = EqualReport(self._name, tuple(sorted(equal)), step)
 
 
-def _bits(values: Gradient) -> NDArray[np.unsignedinteger]:
+def _bits(values: NDArray[np.generic]) -> NDArray[np.unsignedinteger]:
     """Return the elements as integers, which are compared bit by bit. shape: [n]."""
     return values.view(f"u{values.itemsize}")
 
@@ -85,7 +84,7 @@ def _sample_of(values: NDArray[np.unsignedinteger]) -> NDArray[np.unsignedintege
     return values[:: max(1, values.size // _SAMPLE)][:_SAMPLE]
 
 
-def _sample(values: Gradient) -> bytes:
+def _sample(values: NDArray[np.generic]) -> bytes:
     return _sample_of(_bits(values)).tobytes()
 
 
