@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -28,11 +27,6 @@ KEY: Final = "authorization"
 _OPEN_METHOD: Final = "/grpc.health.v1.Health/Check"
 
 logger = logging.getLogger("psdist.auth")
-
-
-def make_token() -> str:
-    """Return a new random token (256 bits)."""
-    return secrets.token_urlsafe(32)
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:

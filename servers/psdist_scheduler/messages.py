@@ -232,8 +232,7 @@ def _heartbeat(call: int, heartbeat: pb.SessionRequest.Heartbeat) -> ev.Heartbea
     if heartbeat.HasField("snapshot"):
         report = heartbeat.snapshot
         waiting_for = report.waiting_for[:TEXT_CHARACTERS_MAX]
-        counts = (report.attempt, report.bytes_done, report.bytes, report.bytes_aside)
-        progress = sn.AttemptProgress(*counts, waiting_for, report.loading)
+        progress = sn.AttemptProgress(report.attempt, report.bytes_done, report.bytes, waiting_for, report.loading)
     versions = tuple((p.parameters, p.version_max) for p in heartbeat.statistics.parameters)
     # max returns the 0 if the other argument is NaN.
     heard = tuple((one.worker_id, one.incarnation, max(0.0, one.age_seconds)) for one in heartbeat.heard[:MEMBERS_MAX])

@@ -56,7 +56,6 @@ class AttemptProgress:
     attempt: int
     done: int
     total: int
-    aside: int
     waiting_for: str = ""
     loading: bool = False
 

@@ -178,10 +178,6 @@ class Sessions:
         self.by_call.pop(session, None)
         return session
 
-    def expired(self, now: float) -> list[str]:
-        """Return ids of members whose lease has expired."""
-        return [id_ for id_, known in self.liveness.items() if now > known.deadline]
-
     def suspects(self, now: float) -> list[str]:
         """Return ids of members whose lease has expired, or whose session ended."""
         return [id_ for id_, known in self.liveness.items() if now > known.deadline or known.ended is not None]
