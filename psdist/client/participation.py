@@ -42,7 +42,8 @@ class Routes:
         self._planned: tuple[ClusterMap, ServerNews, RoutingPlan] | None = None
 
     def plan(self, slices: Sequence[int]) -> RoutingPlan:
-        """Return the routes of ``slices``. The plan of all slices is cached until a map or news arrives.
+        """Return the routes of ``slices``. The plan of all slices is cached until a newer map or news of a lost server
+        arrives.
 
         Raises FencedError if the incarnation has ended.
         """

@@ -1,5 +1,6 @@
-"""Reports which workers have not called ``psdist.init()`` yet: a long import, or loading of a data set, is silent.
-Pure.
+"""Notices that name the workers that have not called ``psdist.init()`` yet. Pure.
+
+A script that imports large packages or loads a data set first prints nothing, and the run seems to hang.
 
 The first notice comes after ``FIRST_SECONDS``, further ones after pauses that double, up to ``LONGEST_PAUSE_SECONDS``.
 """

@@ -27,8 +27,11 @@ _SILENCE_SECONDS: Final = 5.0
 class RankRequest:
     """An agent's request: ``processes`` ranks in a world of ``nodes_min`` to ``nodes_max`` nodes.
 
+    scheduler: its address, host:port.
+    agent_id: name of the agent, unique in the run.
+    timeout_seconds: longest search for the scheduler. The wait for other nodes has no limit.
     local_address: this node's address for the other nodes; empty to detect it.
-    gave_up: why the agent ends, if that is reported instead of asking for ranks.
+    gave_up: why the agent ends; then the request reports this and asks for no ranks.
     """
 
     scheduler: str

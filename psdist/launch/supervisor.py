@@ -106,10 +106,10 @@ class StoppingProcesses:
 
 
 class ServerScaling:
-    """Controller that starts missing servers, a few at a time, and stops drained ones. A stopped server's number is not
-    reused.
+    """Controller that starts the servers that the scheduler wants, a few at a time, and stops drained ones. A stopped
+    server's number is not reused.
 
-    Invariant: the newest request counts; starts left over from an earlier one are dropped.
+    Invariant: Only the newest request of the scheduler counts; starts left over from an earlier one are dropped.
     """
 
     def __init__(self, table: ProcessTable, stopping: StoppingProcesses, grace_seconds: float) -> None:

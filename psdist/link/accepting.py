@@ -4,8 +4,8 @@ An authenticated gRPC call promises a connection (``TcpListener.promise``), and 
 nonce. The first frame of a connection must show a nonce within ``limits.NONCE_SECONDS``; then the connection is handed
 to the stream that it was promised to. A nonce is valid once, for the same time.
 
-Invariants: Nothing else is read from a connection before its nonce, and it is given little memory. The number of silent
-connections is bounded. One more closes the oldest, so that they do not keep others out.
+Invariants: Nothing is read from a connection before its nonce but the nonce, into a small buffer. The number of
+connections without a nonce is bounded: one more closes the oldest, so that silent strangers keep nobody out.
 
 ``tcp_service`` and ``replica_service`` use the connection afterwards.
 """
@@ -32,7 +32,7 @@ logger = structlog.get_logger("psdist.server")
 
 
 class Promised(FrameReceiver, Protocol):
-    """Receiver of a promised connection."""
+    """Stream that a connection was promised to, and which receives its frames."""
 
     def connected(self, connection: FrameConnection) -> None:
         """Take over the connection. Frames arrive from now on."""
@@ -62,8 +62,10 @@ class Promise:
 
 
 class TcpListener:
-    """Port for TCP connections, on the interface of the gRPC port. Like gRPC there, they are plaintext. If gRPC is
-    encrypted, no listener may be opened."""
+    """Port for TCP connections, on the interface of the gRPC port.
+
+    Connections are plaintext, as gRPC is on that interface. If gRPC were encrypted, no listener might be opened.
+    """
 
     def __init__(self) -> None:
         self.port = 0
@@ -73,9 +75,10 @@ class TcpListener:
         self._log = LogPacer(limits.STRANGERS_LOG_SECONDS)
 
     async def open(self, host: str, port: int = 0) -> None:
-        """Listen on ``port`` of ``host``; 0 picks a free port, and a failure then makes workers use gRPC.
+        """Listen on ``port`` of ``host``; 0 picks a free port.
 
-        Raises ConfigurationError if an explicit port, chosen for a firewall, is not available.
+        Raises ConfigurationError if an explicit port, which a firewall may expect, is not available. If no free port
+        can be bound, a warning is logged and workers use gRPC.
         """
         loop = asyncio.get_running_loop()
         try:

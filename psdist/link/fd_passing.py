@@ -8,7 +8,7 @@
 4. The connection stays open for calls (``frame_connection``).
 
 Invariants: The socket's file is removed when the exchange ends, successful or not. ``sweep`` removes the files of
-processes that were killed in between: nobody answers on those.
+processes that were killed in between: nobody listens on those.
 """
 
 from __future__ import annotations
@@ -57,10 +57,11 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 async def swap_files(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
-    """Send ``fd``, receive the server's file, and return it with the connection. Runs in the worker; the caller closes
-    both.
+    """Send the file ``fd`` to the server, and return the descriptor of its file with the connection.
 
-    Waits without a timeout: a server that cannot answer says so over gRPC. Raises SharingUnavailableError.
+    Runs in the worker, and the caller closes both. Waits without a timeout: a server that cannot connect reports this
+    over gRPC, and the caller cancels the wait. Raises SharingUnavailableError for a failed system call, or a peer of
+    another user.
     """
     try:
         with closed_on_error(await accept_and_send(listener, fd)) as peer:

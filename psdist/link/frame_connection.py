@@ -12,8 +12,8 @@ Payloads are sent from the caller's memory. It is borrowed until ``is_sending`` 
 Invariants: Lengths are checked before anything is allocated. Frames are delivered whole, once, in order, and never
 after the connection ends. ``connection_ended`` is called exactly once, unless this side closed the connection.
 
-A TCP connection whose packets are lost ends with an error, even while its gRPC stream is fine: a firewall may drop a
-single port. At the end that sets ``ends_stalls``, so does a connection that makes no progress.
+A TCP connection whose packets are lost ends with an error, even if the peer still answers on its gRPC port: a firewall
+may drop a single port. The end that sets ``ends_stalls`` also ends a connection without progress.
 
 Headers are interpreted by the subclasses of ``MessageReceiver``.
 """

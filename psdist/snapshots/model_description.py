@@ -1,8 +1,8 @@
 """Description of a model's tensors by psdist.torch, so that a snapshot can be read as the model's ``state_dict``.
 
 A parameter set holds only float32, so a snapshot stores buffers and frozen parameters of other dtypes as bytes. The
-state that each worker saves has the bytes of its buffers, under ``BUFFERS`` followed by their names, and their meaning
-under ``DESCRIPTION``. docs/snapshot-format.md is the specification.
+bytes of buffers are in the state that each worker saves, named ``BUFFERS`` and the buffer's name; the description is
+there as ``BUFFERS`` and ``DESCRIPTION``. docs/snapshot-format.md is the specification.
 
 Invariant: Parsed values have the declared types. The number of bytes need not match the shapes.
 """

@@ -43,9 +43,10 @@ _SHOWN: Final = 8
 class StoredTensor:
     """Tensor in a snapshot.
 
-    owner: its parameter set.
-    place: parameter set that holds its elements, and its number there; None if ``data`` holds its bytes.
-    is_encoded: True if each element of ``place`` is one byte of the tensor.
+    owner: name of the parameter set that it belongs to.
+    place: the parameter set that holds its elements, and the tensor's number in that set's layout; None if ``data``
+        holds its bytes.
+    is_encoded: True if each element in the parameter set is one byte of the tensor, as a number from 0 to 255.
     """
 
     name: str

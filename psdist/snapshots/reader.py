@@ -182,7 +182,10 @@ async def usable(
 async def newest(storage: Storage, without: Collection[str] = ()) -> CommittedSnapshot | None:
     """Return the newest snapshot with a correct record, manifest and file lengths; None if none was ever committed.
 
-    The content is verified when it is read. ``usable`` describes ``without`` and the errors.
+    without: directories known to be corrupt; they are skipped.
+
+    The content is verified when it is read. Raises SnapshotCorruptError if there are snapshots and none can be used,
+    and StorageError.
     """
     async for found in usable(storage, without):
         return found
@@ -326,9 +329,11 @@ async def read_state_tensors(storage: Storage, manifest: Manifest, state: Worker
 
 
 def _wanted_ranges(head: bytearray, prefix: str, path: str, length: int) -> dict[str, tuple[int, int]] | None:
-    """Return the checked result of ``_ranges``. Raises SnapshotCorruptError.
+    """Return the byte ranges of the tensors whose names begin with ``prefix``, or None if ``head`` lacks part of the
+    header. Raises SnapshotCorruptError for a malformed header, or tensors that cannot fit in the file.
 
-    length: size of the file.
+    head: first bytes of the file.
+    length: bytes of the file.
     """
     try:
         ranges = _ranges(head, prefix)

@@ -98,7 +98,8 @@ def share_fixed(client: Client, name: str, fixed: Mapping[str, Tensor]) -> None:
 
 
 def to_finite(tensor: Tensor) -> NDArray[np.float32]:
-    """Return a tensor as finite float32: a float32 parameter as it is, anything else as bytes."""
+    """Return a tensor as finite float32[n]: a float32 parameter as it is, anything else as one number of 0 to 255 for
+    each of its bytes."""
     return _plain(tensor) if is_plain(tensor) else as_bytes(tensor)
 
 

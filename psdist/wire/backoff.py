@@ -1,4 +1,5 @@
-"""Pauses between attempts and before answers to strangers. Pure: randomness and time are arguments.
+"""Pauses between attempts, and before answers to strangers: callers without the run's token. Pure: randomness and time
+are arguments.
 
 The callers decide what to retry (``delivery``, ``scheduler_session``) and which calls to pace (``auth``).
 """

@@ -87,7 +87,10 @@ class StreamCall(Call):
 
 
 class CallStream(MessageReceiver[server_pb2.ShareRequest]):
-    """Unfinished calls of one worker on one connection. identity: of the worker, as it was admitted."""
+    """Unfinished calls of one worker on one connection.
+
+    identity: identity of the worker when the stream was admitted.
+    """
 
     message_type = server_pb2.ShareRequest
 

@@ -52,7 +52,7 @@ class ShardLoaded:
 
 @dataclass(frozen=True, slots=True)
 class ShardLoadFailed:
-    """The values cannot be loaded from this snapshot."""
+    """The values of a shard cannot be loaded from the snapshot that ``restore`` names."""
 
     parameters: str
     generation: int

@@ -206,7 +206,8 @@ class ProgramOrder:
     def _may_be_inside(self) -> bool:
         """True unless the script is known to be between two iterations.
 
-        An order that has not repeated for long is assumed never to repeat, so that not all of its pushes are dropped.
+        A script whose pushes have shown no repeating order for ``PATIENCE`` pushes is assumed to have no iterations.
+        Otherwise all of its later pushes might be dropped as belonging to an unfinished one.
         """
         offset = self._offset
         return self._finder.count < PATIENCE if offset is None else offset > 0

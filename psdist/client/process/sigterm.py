@@ -180,7 +180,7 @@ class SigtermHandler:
             self._signal_again()
 
     async def close(self) -> None:
-        """Stop watching the pipe and repeating the signal, before the loop ends."""
+        """Stop watching the pipe, and no longer send the signal again. Call it before the loop ends."""
         if self._pipe >= 0 and self._loop is not None:
             self._loop.remove_reader(self._pipe)
         if self._task is not None:

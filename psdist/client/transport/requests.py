@@ -103,7 +103,8 @@ class PushRequest(Request):
     encoded: the gradient if it was encoded before, in place of ``flat``. Without both the worker abstains.
     target: destination of the new weights; None if they are not asked for.
     weight: weight of the gradient in the mean of its step.
-    mark: the newest snapshot attempt that had marked this worker's pushes when this one began.
+    mark: number of the newest snapshot attempt for which this worker reported its next pushes before it numbered this
+        one: the push is not in that snapshot. 0 for none.
     """
 
     versions: list[int]

@@ -353,7 +353,8 @@ def _add_floats(body: Any, out: Any) -> None:
 def _places(gaps: Any, position: Any, where: Any) -> Any:
     """Decode gaps to ascending positions, beginning at ``position``. Return the last position and the count.
 
-    The loop has no branch: one gap in ten has more than a byte, which no processor predicts.
+    A gap takes one byte, or several if it is 255 or more. The loop has no branch, since processors could not predict
+    the one gap in ten that takes several.
 
     where: output, at least as long as ``gaps``.
     """

@@ -65,10 +65,11 @@ class Console(Protocol):
 class RunMetrics:
     """The metrics of one launcher's workers. Raises ConfigurationError if a file cannot be written.
 
-    name: of the run, and of its directory for TensorBoard.
-    log_directory: for the file ``metrics.jsonl``, if there is one.
-    ranks: workers at the start.
-    part: this node's directory below ``name``, if the run has several nodes.
+    name: name of the run, and of its directory for TensorBoard.
+    log_directory: directory of the file ``metrics.jsonl``; None writes no such file.
+    ranks: ranks of the workers at the start.
+    part: name of this node, such as ``node-1``, which separates its files from those of other nodes; empty without
+        them.
     """
 
     def __init__(

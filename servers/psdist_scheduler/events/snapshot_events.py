@@ -183,7 +183,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """A server's report, on its session ``call``, that it cannot load them.
+    """A server's report, on its session ``call``, that it cannot load its shards from the snapshot.
 
     unreachable: True if the storage did not answer; otherwise something is wrong with this snapshot.
     """
@@ -339,9 +339,12 @@ SnapshotCommand = Prepare | Mark | TakeCut | End
 
 @dataclass(frozen=True)
 class WriteCommit:
-    """Make the manifest durable, then the commit record ``sequence``, which must not exist.
+    """Make the manifest durable, then the commit record.
 
-    The writer sets the manifest's time and version. seconds: duration of the attempt so far.
+    The writer sets the manifest's time and version.
+
+    sequence: number of the commit record. If the storage has a record of this number, the commit fails.
+    seconds: duration of the attempt so far.
     """
 
     attempt: int

@@ -54,8 +54,8 @@ class Barriers:
         self.changed: list[BarrierRecord] = []
 
     def enter(self, event: EnterBarrier, worker: Member) -> list[Effect]:
-        """Process a worker's arrival at a barrier, or its withdrawal. An earlier call of the same worker there is
-        refused.
+        """Process a worker's arrival at a barrier, or its withdrawal. An earlier call of the worker that still waits at
+        this barrier is refused.
 
         Raises InvalidNameError and InvalidArgumentError.
         """

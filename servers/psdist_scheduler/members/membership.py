@@ -263,8 +263,8 @@ class Demand:
     def shortage(self, begun: bool = False, servers: int | None = None, workers: int | None = None) -> str:
         """Return the missing members as text that begins with "for"; empty if none are missing.
 
-        begun: True once the run has begun. Workers that left when they were done are then not missed.
-        servers, workers: numbers that are enough, instead of the run's.
+        begun: True once the run has begun. Workers that left because their work was done then count as present.
+        servers, workers: required numbers; None for the run's minimum.
         """
         there = len(self.ranks_in_service) if begun else len(self._members.workers)
         servers = self.servers_min if servers is None else servers

@@ -96,8 +96,8 @@ class Rendezvous:
     def shortage(self, ranks: Iterable[int]) -> str:
         """Return why an elastic run with workers of these ranks is paused, as text that begins with "for".
 
-        Empty if it is not, if the number of nodes is fixed, or if there are no nodes. A node is present while one of
-        its workers is. A worker without an agent counts as a node.
+        Empty if the run is not paused or not elastic, or has no nodes. A node is present while one of its workers is. A
+        worker without an agent counts as a node.
         """
         first = min(self._nodes.values(), key=lambda node: node.node_rank, default=None)
         if first is None or first.nodes_min == first.nodes_max:

@@ -86,7 +86,7 @@ class Commits:
         return [] if commit.asked else self._end(p, commit)
 
     def check(self) -> tuple[list[Effect], list[Commit]]:
-        """Ask every server that was not asked on its current session yet.
+        """Ask the servers for confirmation of the uploaded values, each once per session.
 
         Returns the effects and the commits to restart, which are removed: those whose parameter set changed, and those
         whose worker is gone.

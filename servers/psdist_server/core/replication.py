@@ -47,7 +47,7 @@ class ReplicaState:
 class SendBegin:
     """Start a copy to ``replica``; then send it slice by slice (``next_copy``, ``copied``).
 
-    fill: number of the filling in the map.
+    fill: number that the map gives to this filling of the replica.
     copy: number of this copy, which the replica repeats when it is complete.
     """
 

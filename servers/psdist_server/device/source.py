@@ -68,8 +68,11 @@ def update_source(*names: str) -> str:
 def _kernel(name: str, element: Callable[..., Any]) -> str:
     """Return the CUDA C of one optimizer.
 
-    Arguments of the kernel: the arrays, 0 for absent ones; size: elements of each, starting at its address; ``staged``
-    holds as many of each contribution; mean: 0 for none.
+    name: the optimizer's, which names the kernel ``update_NAME``.
+    element: its update of one element, in Python.
+
+    The kernel updates ``size`` elements from the address of each array on; absent arrays are 0. ``staged`` holds
+    ``size`` elements of each contribution. ``mean`` is the address that the mean is written to; 0 for none.
     """
     (function,) = ast.parse(textwrap.dedent(inspect.getsource(element))).body
     assert isinstance(function, ast.FunctionDef)

@@ -174,8 +174,11 @@ class WeightsMemory:
             self._with_room.update(new)
 
     def hold(self, indices: Iterable[int]) -> None:
-        """Allocate memory for slices. If the arena has no room for the very first slices, plain memory replaces it; for
-        later ones raises LimitExceededError."""
+        """Allocate memory for slices.
+
+        If not even the first slices fit in shared memory, memory of this process replaces it. If later ones do not,
+        LimitExceededError is raised.
+        """
         if not self._with_room.issuperset(indices):
             self.make_room(indices)
 

@@ -68,7 +68,8 @@ class ParameterStore:
 
     dense: the arrays, in host or device memory.
     network: access to the other servers.
-    on_aggregated: called with (store, step) when all slices served here are aggregated (clipping).
+    on_aggregated: called with (store, step) when the gradients of all slices served here are aggregated. Only sets that
+        clip by the global norm aggregate before they update.
     prepare_sums: called when the first push starts that is encoded or has a weight.
     """
 

@@ -62,7 +62,7 @@ class ReplicaNetwork(Protocol):
         """Return the host of another server. Raises ServerUnreachableError if it is not in the map."""
 
     def report(self) -> None:
-        """Report to the scheduler: there is something new."""
+        """Announce that the state of a replica has changed, so that this server reports it to the scheduler."""
 
 
 class StreamPrimary(Protocol):
@@ -87,7 +87,7 @@ class StreamPrimary(Protocol):
         """Give up gradients that the replica may still read."""
 
     def ship_waiting(self) -> None:
-        """Continue with updates that wait for room."""
+        """Continue with updates that wait until fewer bytes of unacknowledged ones are kept."""
 
 
 @dataclass(slots=True)
