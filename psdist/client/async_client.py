@@ -133,8 +133,8 @@ class AsyncClient(ProcessBound):
     async def close(self, reason: str = "closed") -> None:
         """Leave the run. Closing again does nothing.
 
-        reason: shown to others. "stopped" and "failed" mean that the work was not done: a run with a minimum number of
-            workers waits for another.
+        reason: shown by ``psdist status`` and in logs. "stopped" and "failed" mean that the work was not done: a run
+            with a minimum number of workers waits for another.
         """
         if self.is_closed:
             return

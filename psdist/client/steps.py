@@ -68,6 +68,9 @@ class CompressionStatistics:
 class Statistics:
     """Counters of one handle since it was made.
 
+    pushes, pulls: completed calls, and steps in buckets.
+    abstained: pushes without the gradient, or without a part of it, because the weight was 0, or because it held NaN or
+        Inf and ``non_finite`` is "skip".
     ignored: slices whose contribution was not used, because it was a duplicate or arrived after its step was closed.
     resent: slices that were sent again after a break.
     dropped: pushes that were dropped because this worker had been expelled, or the run rolled back to a snapshot.

@@ -76,16 +76,17 @@ class BackgroundCompiler:
         self._loading: set[Future[None]] = set()
 
     async def loaded(self) -> None:
-        """Wait for kernels that are in the cache.
+        """Wait until the added kernels that are in the cache are loaded.
 
-        Loading takes a moment, and memory that the first requests need as well.
+        A server waits before its first request, which would otherwise be slow and need memory at the same time.
         """
         for loading in tuple(self._loading):
             # Shield: cancelling one request must not cancel the load that others wait for.
             await asyncio.shield(asyncio.wrap_future(loading))
 
     def add(self, kernels: Sequence[Kernel], purpose: str) -> None:
-        """Interpret ``kernels`` for now; compile them, or load them from the cache, once that is worth it.
+        """Interpret ``kernels`` for now. Compile them, or load them from the cache, once interpreted calls have taken
+        ``_WORTH_SECONDS`` of processor time, or after ``start_compiling``.
 
         Kernels that were added before are skipped.
 
@@ -104,7 +105,7 @@ class BackgroundCompiler:
             self.start_compiling()
 
     def start_compiling(self) -> None:
-        """Start to compile, or to load, all added kernels, now and from now on."""
+        """Start to compile or load all added kernels. Those added later start immediately."""
         with self._lock:
             self._started = True
             added, self._added = self._added, []

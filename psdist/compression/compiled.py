@@ -174,10 +174,12 @@ def compile_all(
 
 @contextmanager
 def locked(path: Path | None, wait: bool) -> Iterator[bool]:
-    """Hold the file lock ``path``. Yields False if another process holds it.
+    """Hold the file lock ``path`` for a ``with`` block.
 
-    Nothing is locked without a path, on a file system without locks, or if the other process holds the lock for
-    LOCK_SECONDS. Two processes may then compile the same kernel, which is harmless.
+    wait: True to wait up to LOCK_SECONDS for another process that holds the lock. False yields False if it holds it.
+
+    Nothing is locked without a path, on a file system without locks, or after a wait in vain, and True is yielded. Two
+    processes may then compile the same kernel, which is harmless.
     """
     fd, is_free = None, True
     try:

@@ -52,7 +52,7 @@ def committed_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
 
 
 def progress_text(answer: scheduler_pb2.SaveSnapshotResponse) -> str:
-    """Describe the progress."""
+    """Describe the progress of a snapshot: the bytes written, or the reason for waiting."""
     text = f"{size(answer.bytes_done)} of {size(answer.bytes)} written" if answer.bytes else "preparing"
     return f"{text}; waiting {answer.waiting_for}" if answer.waiting_for else text
 

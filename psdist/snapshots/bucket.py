@@ -209,7 +209,7 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
 
 
 class _Threads:
-    """Pool of threads, as many as were ever busy together.
+    """Pool of threads without a limit: one is added for each call that finds all others busy.
 
     Unlike an executor's threads they are daemons: a bucket that does not answer delays neither the end of a program
     nor Ctrl-C.

@@ -130,12 +130,12 @@ def shard_header(slices: Sequence[int], sizes: Sequence[int], state_names: Seque
 
 
 def slice_offset(header_bytes: int, position: int, slice_elements: int, state_count: int) -> int:
-    """Return the offset in a shard's file of the slice at ``position`` (from 0, within the shard).
+    """Return the offset in a shard's file, in bytes, of the slice at ``position`` (from 0, within the shard).
 
-    The slice's arrays are adjacent.
+    The slice's arrays are adjacent, the weights first.
 
-    header_bytes: length of the header.
-    slice_elements: size of all slices but the last, which may be shorter.
+    header_bytes: length of the header, with its length field.
+    slice_elements: elements of every slice but the last, which may be shorter.
     state_count: number of the optimizer's arrays.
     """
     return header_bytes + position * (1 + state_count) * slice_elements * ELEMENT_BYTES

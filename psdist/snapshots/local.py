@@ -163,14 +163,14 @@ class LocalStorage:
 
     @contextmanager
     def _parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the directory of ``path``. Yields it, and the name within it."""
+        """Open the directory of ``path``. Yields its descriptor, and the file's name within it."""
         *parts, name = path.split("/")
         with self._opened(parts, make=make) as parent:
             yield parent, name
 
     @contextmanager
     def _opened(self, parts: Sequence[str], *, make: bool = False) -> Iterator[int]:
-        """Open the directory ``parts``.
+        """Open the directory ``parts`` below the root, for a ``with`` block. Yields its descriptor.
 
         make: create missing directories, durably.
         """

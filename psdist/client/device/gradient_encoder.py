@@ -70,9 +70,10 @@ class DeviceGradientEncoder:
         return self._push
 
     def encode(self, push: EncodedSlices, flat: DeviceVector | Flat, slices: Iterable[int]) -> bool:
-        """Encode the new ones of ``slices``. Returns False if the push is over.
+        """Encode those of ``slices`` that are not encoded yet. Returns False if the push is over.
 
-        flat: complete and finite in all tensors that touch the slices; copied to the device if it is on the host.
+        flat: the gradient, complete and finite in all tensors that touch the slices; copied to the device if it is on
+            the host.
 
         Raises NonFiniteGradientError for values that a codec cannot represent.
         """

@@ -53,8 +53,8 @@ class Transport(ABC):
     async def exchange(self, request: Request, route: Route, wait: Wait, loss: ServerLoss) -> None:
         """Make one attempt to get the unanswered slices of ``route`` answered.
 
-        wait: receives the server's reasons.
-        loss: ends the attempt.
+        wait: receives the server's reasons for not answering yet.
+        loss: loss of the server, which ends the attempt.
 
         Raises StaleEpochError, StaleEstimateError and ServerUnreachableError if another attempt may succeed, and the
         server's refusal; then some slices may be answered.

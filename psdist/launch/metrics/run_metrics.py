@@ -1,7 +1,7 @@
 """The metrics of a launcher's workers: combined, shown, and written to files.
 
-Workers' intervals end at different moments. Matching intervals are combined once each worker of the previous
-combination has sent one, and after two intervals at the latest.
+Each worker sends its reports of an interval together, and workers' intervals end at different moments. What arrived is
+combined once every worker of the previous combination has sent an interval, and after two intervals at the latest.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Each process continues from the state that its predecessor made durable, and numbers its epochs above that state's. So a
 map, named by its process and epoch, belongs to this run's past exactly if that process is on record and had reached the
-epoch when the next one took over. A member with any other map was present when more was known than this scheduler
-knows: its store is gone or is an older copy. Numbers that the member relies on (incarnations, terms, leases, versions)
-may be given a second time here, so the member must not be accepted.
+epoch when the next one took over. A member with any other map has seen a state that this scheduler does not know,
+because the scheduler's store is gone or is an older copy. Numbers that the member relies on (incarnations, terms,
+leases, versions) may be given a second time here, so the member must not be accepted.
 
 Invariant: A map is published only after its epoch is durable, so every map that a member holds is in the store.
 """

@@ -1,8 +1,8 @@
 """Members that are silent towards the scheduler: gathers the evidence on them, and names those that are lost. Pure.
 
-If a server pauses for longer than between heartbeats, workers are asked whether they reach it, so that their answers
-are available when its lease expires. Once its lease has expired, or its session ended, its port is probed too, again
-with each tick.
+If a server is silent for longer than its interval of heartbeats, workers are asked whether they reach it, so that their
+answers are available when its lease expires. Once its lease has expired, or its session has ended, each tick also
+probes its port.
 
 Invariant: Findings about a silence are forgotten when the member is heard again, or is another incarnation.
 

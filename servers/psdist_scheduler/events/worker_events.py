@@ -25,7 +25,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """A worker's snapshot of the wait of its script, if other workers can end that wait.
+    """A worker's report on the wait of its script, if other workers can end that wait.
 
     sequence: higher than that of any earlier wait.
     next: number of its next push, by parameter set.

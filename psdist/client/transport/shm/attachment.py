@@ -204,7 +204,7 @@ class SharedMemory(NegotiatedTransport[SharedStream]):
 
     @property
     def is_replicated(self) -> bool:
-        """True if other servers hold copies."""
+        """True if other servers hold copies of a shard."""
         return any(len(shard.replicas) > 1 for shard in self._entry.shards)
 
     @property
