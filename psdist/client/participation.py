@@ -249,8 +249,8 @@ class Participation:
     def report_wait(self, *, push: bool, reads: bool, limited: bool) -> ReportedWait:
         """Return a report, for a ``with`` block in which the user waits for the answer to the next push, or to a pull.
 
-        reads: the answer carries weights.
-        limited: the wait ends by itself.
+        reads: True if the answer carries weights.
+        limited: True if the wait has a time limit, so that it ends without other workers.
         """
         # The last push of this worker, and of the others, that must be in the weights.
         last = self.sequence.step - (not push)

@@ -1,8 +1,8 @@
 """Port for TCP connections: accepts promised connections and closes all others.
 
-An authenticated gRPC call promises a connection (``TcpListener.promise``), and its worker receives the port and a
-nonce. The first frame of a connection must show a nonce within ``limits.NONCE_SECONDS``; then the connection is handed
-to the stream that it was promised to. A nonce is valid once, for the same time.
+An authenticated gRPC call promises a connection (``TcpListener.promise``), and its caller receives the port and a
+nonce, which is 32 random bytes. The first frame of a connection must show a nonce within ``limits.NONCE_SECONDS``; then
+the connection is handed to the stream that it was promised to. A nonce is valid once, within the same time.
 
 Invariants: Nothing is read from a connection before its nonce but the nonce, into a small buffer. The number of
 connections without a nonce is bounded: one more closes the oldest, so that silent strangers keep nobody out.
@@ -39,7 +39,7 @@ class Promised(FrameReceiver, Protocol):
 
 
 class Promise:
-    """Promise of a connection to ``receiver``, whose worker or server must show ``nonce``."""
+    """Promise of a connection to ``receiver``. The dialing process must show ``nonce`` (32 bytes)."""
 
     def __init__(self, receiver: Promised) -> None:
         self.receiver = receiver

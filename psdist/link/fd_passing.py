@@ -57,7 +57,7 @@ def listening() -> Iterator[tuple[str, socket.socket]]:
 
 
 async def swap_files(listener: socket.socket, fd: int) -> tuple[int, socket.socket]:
-    """Send the file ``fd`` to the server, and return the descriptor of its file with the connection.
+    """Send the file ``fd`` to the server, and return the descriptor of the server's file with the connection.
 
     Runs in the worker, and the caller closes both. Waits without a timeout: a server that cannot connect reports this
     over gRPC, and the caller cancels the wait. Raises SharingUnavailableError for a failed system call, or a peer of

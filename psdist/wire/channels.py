@@ -1,6 +1,6 @@
 """gRPC channels and servers, with every option that psdist relies on.
 
-* Retries are off. gRPC would resend a push behind the session layer, which numbers pushes for that purpose.
+* Retries are off. The client numbers pushes and resends them itself; gRPC would do so without its knowledge.
 * The HTTP proxy is off. An ``http_proxy`` variable must not reroute cluster traffic.
 * ``so_reuseport`` is off. A second process on a taken port must fail instead of sharing the port silently.
 * Keepalive sets ``ping_timeout_ms``. Without it grpcio 1.85 takes a minute to notice a frozen peer. Keepalive is the

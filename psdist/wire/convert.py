@@ -294,8 +294,8 @@ _kept_shard: Final = lru_cache(maxsize=_KEPT)(_shard_to_proto)
 
 
 def _ranges_to_proto(ranges: tuple[GroupRange, ...]) -> Sequence[pb.GroupRange]:
-    """Convert ranges, reusing the conversions of the latest few tuples. A table has up to one range per tensor and
-    rarely changes between epochs."""
+    """Convert ranges, reusing the conversions of the latest few tuples: a parameter set has up to one range per tensor,
+    and they rarely change between epochs."""
     for known, messages in _kept_ranges:
         if known is ranges:
             return messages

@@ -5,8 +5,9 @@ each returns to the machine as an event. A commit has this order: every shard's 
 for that), then the manifest, then the commit record, which is created exclusively. Nothing is overwritten or renamed. A
 snapshot that is deleted loses its record first.
 
-The storage's answer may be lost, so an error does not mean that nothing was done. If a record of our number exists, it
-is read. If it is ours, the snapshot exists. If not, another scheduler has taken over (C8), and this one saves no more.
+The storage's answer may be lost, so an error does not mean that nothing was done. If the storage has a record of the
+number that this scheduler tried to create, the record is read. If it is this scheduler's, the snapshot exists. If not,
+another scheduler has taken over, and this one saves no more.
 """
 
 from __future__ import annotations

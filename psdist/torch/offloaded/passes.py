@@ -5,9 +5,9 @@ them. The order of layers is learned from the previous pass, and the next layer'
 computes. A gradient is taken as soon as autograd has computed it, and a layer is pushed when its gradients are
 complete.
 
-Invariants: At most two layers have weights in memory that no pass uses now: the next one, and none that is left over.
-At most two layers have gradients in memory, if the gradients of a layer are complete or arrive one after the other. A
-layer is freed in a backward pass when it has all gradients, because autograd sums those of all uses first.
+Invariants: Of the layers that no pass uses now, only the next one may have weights in memory. At most two layers have
+gradients in memory, unless several layers get theirs at the same time. A layer is freed in a backward pass when it has
+all gradients, because autograd sums those of all uses first.
 
 Not here: memory (``layer``), the step (``offloading``).
 """

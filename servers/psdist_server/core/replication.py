@@ -116,22 +116,22 @@ class Peer:
 
     @property
     def is_copying(self) -> bool:
-        """True if the shard is being copied to it."""
+        """True if the shard is being copied to the replica."""
         return self.state is PeerState.COPYING
 
     @property
     def required(self) -> bool:
-        """True if updates wait for it."""
+        """True if updates wait for the replica's acknowledgement."""
         return self.in_sync or self.filled
 
     @property
     def complete(self) -> bool:
-        """True if it has everything that workers were ever answered for, so that it may be promoted. A complete copy is
-        not enough: updates sent behind the copy may still be in flight."""
+        """True if the replica has every update that a worker was ever answered for, so that it may be promoted. A
+        complete copy is not enough: updates sent behind the copy may still be in flight."""
         return self.filled and not self.is_copying and self.acked >= self.required_acks
 
     def has(self, index: int) -> bool:
-        """True if it has slice ``index``, and so needs the gradients of its updates."""
+        """True if the replica has slice ``index``, and so needs the gradients of the slice's updates."""
         return index not in self.missing if self.is_copying else self.required
 
     def resume(self, lsn: int) -> None:

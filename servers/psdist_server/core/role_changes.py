@@ -76,8 +76,8 @@ def make_shard(
 ) -> BspShard | AsyncShard:
     """Create the machine for one shard of parameters with this consistency.
 
-    clipping, reference_workers: BSP only: aggregate a step first and apply it when its global norm is known; worker
-        count that ``BSP.resize_lr`` compares with.
+    clipping: BSP only: True to aggregate a step first, and to apply it when its global norm is known.
+    reference_workers: BSP only: number of workers that ``BSP.resize_lr`` compares with.
     records: state of each slice taken over from another server; None if all slices are new.
     departed: SSP and ASP: lost workers that may continue their pushes.
     """

@@ -45,9 +45,11 @@ class CopyTarget(NamedTuple):
 
 
 class SliceCopies:
-    """The copies of one attempt: made for updates, ahead of them or for the writer, and held until they are written.
+    """Copies of slices for one snapshot attempt, held until they are written.
 
-    pool: their memory.
+    A slice is copied before an update changes it, ahead of such an update, or when the writer takes it next.
+
+    pool: memory of the copies.
     resume: called when an update of slice ``index`` may continue; -1 for any slice.
     """
 
