@@ -22,10 +22,11 @@ from psdist.device.compile import common_source
 from psdist.device.device import CudaDevice, Device
 from psdist.types import ParametersEntry, ParametersSpec, Replica, Shard
 from psdist_server.device.parameters import DeviceParameters
-from psdist_server.device.source import ARRAYS, SCALARS, THREADS, element_of, optimizers, update_source
+from psdist_server.device.source import ARRAYS, SCALARS, THREADS, element_of, update_source
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels.arrays import DenseParameters, Update
 from psdist_server.kernels.interpreted import BLOCK
+from psdist_server.kernels.updates import UPDATES
 
 Rows = list[dict[str, Any]]
 
@@ -53,6 +54,14 @@ EXACT = {
     "lion": optim.Lion(lr=0.1, weight_decay=0.1),
     "ftrl": optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
     "mean": optim.Mean(),
+    "asgd": optim.ASGD(t0=10.0, weight_decay=0.1),
+    "rprop": optim.Rprop(),
+    "adam_amsgrad": optim.Adam(lr=0.1, amsgrad=True),
+    "adamw_amsgrad": optim.AdamW(lr=0.1, amsgrad=True),
+    "adamax": optim.Adamax(lr=0.1),
+    "nadam": optim.NAdam(lr=0.1),
+    "radam": optim.RAdam(lr=0.1),
+    "adadelta": optim.Adadelta(),
 }
 _EXACT_ELEMENTS, _EXACT_SLICE, _EXACT_STEPS = 60_000, 20_000, 100
 
@@ -99,12 +108,12 @@ def copy_bandwidth(device: Device, options: argparse.Namespace) -> Rows:
 def update_bandwidth(device: Device, options: argparse.Namespace) -> Rows:
     """One update by one float32 contribution on the device."""
     elements, stream, rows = options.elements, device.stream(), []
-    find = device.kernels(update_source(*optimizers()))
+    find = device.kernels(update_source(*UPDATES))
     staged, header = device.allocate(256 + 4 * elements), np.zeros(256, np.uint8)
     header[:16] = np.array([256, 0], np.uint64).view(np.uint8)
     device.clear(staged.address, staged.size, stream)
     device.copy_in(staged.address, header, stream)
-    for name, kernel in optimizers().items():
+    for name, kernel in UPDATES.items():
         count = element_of(kernel).__code__.co_argcount - kernel.signature.args[-1].count - 1
         arrays = [device.allocate(4 * elements) for _ in range(count)]
         for array in arrays:

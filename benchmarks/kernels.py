@@ -1,7 +1,7 @@
 """Update kernels beside numpy and torch, one thread: ``python -m benchmarks.kernels``.
 
 For each optimizer it measures the time of one update of a flat float32 vector by the kernel that the server calls
-(``psdist_server.kernels.fused``), by two numpy versions, and by torch.optim if it has the optimizer. It asserts
+(``psdist_server.kernels.updates``), by two numpy versions, and by torch.optim if it has the optimizer. It asserts
 nothing, and its figures are those of this machine at this moment.
 
 - numpy: hand-written, in place if that is natural, else with temporaries (Adam only);
@@ -60,6 +60,14 @@ CASES: list[tuple[str, optim.Optimizer, Callable[..., torch.optim.Optimizer] | N
         torch.optim.RMSprop,
         {"centered": True, "momentum": 0.9, "foreach": True},
     ),
+    ("Adam amsgrad", optim.Adam(amsgrad=True), torch.optim.Adam, {"amsgrad": True, "fused": True}),
+    ("AdamW amsgrad", optim.AdamW(amsgrad=True), torch.optim.AdamW, {"amsgrad": True, "fused": True}),
+    ("Adamax", optim.Adamax(), torch.optim.Adamax, {"foreach": True}),
+    ("NAdam", optim.NAdam(), torch.optim.NAdam, {"foreach": True}),
+    ("RAdam", optim.RAdam(betas=(0.9, 0.9)), torch.optim.RAdam, {"betas": (0.9, 0.9), "foreach": True}),
+    ("Adadelta", optim.Adadelta(), torch.optim.Adadelta, {"foreach": True}),
+    ("Rprop", optim.Rprop(), torch.optim.Rprop, {"foreach": True}),
+    ("ASGD", optim.ASGD(), torch.optim.ASGD, {"foreach": True}),
     ("Lion", optim.Lion(), None, {}),
     ("FTRL", optim.FTRL(), None, {}),
 ]

@@ -19,10 +19,6 @@ from psdist.types import ParametersSpec
 _VALUE_CHARACTERS_MAX: Final = 240
 #: Fields that all optimizers share.
 _SHARED: Final = tuple(field.name for field in fields(Optimizer))
-#: A change of these between zero and nonzero adds or removes arrays.
-_STRUCTURAL: Final = ("momentum", "centered")
-#: These take effect only when the state is created.
-_INITIAL: Final = ("initial_accumulator_value",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +54,28 @@ def changes(before: ParametersSpec, after: ParametersSpec) -> tuple[SettingChang
         own = [field.name for field in fields(old) if field.name not in _SHARED]
         pairs = {name: (getattr(old, name), getattr(new, name)) for name in own} | pairs
     found = [
-        SettingChange(name, _brief(mine), _brief(theirs), _needs_reset(name, mine, theirs))
+        SettingChange(name, _brief(mine), _brief(theirs), _needs_reset(name, old, new))
         for name, (mine, theirs) in pairs.items()
         if mine != theirs
     ]
     return tuple(sorted(found, key=lambda change: not change.needs_reset))
 
 
-def _needs_reset(name: str, old: Any, new: Any) -> bool:
-    return name == "optimizer" or name in _INITIAL or (name in _STRUCTURAL and bool(old) != bool(new))
+def _needs_reset(name: str, old: Optimizer, new: Optimizer) -> bool:
+    if name == "overrides":
+        return _states_by_pattern(old) != _states_by_pattern(new)
+    if name in old.structural and old.kind == new.kind:
+        return bool(getattr(old, name)) != bool(getattr(new, name))
+    return name == "optimizer" or name in old.initial
+
+
+def _states_by_pattern(optimizer: Optimizer) -> list[tuple[str, tuple[str, ...], list[float]]]:
+    """Return what the state of each override's group consists of and begins with. Empty if all are like group 0."""
+    states = []
+    for group in optimizer.groups:
+        values, pattern = optimizer.group_values(group), optimizer.overrides[group - 1].pattern if group else ""
+        states.append((pattern, optimizer.group_state_names(group), [values[name] for name in optimizer.initial]))
+    return states[1:] if any(state[1:] != states[0][1:] for state in states) else []
 
 
 def _alone(optimizer: Optimizer) -> Optimizer:

@@ -8,7 +8,10 @@ A specification is a frozen dataclass. The wire carries its kind and numbers; th
 In the formulas w is a weight, g its gradient, lr the learning rate times the schedule's factor, and t the step: the
 slice's version + 1, so a slice's first update is step 1. If a run that resumes from a snapshot resets the optimizer's
 state (``reset_optimizer=True``), the optimizer's own t (Adam's bias corrections, Adagrad's ``lr_decay``, SGD's
-undampened first gradient) restarts at 1, as for a new torch optimizer; schedules continue.
+undampened first gradient, the momentum of NAdam and the step size of ASGD) restarts at 1, as for a new torch
+optimizer; schedules continue.
+
+With ``maximize``, g is the negated gradient.
 
 Constructors raise InvalidArgumentError for a value out of its range.
 """
@@ -17,288 +20,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from fnmatch import fnmatchcase
-from numbers import Integral, Real
-from typing import Any, ClassVar, Final, Literal, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, TypeVar
 
 from psdist.errors import InvalidArgumentError
-
-_OVERRIDES_MAX: Final = 256
-#: Largest and smallest normal numbers of float32, the servers' type: larger ones become infinite, smaller ones 0.
-_LARGEST: Final = 3.4028234663852886e38
-_SMALLEST: Final = 1.1754943508222875e-38
-#: FTRL multiplies gradients by the factor, and they must stay finite.
-_LR_FACTOR_LAST: Final = 1e9
-
-
-def _check(condition: bool, name: str, value: object, allowed: str) -> None:
-    if not condition:
-        raise InvalidArgumentError(f"{name}={value!r:.80} is out of range: use {allowed}", **{name: value})
-
-
-def _finite(value: object) -> bool:
-    try:
-        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond float64
-        return False
-
-
-def _normalize(spec: object, kind: str) -> None:
-    """Convert the numbers of a specification to plain int, float and bool, as declared.
-
-    Equal settings then compare equal (``lr=1`` and ``lr=numpy.float64(1)``) and survive the wire.
-    """
-    for field in fields(spec):  # type: ignore[arg-type]
-        convert = _CONVERSIONS.get(str(field.type))
-        if convert is not None:
-            value = convert(f"{kind} {field.name}".strip(), getattr(spec, field.name))
-            object.__setattr__(spec, field.name, value)
-
-
-def _as_float(name: str, value: Any) -> float:
-    _check(_finite(value) and 0 <= value <= _LARGEST, name, value, f"a number from 0 to {_LARGEST:.3g}")
-    return float(value)
-
-
-def _as_int(name: str, value: Any) -> int:
-    # The wire carries all numbers as float64, so 3.0 counts as a whole number.
-    whole = isinstance(value, Integral) or (_finite(value) and value == int(value))
-    _check(whole and not isinstance(value, bool) and 0 <= value <= 2**53, name, value, "a whole number of 0 or more")
-    return int(value)
-
-
-def _as_bool(name: str, value: Any) -> bool:
-    _check(isinstance(value, bool | Real) and value in (0, 1), name, value, "True or False")
-    return bool(value)
-
-
-def _as_pair(name: str, value: Any) -> tuple[float, float]:
-    _check(isinstance(value, tuple | list) and len(value) == 2, name, value, "two numbers, such as (0.9, 0.999)")
-    return _as_float(f"{name}[0]", value[0]), _as_float(f"{name}[1]", value[1])
-
-
-_CONVERSIONS: Final = {"float": _as_float, "int": _as_int, "bool": _as_bool, "tuple[float, float]": _as_pair}
-
-
-# --- schedules --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """Factor on the learning rate, by step.
-
-    A linear warm-up from ``warmup_start`` to 1 over ``warmup_steps`` (torch's LinearLR) is followed by the schedule
-    itself, counted from the end of the warm-up (torch's SequentialLR). Abstract.
-
-    warmup_steps: length of the warm-up; 0 for none.
-    warmup_start: factor at step 0 of the warm-up, 0 to 1.
-    """
-
-    warmup_steps: int = 0
-    warmup_start: float = 1 / 3
-
-    kind: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        _normalize(self, "schedule")
-        _check(self.warmup_start <= 1, "warmup_start", self.warmup_start, "0 to 1")
-        for name in ("total_steps", "every"):
-            if hasattr(self, name):
-                _check(getattr(self, name) >= 1, name, getattr(self, name), "1 or more")
-
-    def factor(self, step: int) -> float:
-        """Return the factor on the learning rate in ``step``, counted from 0."""
-        if step < self.warmup_steps:
-            return self.warmup_start + (1 - self.warmup_start) * step / self.warmup_steps
-        return self._after_warmup(step - self.warmup_steps)
-
-    def _after_warmup(self, step: int) -> float:
-        # Reached only by the base class, which no optimizer accepts as its schedule.
-        raise NotImplementedError(f"{type(self).__name__} is not a schedule")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constant(Schedule):
-    """Constant factor 1."""
-
-    kind: ClassVar[str] = "constant"
-
-    def _after_warmup(self, step: int) -> float:
-        return 1.0
-
-
-@dataclass(frozen=True)
-class Linear(Schedule):
-    """Linear from 1 to ``end_factor`` over ``total_steps``, then constant (torch's LinearLR)."""
-
-    total_steps: int
-    end_factor: float = 0.0
-    kind: ClassVar[str] = "linear"
-
-    def _after_warmup(self, step: int) -> float:
-        return 1.0 + (self.end_factor - 1.0) * min(step, self.total_steps) / self.total_steps
-
-
-@dataclass(frozen=True)
-class Cosine(Schedule):
-    """Half a cosine from 1 to ``end_factor`` over ``total_steps``, then constant (torch's CosineAnnealingLR)."""
-
-    total_steps: int
-    end_factor: float = 0.0
-    kind: ClassVar[str] = "cosine"
-
-    def _after_warmup(self, step: int) -> float:
-        angle = math.pi * min(step, self.total_steps) / self.total_steps
-        return self.end_factor + (1.0 - self.end_factor) * (1.0 + math.cos(angle)) / 2.0
-
-
-@dataclass(frozen=True)
-class Step(Schedule):
-    """gamma ** (step // every): a factor of ``gamma`` after every ``every`` steps (torch's StepLR)."""
-
-    every: int
-    gamma: float = 0.1
-    kind: ClassVar[str] = "step"
-
-    def _after_warmup(self, step: int) -> float:
-        return float(self.gamma ** (step // self.every))
-
-
-@dataclass(frozen=True)
-class Polynomial(Schedule):
-    """end_factor + (1 - end_factor) * (1 - step / total_steps) ** power, then constant.
-
-    With ``end_factor=0`` this is torch's PolynomialLR.
-    """
-
-    total_steps: int
-    power: float = 1.0
-    end_factor: float = 0.0
-    kind: ClassVar[str] = "polynomial"
-
-    def _after_warmup(self, step: int) -> float:
-        left = 1.0 - min(step, self.total_steps) / self.total_steps
-        return self.end_factor + (1.0 - self.end_factor) * float(left**self.power)
-
-
-# --- overrides --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Override:
-    """Different hyperparameters for the tensors whose name matches ``pattern``. Created by ``override``."""
-
-    pattern: str
-    values: tuple[tuple[str, float], ...]
-
-
-def override(pattern: str, **values: float) -> Override:
-    """Return other hyperparameters for the tensors whose name matches ``pattern``.
-
-    Example: ``override("*.bias", weight_decay=0.0)``.
-
-    pattern: shell style: ``*``, ``?``, ``[abc]``. The first override that matches a tensor applies.
-    values: hyperparameters of the optimizer by name, including ``lr``; betas are ``beta1`` and ``beta2``.
-    Raises InvalidArgumentError.
-    """
-    if not isinstance(pattern, str) or not 1 <= len(pattern) <= 256:
-        raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
-    if not values:
-        raise InvalidArgumentError(f"override {pattern!r} changes nothing: name a hyperparameter, such as lr=0.01")
-    checked = {name: _as_float(f"override {pattern!r} {name}", value) for name, value in values.items()}
-    return Override(pattern, tuple(sorted(checked.items())))
-
-
-def group_of(name: str, overrides: Sequence[Override]) -> int:
-    """Return the group of a tensor: 0 if no override matches its name, else 1 + the index of the first that does."""
-    matches = (index for index, item in enumerate(overrides, 1) if fnmatchcase(name, item.pattern))
-    return next(matches, 0)
-
-
-# --- optimizers -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """Settings that all optimizers share. Abstract.
-
-    schedule: factor on the learning rate, by step.
-    max_grad_norm: global L2 norm to which gradients are scaled down (torch's clip_grad_norm_); 0 for no limit. In BSP
-        it is the norm of the mean gradient over all servers; in SSP and ASP that of each pushed gradient.
-    overrides: other hyperparameters for some tensors, like torch's parameter groups. At most 256.
-    """
-
-    schedule: Schedule = Constant()
-    max_grad_norm: float = 0.0
-    overrides: tuple[Override, ...] = ()
-
-    kind: ClassVar[str] = ""
-    #: State arrays, unless ``state_names`` depends on a setting.
-    _state: ClassVar[tuple[str, ...]] = ()
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
-            raise InvalidArgumentError(f"schedule={self.schedule!r} is not a psdist.optim schedule")
-        _normalize(self, self.kind)
-        _check(isinstance(self.overrides, tuple | list), "overrides", self.overrides, "a tuple of override(...)")
-        object.__setattr__(self, "overrides", tuple(self.overrides))
-        _check(len(self.overrides) <= _OVERRIDES_MAX, "overrides", len(self.overrides), f"at most {_OVERRIDES_MAX}")
-        _check_values(self.kind, self.values())
-        for item in self.overrides:
-            self._check_override(item)
-
-    def values(self) -> dict[str, float]:
-        """Return hyperparameters by name: booleans as 0 or 1, betas as ``beta1`` and ``beta2``."""
-        values: dict[str, float] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "betas":
-                values["beta1"], values["beta2"] = map(float, value)
-            elif field.name not in _SHARED:
-                values[field.name] = float(value)
-        return values
-
-    def group_values(self, group: int) -> dict[str, float]:
-        """Return hyperparameters of group 0, the optimizer's own, or with override number ``group`` applied."""
-        return self.values() if group == 0 else self.values() | dict(self.overrides[group - 1].values)
-
-    def check_lr_factor(self, factor: float) -> float:
-        """Return ``factor``, on the learning rate of one push, as float.
-
-        Raises InvalidArgumentError unless it is a number from 0 to 1e9 whose product with every learning rate fits
-        float32.
-        """
-        checked = _as_float("lr_factor", factor)
-        _check(checked <= _LR_FACTOR_LAST, "lr_factor", factor, f"0 to {_LR_FACTOR_LAST:g}")
-        rate = max(self.group_values(group)["lr"] for group in range(len(self.overrides) + 1))
-        allowed = f"less, as lr={rate:g} times it is beyond float32"
-        _check(rate * checked <= _LARGEST, "lr_factor", factor, allowed)
-        return checked
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state arrays, in order. Each has one float32 per element of the slice."""
-        return self._state
-
-    def _check_override(self, item: Override) -> None:
-        if not isinstance(item, Override):
-            raise InvalidArgumentError(f"{item!r:.80} is not an override: make it with psdist.optim.override")
-        own = self.values()
-        for name, _ in item.values:
-            if name not in own:
-                raise InvalidArgumentError(
-                    f"override {item.pattern!r}: {type(self).__name__} has no hyperparameter {name!r}; it has "
-                    + ", ".join(own)
-                )
-            if name in _STRUCTURAL:
-                raise InvalidArgumentError(f"override {item.pattern!r}: {name} must be the same for all tensors")
-        _check_values(self.kind, own | dict(item.values))
-
-
-_SHARED = tuple(field.name for field in fields(Optimizer))
-#: These decide which state arrays exist or which kernel runs, so they are the same for all tensors.
-_STRUCTURAL = ("momentum", "nesterov", "centered", "initial_accumulator_value")
+from psdist.hyperparameters import ADDED, PAIRS, Optimizer, Override, group_of, override
+from psdist.schedules import (
+    SCHEDULES,
+    Constant,
+    Cosine,
+    Linear,
+    Polynomial,
+    Schedule,
+    Step,
+    as_int,
+    check,
+    check_names,
+    schedule_from_values,
+)
+
+__all__ = [
+    "ASGD", "FTRL", "OPTIMIZERS", "SCHEDULES", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Constant",
+    "Cosine", "Linear", "Lion", "Mean", "NAdam", "Optimizer", "Override", "Polynomial", "RAdam", "RMSprop", "Rprop",
+    "Schedule", "Step", "group_of", "optimizer_from_values", "override", "scale_lr", "schedule_from_values",
+]  # fmt: skip
+
+#: Terms of a series whose k-th term is at most 2**-k; the rest is less than float64's rounding.
+_SERIES_TERMS = 60
+_MOMENTS = {"exp_avg": "", "exp_avg_sq": ""}
+_MOMENTS_AND_MAXIMUM = _MOMENTS | {"max_exp_avg_sq": "amsgrad"}
 
 
 @dataclass(frozen=True)
@@ -317,27 +67,175 @@ class SGD(Optimizer):
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    maximize: bool = False
     kind: ClassVar[str] = "sgd"
+    _state: ClassVar[Mapping[str, str]] = {"momentum_buffer": "momentum"}
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
+    def _check_values(self, values: Mapping[str, float]) -> None:
+        super()._check_values(values)
+        if values["nesterov"] and (values["momentum"] <= 0 or values["dampening"] != 0):
             raise InvalidArgumentError("nesterov=True needs momentum above 0 and dampening=0")
 
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state arrays, in order."""
-        return ("momentum_buffer",) if self.momentum else ()
+
+@dataclass(frozen=True)
+class ASGD(Optimizer):
+    """Averaged stochastic gradient descent, as torch.optim.ASGD.
+
+    g = g + weight_decay * w
+    eta = lr in step 1, then lr' / (1 + lambd * lr' * (t - 1))**alpha, with lr' the rate of the step before
+    w = w * (1 - lambd * eta) - eta * g
+    a = a + (w - a) / max(1, t - 1 - t0)
+
+    The average a is in snapshots, and the weights do not depend on it. State: ax (a).
+    """
+
+    lr: float = 1e-2
+    lambd: float = 1e-4
+    alpha: float = 0.75
+    t0: float = 1e6
+    weight_decay: float = 0.0
+    maximize: bool = False
+    kind: ClassVar[str] = "asgd"
+    delay: ClassVar[int] = 1
+    _state: ClassVar[Mapping[str, str]] = {"ax": ""}
+
+
+@dataclass(frozen=True)
+class Rprop(Optimizer):
+    """Resilient backpropagation, as torch.optim.Rprop.
+
+    s = s * etaplus if g * p > 0, s * etaminus if g * p < 0, else s; within ``step_sizes``
+    g = 0 if g * p < 0
+    w = w - s * sign(g)
+    p = g
+
+    etas: etaminus, between 0 and 1, and etaplus, above 1.
+    step_sizes: smallest and largest s.
+
+    State: prev (p), step_size (s), which is lr in step 1 and does not depend on it later.
+    """
+
+    lr: float = 1e-2
+    etas: tuple[float, float] = (0.5, 1.2)
+    step_sizes: tuple[float, float] = (1e-6, 50.0)
+    maximize: bool = False
+    kind: ClassVar[str] = "rprop"
+    initial: ClassVar[tuple[str, ...]] = ("lr",)
+    _state: ClassVar[Mapping[str, str]] = {"prev": "", "step_size": ""}
+    _below_one: ClassVar[tuple[str, ...]] = ("etaminus",)
+    _positive: ClassVar[tuple[str, ...]] = ("lr", "etaminus", "step_size_min", "step_size_max")
+
+    def _check_values(self, values: Mapping[str, float]) -> None:
+        super()._check_values(values)
+        check(values["etaplus"] > 1, "rprop etaplus", values["etaplus"], "more than 1")
 
 
 @dataclass(frozen=True)
 class Adam(Optimizer):
-    """Adam, as torch.optim.Adam without amsgrad; ``weight_decay`` is L2, added to the gradient.
+    """Adam, as torch.optim.Adam; ``weight_decay`` is L2, added to the gradient.
 
     g = g + weight_decay * w
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
     w = w - lr * (m / (1 - beta1**t)) / (sqrt(v / (1 - beta2**t)) + eps)
+
+    With ``amsgrad``, the largest v so far replaces v in w. With ``decoupled_weight_decay`` it is AdamW.
+
+    State: exp_avg (m), exp_avg_sq (v), with ``amsgrad`` max_exp_avg_sq.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    amsgrad: bool = False
+    maximize: bool = False
+    decoupled_weight_decay: bool = False
+    kind: ClassVar[str] = "adam"
+    _state: ClassVar[Mapping[str, str]] = _MOMENTS_AND_MAXIMUM
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+
+@dataclass(frozen=True)
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay, as torch.optim.AdamW.
+
+    w = w * (1 - lr * weight_decay), then Adam's update without weight decay.
+
+    State: exp_avg, exp_avg_sq, with ``amsgrad`` max_exp_avg_sq.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+    amsgrad: bool = False
+    maximize: bool = False
+    kind: ClassVar[str] = "adamw"
+    _state: ClassVar[Mapping[str, str]] = _MOMENTS_AND_MAXIMUM
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+
+@dataclass(frozen=True)
+class Adamax(Optimizer):
+    """Adamax, as torch.optim.Adamax: Adam with the infinity norm.
+
+    g = g + weight_decay * w
+    m = beta1 * m + (1 - beta1) * g
+    u = max(beta2 * u, abs(g) + eps)
+    w = w - lr / (1 - beta1**t) * m / u
+
+    State: exp_avg (m), exp_inf (u).
+    """
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    maximize: bool = False
+    kind: ClassVar[str] = "adamax"
+    _state: ClassVar[Mapping[str, str]] = {"exp_avg": "", "exp_inf": ""}
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+
+@dataclass(frozen=True)
+class NAdam(Optimizer):
+    """Adam with Nesterov's momentum, as torch.optim.NAdam.
+
+    g = g + weight_decay * w, or with ``decoupled_weight_decay`` w = w * (1 - lr * weight_decay)
+    m and v as in Adam
+    mu(t) = beta1 * (1 - 0.5 * 0.96**(t * momentum_decay)), M(t) = mu(1) * ... * mu(t)
+    d = g * (1 - mu(t)) / (1 - M(t)) + m * mu(t + 1) / (1 - M(t + 1))
+    w = w - lr * d / (sqrt(v / (1 - beta2**t)) + eps)
+
+    State: exp_avg (m), exp_avg_sq (v).
+    """
+
+    lr: float = 2e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    momentum_decay: float = 4e-3
+    decoupled_weight_decay: bool = False
+    maximize: bool = False
+    kind: ClassVar[str] = "nadam"
+    _state: ClassVar[Mapping[str, str]] = _MOMENTS
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+
+@dataclass(frozen=True)
+class RAdam(Optimizer):
+    """Adam with a rectified learning rate, as torch.optim.RAdam.
+
+    g = g + weight_decay * w, or with ``decoupled_weight_decay`` w = w * (1 - lr * weight_decay)
+    m and v as in Adam
+    R = 2 / (1 - beta2) - 1, r = R - 2 * t * beta2**t / (1 - beta2**t)
+    w = w - lr * m / (1 - beta1**t), and if r > 5 the step is multiplied by
+        sqrt((r - 4) * (r - 2) * R / ((R - 4) * (R - 2) * r)) * sqrt(1 - beta2**t) / (sqrt(v) + eps)
 
     State: exp_avg (m), exp_avg_sq (v).
     """
@@ -346,25 +244,12 @@ class Adam(Optimizer):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    kind: ClassVar[str] = "adam"
-    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class AdamW(Optimizer):
-    """Adam with decoupled weight decay, as torch.optim.AdamW without amsgrad.
-
-    w = w * (1 - lr * weight_decay), then Adam's update without weight decay.
-
-    State: exp_avg, exp_avg_sq.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 1e-2
-    kind: ClassVar[str] = "adamw"
-    _state: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    decoupled_weight_decay: bool = False
+    maximize: bool = False
+    kind: ClassVar[str] = "radam"
+    _state: ClassVar[Mapping[str, str]] = _MOMENTS
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
 
 
 @dataclass(frozen=True)
@@ -383,8 +268,40 @@ class Adagrad(Optimizer):
     weight_decay: float = 0.0
     initial_accumulator_value: float = 0.0
     eps: float = 1e-10
+    maximize: bool = False
     kind: ClassVar[str] = "adagrad"
-    _state: ClassVar[tuple[str, ...]] = ("sum",)
+    initial: ClassVar[tuple[str, ...]] = ("initial_accumulator_value",)
+    _state: ClassVar[Mapping[str, str]] = {"sum": ""}
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+
+@dataclass(frozen=True)
+class Adadelta(Optimizer):
+    """Adadelta, as torch.optim.Adadelta.
+
+    g = g + weight_decay * w
+    v = rho * v + (1 - rho) * g**2
+    d = sqrt(a + eps) / sqrt(v + eps) * g
+    a = rho * a + (1 - rho) * d**2
+    w = w - lr * d
+
+    rho: 0 to 1.
+
+    State: square_avg (v), acc_delta (a).
+    """
+
+    lr: float = 1.0
+    rho: float = 0.9
+    eps: float = 1e-6
+    weight_decay: float = 0.0
+    maximize: bool = False
+    kind: ClassVar[str] = "adadelta"
+    _state: ClassVar[Mapping[str, str]] = {"square_avg": "", "acc_delta": ""}
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
+
+    def _check_values(self, values: Mapping[str, float]) -> None:
+        super()._check_values(values)
+        check(values["rho"] <= 1, "adadelta rho", values["rho"], "0 to 1")
 
 
 @dataclass(frozen=True)
@@ -408,13 +325,11 @@ class RMSprop(Optimizer):
     weight_decay: float = 0.0
     momentum: float = 0.0
     centered: bool = False
+    maximize: bool = False
     kind: ClassVar[str] = "rmsprop"
-
-    @property
-    def state_names(self) -> tuple[str, ...]:
-        """Names of the state arrays, in order."""
-        optional = {"grad_avg": self.centered, "momentum_buffer": self.momentum}
-        return ("square_avg", *(name for name, is_kept in optional.items() if is_kept))
+    _state: ClassVar[Mapping[str, str]] = {"square_avg": "", "grad_avg": "centered", "momentum_buffer": "momentum"}
+    _below_one: ClassVar[tuple[str, ...]] = ("alpha",)
+    _positive: ClassVar[tuple[str, ...]] = ("eps",)
 
 
 @dataclass(frozen=True)
@@ -431,8 +346,10 @@ class Lion(Optimizer):
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
+    maximize: bool = False
     kind: ClassVar[str] = "lion"
-    _state: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    _state: ClassVar[Mapping[str, str]] = {"exp_avg": ""}
+    _below_one: ClassVar[tuple[str, ...]] = ("beta1", "beta2")
 
 
 @dataclass(frozen=True)
@@ -454,8 +371,10 @@ class FTRL(Optimizer):
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
+    maximize: bool = False
     kind: ClassVar[str] = "ftrl"
-    _state: ClassVar[tuple[str, ...]] = ("residual", "sum")
+    _state: ClassVar[Mapping[str, str]] = {"residual": "", "sum": ""}
+    _positive: ClassVar[tuple[str, ...]] = ("lr",)
 
 
 @dataclass(frozen=True)
@@ -469,37 +388,8 @@ class Mean(Optimizer):
     kind: ClassVar[str] = "mean"
 
 
-SCHEDULES: dict[str, type[Schedule]] = {cls.kind: cls for cls in (Constant, Linear, Cosine, Step, Polynomial)}
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    cls.kind: cls for cls in (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, FTRL, Mean)
-}
-
-_UNIT_OPEN = ("beta1", "beta2", "alpha")
-
-
-def _check_values(kind: str, values: Mapping[str, float]) -> None:
-    for name, value in values.items():
-        _as_float(f"{kind} {name}", value)
-        if name in _UNIT_OPEN:
-            _check(value < 1, f"{kind} {name}", value, "0 or more and less than 1")
-    if kind in ("adam", "adamw", "rmsprop", "adagrad"):
-        _check(values["eps"] >= _SMALLEST, f"{kind} eps", values["eps"], "float32's smallest normal 1.18e-38 or more")
-    if kind == "ftrl":
-        _check(values["lr"] >= _SMALLEST, "ftrl lr", values["lr"], "float32's smallest normal 1.18e-38 or more")
-
-
-def schedule_from_values(kind: str, values: Mapping[str, float]) -> Schedule:
-    """Return the schedule with this kind and these numbers.
-
-    Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number. Numbers have no default
-    here, because another release may have a different one.
-    """
-    cls = SCHEDULES.get(kind)
-    if cls is None:
-        raise InvalidArgumentError(f"schedule kind {kind!r:.40} is unknown: use one of {', '.join(SCHEDULES)}")
-    _check_names(cls, values, [field.name for field in fields(cls)])
-    given: dict[str, Any] = dict(values)
-    return cls(**given)
+_TORCH = (SGD, ASGD, Rprop, Adam, AdamW, Adamax, NAdam, RAdam, Adagrad, Adadelta, RMSprop)
+OPTIMIZERS: dict[str, type[Optimizer]] = {cls.kind: cls for cls in (*_TORCH, Lion, FTRL, Mean)}
 
 
 def optimizer_from_values(
@@ -508,25 +398,56 @@ def optimizer_from_values(
     """Return the optimizer with this kind and these numbers.
 
     Raises InvalidArgumentError for an unknown kind, and for an unknown or missing number, as ``schedule_from_values``.
+    A switch that earlier releases lack (``ADDED``) is False if it is missing.
     """
     cls = OPTIMIZERS.get(kind)
     if cls is None:
         raise InvalidArgumentError(f"optimizer kind {kind!r:.40} is unknown: use one of {', '.join(OPTIMIZERS)}")
-    _check_names(cls, values, list(cls().values()))
-    given: dict[str, Any] = dict(values)
-    if "beta1" in given:
-        given["betas"] = (given.pop("beta1"), given.pop("beta2"))
+    known = list(cls().values())
+    given: dict[str, Any] = {name: 0.0 for name in known if name in ADDED} | dict(values)
+    check_names(cls, given, known)
+    for name, (first, second) in PAIRS.items():
+        if first in given:
+            given[name] = (given.pop(first), given.pop(second))
     return cls(**given, schedule=schedule, max_grad_norm=max_grad_norm, overrides=tuple(overrides))
 
 
-def _check_names(cls: type, given: Mapping[str, float], known: Sequence[str]) -> None:
-    if unknown := sorted(given.keys() - set(known)):
-        raise InvalidArgumentError(f"{cls.__name__} has no {unknown[0]!r:.40}; it has {', '.join(known)}")
-    if missing := [name for name in known if name not in given]:
-        raise InvalidArgumentError(
-            f"{cls.__name__} needs {', '.join(missing)}, which {'are' if missing[1:] else 'is'} missing: "
-            f"give all of {', '.join(known)}"
-        )
+# --- numbers that follow from the count of updates --------------------------------------------------------------------
+
+
+def nadam_momentum(beta1: float, momentum_decay: float, update: int) -> float:
+    """Return mu of update number ``update``, from 1: float64."""
+    return beta1 * (1.0 - 0.5 * float(0.96 ** (update * momentum_decay)))
+
+
+def nadam_log_product(beta1: float, momentum_decay: float, updates: int) -> float:
+    """Return the logarithm of mu(1) * ... * mu(updates): float64, at most 0, accurate to about 1e-15 absolutely where
+    the product differs from 0.
+
+    The logarithm of a factor 1 - q**i / 2 is the series -sum_k (q**i / 2)**k / k. Summed over i first, each of its
+    terms is a geometric sum, so the cost does not depend on ``updates``.
+    """
+    if not beta1:
+        return -math.inf
+    log, total = momentum_decay * math.log(0.96), updates * math.log(beta1)
+    for k in range(1, _SERIES_TERMS + 1):
+        ratio = math.expm1(k * log)
+        powers = math.exp(k * log) * math.expm1(k * updates * log) / ratio if ratio else float(updates)
+        total -= 0.5**k / k * powers
+    return total
+
+
+def asgd_step_size(values: Mapping[str, float], rate: float, updates: int) -> float:
+    """Return eta after this number of updates, from the rate of the last of them (before the first: of the first)."""
+    try:
+        return rate / (1.0 + values["lambd"] * rate * updates) ** values["alpha"]
+    except OverflowError:  # The divisor is beyond float64.
+        return 0.0
+
+
+def asgd_average_weight(values: Mapping[str, float], updates: int) -> float:
+    """Return the weight of the new weights in their average, after this number of updates."""
+    return 1.0 / max(1.0, updates - values["t0"])
 
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -543,8 +464,8 @@ def scale_lr(
         warm-up), instead of the schedule's own warm-up. 0 leaves the schedule unchanged.
     Raises InvalidArgumentError.
     """
-    world_size = _as_int("world_size", world_size)
-    _check(world_size >= 1, "world_size", world_size, "1 or more")
+    world_size = as_int("world_size", world_size)
+    check(world_size >= 1, "world_size", world_size, "1 or more")
     factors = {"linear": float(world_size), "sqrt": math.sqrt(world_size), "none": 1.0}
     if mode not in factors:
         raise InvalidArgumentError(f"mode={mode!r} is unknown: use one of {', '.join(factors)}")

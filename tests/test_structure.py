@@ -32,7 +32,7 @@ LIMITS_ELSEWHERE = {
     "psdist.types": {"SLICE_ELEMENTS_MAX", "SAMPLES_MAX", "RANGES_MAX", "DATA_EPOCHS_MAX"},
     "psdist.consistency": {"_COUNT_MAX"},
     "psdist.data": {"_SEED_MAX"},
-    "psdist.optim": {"_OVERRIDES_MAX"},
+    "psdist.hyperparameters": {"_OVERRIDES_MAX"},
     "psdist.snapshots.format": {"_NUMBER_MAX"},
     "psdist.snapshots.policy": {"STEPS_MAX", "SECONDS_MAX", "KEEP_MAX"},
     # Bounds on a process's own output, such as the text that it shows.

@@ -29,6 +29,7 @@ PURE_FOLDERS = (
 #: Pure modules elsewhere.
 PURE_MODULES = (
     *("psdist.errors", "psdist.types", "psdist.optim", "psdist.consistency", "psdist.changes"),
+    *("psdist.hyperparameters", "psdist.schedules"),
     *("psdist.compression", "psdist.compression.dtypes", "psdist.compression.specifications"),
     *("psdist.compression.regions", "psdist.compression.pulls", "psdist.compression.automatic"),
     *("psdist.compression.segments.format", "psdist.compression.device.tables"),

@@ -17,12 +17,11 @@ from typing import Self, get_args
 
 from numpy.typing import ArrayLike
 
-from psdist import default_log
 from psdist.client.datasets import AsyncDataset
 from psdist.client.encoding import check_codec
 from psdist.client.handles import Handles, OwnChoice
 from psdist.client.parameters import AsyncParameters
-from psdist.client.process import loop
+from psdist.client.process import default_log, loop
 from psdist.client.process.process_bound import ProcessBound
 from psdist.client.server_access import Options
 from psdist.client.session.barriers import Barrier

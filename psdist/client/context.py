@@ -16,10 +16,10 @@ from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
 
 from psdist.client.process import loop, tracebacks
+from psdist.client.process.default_log import print_line
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
-from psdist.default_log import print_line
 from psdist.errors import ConfigurationError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker

@@ -19,8 +19,8 @@ from typing import Any, Final, TypeVar
 import grpc.aio
 from google.protobuf.message import Message
 
-from psdist.ending import ending_with
 from psdist.errors import ClosedError, InternalError, PsdistError, ServerUnreachableError, TcpUnavailableError
+from psdist.link.ending import ending_with
 from psdist.link.frame_connection import FrameConnection, MessageReceiver
 from psdist.v1 import server_pb2
 from psdist.wire import status

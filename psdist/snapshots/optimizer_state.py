@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.optim import Optimizer
+from psdist.optim import Optimizer, group_of
 from psdist.snapshots.format import ParametersState
 from psdist.snapshots.load import load_usable, run_coroutine
 from psdist.snapshots.model_tensors import Contents
@@ -26,11 +26,15 @@ class TensorState:
     """Optimizer state of one tensor.
 
     optimizer: the specification.
+    group: the tensor's group in it.
+    since: step at which the state began.
     updates: number of updates since the state began; in SSP and ASP the minimum over slices.
-    arrays: float32 arrays with the tensor's shape, by ``optimizer.state_names``.
+    arrays: float32 arrays with the tensor's shape, by ``optimizer.group_state_names(group)``.
     """
 
     optimizer: Optimizer
+    group: int
+    since: int
     updates: int
     arrays: Mapping[str, NDArray[np.float32]]
 
@@ -69,11 +73,15 @@ async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) ->
         if state.spec.name not in vectors:
             vectors[state.spec.name] = await _vectors(slices, state)
         part = slice(tensor.elements.start, tensor.elements.stop)
+        spec = state.spec.optimizer
+        group = group_of(tensor.name, spec.overrides)
+        kept = spec.group_state_names(group)
         arrays: dict[str, Any] = {
             name: flat[part].reshape(tensor.shape)
             for name, flat in zip(state.state_names, vectors[state.spec.name], strict=True)
+            if name in kept
         }
-        tensors[tensor.name] = TensorState(state.spec.optimizer, _updates(state, tensor.elements), arrays)
+        tensors[tensor.name] = TensorState(spec, group, state.state_since, _updates(state, tensor.elements), arrays)
     return tensors
 
 

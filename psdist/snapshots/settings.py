@@ -23,7 +23,7 @@ def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
         "slice_elements": spec.slice_elements,
         "optimizer": {
             "kind": optimizer.kind,
-            "values": optimizer.values(),
+            "values": optimizer.stated_values(),
             "schedule": {"kind": optimizer.schedule.kind, "values": schedule},
             "max_grad_norm": float(optimizer.max_grad_norm),
             "overrides": [{"pattern": item.pattern, "values": dict(item.values)} for item in optimizer.overrides],

@@ -9,7 +9,7 @@ The parameters of a model are found by ``inspection``.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Final
@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 
 from psdist import optim
 from psdist.errors import InvalidArgumentError, SettingsMismatchError
+from psdist.hyperparameters import END_FACTOR, PAIRS
 from psdist.optim import Optimizer, Override, Schedule
 
 #: Counterparts of torch's optimizers.
@@ -28,14 +29,20 @@ _SPECIFICATIONS: Final[dict[type[torch.optim.Optimizer], type[Optimizer]]] = {
     torch.optim.AdamW: optim.AdamW,
     torch.optim.Adagrad: optim.Adagrad,
     torch.optim.RMSprop: optim.RMSprop,
+    torch.optim.Adadelta: optim.Adadelta,
+    torch.optim.Adamax: optim.Adamax,
+    torch.optim.NAdam: optim.NAdam,
+    torch.optim.RAdam: optim.RAdam,
+    torch.optim.Rprop: optim.Rprop,
+    torch.optim.ASGD: optim.ASGD,
 }
 #: Settings that change only how fast torch computes.
 _SPEED: Final = ("foreach", "fused", "capturable")
 #: Settings that the servers do not support.
-_REFUSED: Final = ("amsgrad", "maximize", "differentiable")
+_REFUSED: Final = ("differentiable",)
 #: Other keys of a parameter group, which do not affect the update. Schedulers add some of them.
 _OTHER: Final = (
-    *("params", "param_names", "decoupled_weight_decay"),
+    *("params", "param_names"),
     *("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"),
 )
 #: Limit of psdist.optim.
@@ -56,19 +63,25 @@ def convert_optimizer(
     optimizer that has already made steps, for a scheduler that exists but was not passed, and for groups that 256
     patterns cannot tell apart.
     """
-    schedule = optim.Constant() if scheduler is None else convert_scheduler(scheduler)
+    schedule = optim.Constant() if scheduler is None else _checked_schedule(scheduler)
     if scheduler is None and any("initial_lr" in group for group in optimizer.param_groups):
         raise InvalidArgumentError(
             f"this {_title(optimizer)} has a learning-rate scheduler, which the servers must know: pass it as "
             "scheduler="
         )
-    return convert_settings(optimizer, names, schedule)
+    return convert_settings(optimizer, names, schedule, () if scheduler is None else end_factors(scheduler))
 
 
 def convert_settings(
-    optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str], schedule: Schedule
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[torch.nn.Parameter, str],
+    schedule: Schedule,
+    ends: Sequence[float] = (),
 ) -> Optimizer:
-    """Do the work of ``convert_optimizer`` with a given schedule. Rates are those before a scheduler's first step."""
+    """Do the work of ``convert_optimizer`` with a given schedule. Rates are those before a scheduler's first step.
+
+    ends: the schedule's ``end_factor`` for each group; empty if that is the same for all.
+    """
     kind = _kind_of(optimizer)
     groups, title = optimizer.param_groups, _title(optimizer)
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):  # Adagrad has a state from the start
@@ -79,19 +92,30 @@ def convert_settings(
     hyperparameters = [_hyperparameters(title, kind, group) for group in groups]
     base = max(range(len(groups)), key=lambda number: len(groups[number]["params"]))
     spec = kind(**hyperparameters[base])
-    overrides = _overrides(spec, base, hyperparameters, _names_of_groups(groups, names))
-    return replace(spec, overrides=overrides, schedule=schedule)
+    changes = [_changes(spec, values) for values in hyperparameters]
+    if len(set(ends)) > 1:
+        schedule = replace(schedule, end_factor=ends[base])  # type: ignore[call-arg]  # only schedules with one have ends
+        for number, end in enumerate(ends):
+            changes[number] |= {END_FACTOR: end} if end != ends[base] else {}
+    return replace(spec, overrides=_overrides(changes, _names_of_groups(groups, names)), schedule=schedule)
 
 
-def check_same_state(optimizer: torch.optim.Optimizer, spec: Optimizer) -> None:
-    """Raise SettingsMismatchError unless ``optimizer`` has the same state tensors as ``spec`` on the servers."""
+def check_same_state(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], name: str, spec: Optimizer, saved: Collection[str]
+) -> None:
+    """Raise SettingsMismatchError unless ``optimizer`` keeps the state tensors that a snapshot has.
+
+    group: parameter group of the optimizer.
+    name: name of a parameter of this group.
+    spec, saved: specification of the snapshot, and names of the state arrays that it has of this parameter.
+    """
     kind = _kind_of(optimizer)
-    mine = kind(**_hyperparameters(_title(optimizer), kind, optimizer.param_groups[0]))
-    if type(spec) is not kind or spec.state_names != mine.state_names:
+    mine = kind(**_hyperparameters(_title(optimizer), kind, group)).state_names
+    if type(spec) is not kind or set(mine) != set(saved):
         raise SettingsMismatchError(
-            f"the snapshot has {', '.join(spec.state_names) or 'no state'} of {type(spec).__name__}, but this "
-            f"{_title(optimizer)} keeps {', '.join(mine.state_names) or 'none'}, as psdist.optim.{kind.__name__}: make "
-            "one of the kind and the settings of the run"
+            f"the snapshot has {', '.join(saved) or 'no state'} of {type(spec).__name__} for {name!r}, but this "
+            f"{_title(optimizer)} keeps {', '.join(mine) or 'none'}, as psdist.optim.{kind.__name__}: make one of the "
+            "kind and the settings of the run"
         )
 
 
@@ -118,31 +142,25 @@ def _hyperparameters(title: str, kind: type[Optimizer], group: Mapping[str, Any]
     for name in _REFUSED:
         if group.get(name):
             raise InvalidArgumentError(f"{title}({name}=True) has no counterpart on the servers: use {name}=False")
-    if group.get("decoupled_weight_decay", False) != (kind is optim.AdamW) and kind in (optim.Adam, optim.AdamW):
-        raise InvalidArgumentError(f"{title}: decoupled_weight_decay must be the same for all parameter groups")
     out: dict[str, Any] = {}
     known = set(kind.__dataclass_fields__)
+    others = (*_SPEED, *_REFUSED, *_OTHER, *(("decoupled_weight_decay",) if kind is optim.AdamW else ()))
     for name, value in group.items():
         if name in known:
             out[name] = value.item() if isinstance(value, torch.Tensor) else value
-        elif name not in (*_SPEED, *_REFUSED, *_OTHER):
+        elif name not in others:
             raise InvalidArgumentError(f"{title}: the setting {name}={value!r:.60} is not known to psdist")
     if "initial_lr" in group:
         out["lr"] = float(group["initial_lr"])
-    if "betas" in out:
-        out["betas"] = tuple(float(value) for value in out["betas"])
-    return out
+    return out | {name: tuple(map(float, out[name])) for name in PAIRS if name in out}
 
 
 def _names_of_groups(groups: Sequence[Mapping[str, Any]], names: Mapping[torch.nn.Parameter, str]) -> list[list[str]]:
     return [[names[parameter] for parameter in group["params"] if parameter in names] for group in groups]
 
 
-def _overrides(
-    spec: Optimizer, base: int, hyperparameters: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]
-) -> tuple[Override, ...]:
-    """Return the overrides that turn ``spec``, which has the settings of group ``base``, into those of all groups."""
-    changes = [_changes(spec, values) for values in hyperparameters]
+def _overrides(changes: Sequence[Mapping[str, float]], names: Sequence[Sequence[str]]) -> tuple[Override, ...]:
+    """Return the overrides that make these changes for the tensors of each group."""
     changed = [number for number, values in enumerate(changes) if values and names[number]]
     kept = [name for number, group in enumerate(names) if number not in changed for name in group]
     out: list[Override] = []
@@ -193,6 +211,17 @@ def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
     and PolynomialLR; ConstantLR(factor=1); and SequentialLR of a warm-up by LinearLR and one of these. Raises
     InvalidArgumentError for all others, and for one that has already made steps.
     """
+    schedule = _checked_schedule(scheduler)
+    if len(set(end_factors(scheduler))) > 1:
+        raise InvalidArgumentError(
+            f"{type(scheduler).__name__} cannot be converted alone: its eta_min is a different fraction of the rate in "
+            "each group. Convert it with its optimizer, by psdist.torch.convert_optimizer(optimizer, names, scheduler)"
+        )
+    return schedule
+
+
+def _checked_schedule(scheduler: lr_scheduler.LRScheduler) -> Schedule:
+    """Return the schedule, for the first group if groups end at different factors. Raises InvalidArgumentError."""
     try:
         return _schedule_of(scheduler)
     except _NoScheduleError as error:
@@ -204,7 +233,7 @@ def convert_scheduler(scheduler: lr_scheduler.LRScheduler) -> Schedule:
 
 
 def schedule_or_none(scheduler: lr_scheduler.LRScheduler) -> Schedule | None:
-    """Return the result of ``convert_scheduler``, or None for a scheduler that cannot be converted."""
+    """Return the schedule of a scheduler, as ``convert_settings`` takes it, or None if there is none."""
     try:
         return _schedule_of(scheduler)
     except _NoScheduleError:
@@ -260,21 +289,26 @@ def _linear(scheduler: Any) -> Schedule:
 
 
 def _cosine(scheduler: Any) -> Schedule:
-    rates = [float(rate) for rate in scheduler.base_lrs]
-    if scheduler.eta_min and not all(rates):
-        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} with a parameter group of lr=0")
-    factors = {scheduler.eta_min / rate for rate in rates if rate} or {0.0}
-    if len(factors) > 1:
-        raise _one_factor(scheduler, f"eta_min={scheduler.eta_min:g} is a different fraction of the rate in each group")
-    return optim.Cosine(scheduler.T_max, factors.pop())
+    return optim.Cosine(scheduler.T_max, end_factors(scheduler)[0])
 
 
-def _one_factor(scheduler: lr_scheduler.LRScheduler, why: str) -> InvalidArgumentError:
-    """Return the error for groups whose rates are no multiples of their initial rates. They cannot be sent either."""
-    return InvalidArgumentError(
-        f"{type(scheduler).__name__} cannot be used: {why}, but the servers multiply all rates by one factor. Use "
-        "eta_min=0, or psdist.torch.DistributedDataParallel, which keeps your optimizer and scheduler"
-    )
+def end_factors(scheduler: lr_scheduler.LRScheduler) -> list[float]:
+    """Return the fraction of its rate at which each parameter group ends, of a schedule that ``convert_settings``
+    takes. Empty if the scheduler has no such rate.
+
+    Raises InvalidArgumentError for a group whose rate is 0 at first and then rises: no factor on it gives such rates.
+    """
+    last = scheduler._schedulers[-1] if isinstance(scheduler, lr_scheduler.SequentialLR) else scheduler
+    if type(last) is not lr_scheduler.CosineAnnealingLR:
+        return []
+    rates = [float(rate) for rate in last.base_lrs]
+    if last.eta_min and not all(rates):
+        raise InvalidArgumentError(
+            f"{type(last).__name__} cannot be used: eta_min={last.eta_min:g} with a parameter group of lr=0, but the "
+            "servers multiply its rate by a factor. Use eta_min=0, or psdist.torch.DistributedDataParallel, which "
+            "keeps your optimizer and scheduler"
+        )
+    return [last.eta_min / rate if rate else 0.0 for rate in rates]
 
 
 _SCHEDULES: Final[dict[type[lr_scheduler.LRScheduler], Callable[[Any], Schedule]]] = {

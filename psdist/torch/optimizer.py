@@ -26,7 +26,7 @@ from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Optimizer, group_of
 from psdist.torch.bucket_plan import bucket_bytes_of
-from psdist.torch.conversion import convert_settings, schedule_or_none
+from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
@@ -43,7 +43,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     model: its trained parameters are float32, bfloat16 or float16 and on one device. All workers start with the values
         of the lowest rank, including frozen parameters and buffers. A parameter without a gradient counts with zeros.
         Buffers, such as running statistics, then belong to each worker, and snapshots contain them.
-    optimizer: an optimizer of torch.optim (SGD, Adam, AdamW, Adagrad, RMSprop, with their parameter groups), or a
+    optimizer: an optimizer of torch.optim that works element by element, with its parameter groups, or a
         specification of psdist.optim. It runs on the servers. Parameters that torch's optimizer lacks are not trained.
     scheduler: learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
         step. The servers run a scheduler that ``convert_scheduler`` supports; the rates of others are sent to them. In
@@ -392,7 +392,9 @@ def specification_of(
     if isinstance(optimizer, torch.optim.Optimizer):
         schedule = None if scheduler is None else schedule_or_none(scheduler)
         names = {parameter: name for name, parameter in trained.items()}
-        return convert_settings(optimizer, names, Constant() if schedule is None else schedule)
+        if scheduler is None or schedule is None:
+            return convert_settings(optimizer, names, Constant())
+        return convert_settings(optimizer, names, schedule, end_factors(scheduler))
     raise InvalidArgumentError(
         f"optimizer is of type {type(optimizer).__qualname__}: give one of torch.optim, or a specification of "
         "psdist.optim, such as psdist.optim.AdamW(lr=1e-3)"
@@ -404,6 +406,6 @@ def groups_of(spec: Optimizer, trained: Mapping[str, nn.Parameter]) -> list[dict
     groups: dict[int, dict[str, Any]] = {}
     for name, parameter in trained.items():
         number = group_of(name, spec.overrides)
-        values = spec.group_values(number)
+        values = spec.group_values(number) | (dict(spec.overrides[number - 1].values) if number else {})
         groups.setdefault(number, {"params": [], **values})["params"].append(parameter)
     return [groups[number] for number in sorted(groups)]

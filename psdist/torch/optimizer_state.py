@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from psdist.errors import MissingTensorError, ShapeMismatchError
+from psdist.optim import asgd_average_weight, asgd_step_size, nadam_log_product
 from psdist.snapshots import optimizer_state as snapshots
 from psdist.snapshots.optimizer_state import TensorState
 from psdist.torch.conversion import check_same_state
@@ -41,11 +43,12 @@ def load_optimizer_state(
     the snapshot is of another model, InvalidArgumentError as ``DistributedOptimizer`` for a model that it cannot train,
     and the errors of ``psdist.load_snapshot``. A call that raises changes nothing.
     """
+    groups = [group for group in optimizer.param_groups for _ in group["params"]]
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = {parameter: name for name, parameter in inspect(model, ordered, has_values=False).trained.items()}
     found = snapshots.load_optimizer_state(url, step, parameters)
     states: dict[int, dict[str, Tensor]] = {}
-    for number, parameter in enumerate(ordered):
+    for number, (group, parameter) in enumerate(zip(groups, ordered, strict=True)):
         if (name := names.get(parameter)) is None:  # A frozen parameter.
             continue
         if name not in found.tensors:
@@ -53,7 +56,7 @@ def load_optimizer_state(
                 f"snapshot {found.directory} has no parameter {name!r}: load it for the model that was trained"
             )
         state = found.tensors[name]
-        check_same_state(optimizer, state.optimizer)
+        check_same_state(optimizer, group, name, state.optimizer, state.arrays)
         if entry := _entry(name, parameter, state):
             states[number] = entry
     optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -71,4 +74,16 @@ def _entry(name: str, parameter: Tensor, state: TensorState) -> dict[str, Any]:
         return {}
     if state.optimizer.kind != "sgd":
         entry["step"] = torch.tensor(float(state.updates), dtype=torch.float32)
-    return entry
+    return entry | {name: torch.tensor(number, dtype=torch.float32) for name, number in _numbers(state).items()}
+
+
+def _numbers(state: TensorState) -> dict[str, float]:
+    """Return the numbers that torch keeps in a parameter's state and the servers compute."""
+    spec, updates = state.optimizer, state.updates
+    values = spec.group_values(state.group)
+    if spec.kind == "nadam":
+        return {"mu_product": math.exp(nadam_log_product(values["beta1"], values["momentum_decay"], updates))}
+    if spec.kind == "asgd":
+        rate = values["lr"] * spec.group_schedule(state.group).factor(state.since + updates - 1)
+        return {"eta": asgd_step_size(values, rate, updates), "mu": asgd_average_weight(values, updates)}
+    return {}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -23,7 +24,9 @@ from torch.optim import lr_scheduler
 from psdist.client.sync_client import Parameters
 from psdist.consistency import BSP, Consistency
 from psdist.errors import InvalidArgumentError
-from psdist.optim import Constant, Cosine, Optimizer
+from psdist.hyperparameters import END_FACTOR
+from psdist.optim import Constant, Cosine, Optimizer, Schedule
+from psdist.torch.conversion import end_factors
 
 logger = logging.getLogger("psdist")
 
@@ -56,6 +59,7 @@ class LearningRates:
         #: First step of this worker if the script sets the rates; 0 after these were seen to change.
         self._began_at = handle.step if self._sends and scheduler is None else 0
         self._base: list[float] = []
+        self._schedules: list[Schedule] = []
         self._seen: list[dict[str, Any]] = []
         #: Initial state of the scheduler, and initial rates of the groups.
         self._fresh: tuple[dict[str, Any], list[float]] = {}, []
@@ -66,6 +70,7 @@ class LearningRates:
     def attach(self, groups: list[dict[str, Any]]) -> None:
         """Start after the optimizer is made. A scheduler is advanced to the step from which the run resumes."""
         self._base = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        self._schedules = _schedules_of(self._spec, self._scheduler, groups)
         if self._scheduler is not None:
             self._fresh = deepcopy(self._scheduler.state_dict()), [float(group["lr"]) for group in groups]
         self._move_scheduler(groups)
@@ -159,11 +164,11 @@ class LearningRates:
 
     def _check_shown(self, groups: list[dict[str, Any]]) -> None:
         """Raise InvalidArgumentError if torch shows other rates than the servers' schedule gives."""
-        factor = self._spec.schedule.factor(self._handle.step)
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
             shown = _plain(group["lr"])
             if self._scheduler is not None:
-                self._check_scheduled(number, float(shown), self._base[number] * factor, _tolerance(groups))
+                expected = self._base[number] * self._schedules[number].factor(self._handle.step)
+                self._check_scheduled(number, float(shown), expected, _tolerance(groups))
             elif shown != seen["lr"]:
                 raise InvalidArgumentError(
                     f"lr of parameter group {number} was changed from {seen['lr']} to {shown}, but the servers follow "
@@ -211,10 +216,21 @@ class LearningRates:
     def _show(self, groups: list[dict[str, Any]]) -> None:
         """Write the current rates to ``param_groups`` for scripts to read, unless the script sets them."""
         if self._scheduler is None and not self._sends:
-            factor = self._spec.schedule.factor(self._handle.step)
-            for base, group in zip(self._base, groups, strict=True):
-                _set_rate(group, base * factor)
+            for base, schedule, group in zip(self._base, self._schedules, groups, strict=True):
+                _set_rate(group, base * schedule.factor(self._handle.step))
         self._seen = [{key: _plain(group[key]) for key in _settings(self._spec) if key in group} for group in groups]
+
+
+def _schedules_of(
+    spec: Optimizer, scheduler: lr_scheduler.LRScheduler | None, groups: list[dict[str, Any]]
+) -> list[Schedule]:
+    """Return the schedule of each parameter group. Groups may end at different factors."""
+    schedule: Any = spec.schedule
+    if not hasattr(schedule, END_FACTOR):
+        return [schedule] * len(groups)
+    ends = [] if scheduler is None else end_factors(scheduler)
+    ends = ends or [group.get(END_FACTOR, schedule.end_factor) for group in groups]
+    return [replace(schedule, end_factor=end) for end in ends]
 
 
 def _set_rate(group: dict[str, Any], rate: float) -> None:

@@ -161,7 +161,7 @@ def optimizer_to_proto(optimizer: Optimizer) -> pb.Optimizer:
     numbers = {field.name: float(getattr(schedule, field.name)) for field in fields(schedule)}
     return pb.Optimizer(
         kind=optimizer.kind,
-        values=optimizer.values(),
+        values=optimizer.stated_values(),
         schedule=pb.Schedule(kind=schedule.kind, values=numbers),
         max_grad_norm=optimizer.max_grad_norm,
         overrides=[pb.Override(pattern=item.pattern, values=dict(item.values)) for item in optimizer.overrides],

@@ -124,7 +124,7 @@ class ParameterServer:
         )
         if self._compiler is not None:
             if self._lanes is None:
-                self._compiler.add([dense.rule.fused], entry.spec.optimizer.kind)
+                self._compiler.add(tuple(dict.fromkeys(dense.rule.kernels)), entry.spec.optimizer.kind)
             if store.dense.published is not None:
                 self._compiler.add(segments.KERNELS, "compressed weights")
             if entry.slicing.total >= LARGE_ELEMENTS:

@@ -39,6 +39,16 @@ SPECS: list[optim.Optimizer] = [
     optim.Lion(lr=0.1, weight_decay=0.1),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2),
     optim.Mean(),
+    optim.ASGD(lr=0.1, t0=1.0, lambd=0.1, maximize=True),
+    optim.Rprop(lr=0.1),
+    optim.Adam(lr=0.1, overrides=(optim.override("*", amsgrad=True),)),
+    optim.Adam(lr=0.1, amsgrad=True, overrides=(optim.override("*", decoupled_weight_decay=True, amsgrad=False),)),
+    optim.AdamW(lr=0.1, amsgrad=True),
+    optim.Adamax(lr=0.1),
+    optim.NAdam(lr=0.1, weight_decay=0.1),
+    optim.RAdam(lr=0.1, betas=(0.9, 0.8), maximize=True),
+    optim.Adadelta(),
+    optim.RMSprop(momentum=0.9, overrides=(optim.override("*", centered=True, momentum=0.0),)),
 ]
 SLICE = 5000  # more than a block, but not a multiple of one
 TOTAL = 4 * SLICE - 700

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from numpy.typing import NDArray
 from psdist import optim
 from psdist.compression import casts
 from psdist.compression.compiled import Kernel
-from psdist_server.kernels import fused, kernels
+from psdist_server.kernels import kernels
 from psdist_server.kernels.optimizers import Rule, Run
+from psdist_server.kernels.updates import UPDATES
 from tests.support import reference
 from tests.support.fused_update import update
 
@@ -38,7 +40,25 @@ SPECS: list[optim.Optimizer] = [
     optim.RMSprop(momentum=0.9, schedule=optim.Cosine(5)),
     optim.RMSprop(centered=True),
     optim.RMSprop(centered=True, momentum=0.5, weight_decay=0.1, overrides=(optim.override("*", eps=0.1),)),
+    optim.SGD(lr=0.1, overrides=(optim.override("*", momentum=0.9, nesterov=True),)),
+    optim.SGD(lr=0.1, momentum=0.9, maximize=True, overrides=(optim.override("*", momentum=0.0),)),
+    optim.Adam(amsgrad=True, overrides=(optim.override("*", decoupled_weight_decay=True, amsgrad=False),)),
+    optim.Adam(maximize=True, overrides=(optim.override("*", amsgrad=True, maximize=False),)),
+    optim.AdamW(amsgrad=True, weight_decay=0.1, betas=(0.5, 0.5)),
+    optim.Adagrad(maximize=True, overrides=(optim.override("*", initial_accumulator_value=0.5),)),
+    optim.RMSprop(overrides=(optim.override("*", momentum=0.9, centered=True),)),
+    optim.RMSprop(centered=True, maximize=True, overrides=(optim.override("*", centered=False, momentum=0.5),)),
+    optim.Adadelta(weight_decay=0.1, overrides=(optim.override("*", rho=1.0, lr=0.1),)),
+    optim.Adamax(weight_decay=0.1, maximize=True, schedule=optim.Cosine(9, 0.1)),
+    optim.NAdam(weight_decay=0.1, overrides=(optim.override("*", decoupled_weight_decay=True),)),
+    optim.RAdam(betas=(0.9, 0.9), weight_decay=0.1, overrides=(optim.override("*", beta2=0.5, maximize=True),)),
+    optim.Rprop(overrides=(optim.override("*", lr=10.0, etaplus=3.0, step_size_max=20.0),)),
+    optim.Rprop(maximize=True, schedule=optim.Constant(warmup_steps=4, warmup_start=0.0)),
+    optim.ASGD(t0=2.0, weight_decay=0.1, lambd=0.1, overrides=(optim.override("*", lr=0.1, t0=0.0),)),
+    optim.ASGD(schedule=optim.Linear(4, 0.5), overrides=(optim.override("*", end_factor=0.1),)),
     optim.Lion(lr=0.1, weight_decay=0.1, schedule=optim.Constant(warmup_steps=4)),
+    optim.Lion(lr=0.1, maximize=True),
+    optim.FTRL(lr=0.5, maximize=True),
     optim.FTRL(lr=0.5, overrides=(optim.override("*", lr=0.1, l1=1.0, l2=0.0, beta=0.0),)),
     optim.FTRL(lr=0.5, l1=0.3, l2=0.2, schedule=optim.Linear(4, warmup_steps=3, warmup_start=0.0)),
     optim.Mean(),
@@ -208,8 +228,8 @@ def test_update(
             update(rule, pieces[start:stop], parts, gradient[start:stop], step, scale, cut(runs, start, stop))
         for start, stop, group in runs:
             parts = tuple(state[start:stop] for state in expected_states)
-            values = spec.group_values(group)
-            reference.update(spec, values, expected[start:stop], parts, gradient[start:stop], step, scale, since)
+            values, own = spec.group_values(group), replace(spec, schedule=spec.group_schedule(group))
+            reference.update(own, values, expected[start:stop], parts, gradient[start:stop], step, scale, since)
         for ours, theirs in zip((weights, *states), (expected, *expected_states), strict=True):
             assert_same(ours, theirs)
         for ours, theirs in zip((weights, *states), (pieces, *piece_states), strict=True):
@@ -217,7 +237,7 @@ def test_update(
 
 
 def test_every_kernel_is_tested() -> None:
-    assert {Rule(spec).fused for spec in SPECS} == {one for one in vars(fused).values() if isinstance(one, Kernel)}
+    assert {kernel for spec in SPECS for kernel in Rule(spec).kernels} == set(UPDATES.values())
     private = ("_combine", "_sum_squares", "_all_finite32", "_all_finite16")
     all_kernels = {kernel for kernel in vars(kernels).values() if isinstance(kernel, Kernel)}
     assert all_kernels == {getattr(kernels, name) for name in private}

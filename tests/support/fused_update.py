@@ -33,8 +33,8 @@ def update(
     for start, stop, group in runs if runs is not None else [(0, weights.size, 0)]:
         values = scalars[group]
         if values is not None:
-            rule.fused(
-                np.array([[address + 4 * start for address in addresses]], np.uintp),
+            rule.kernels[group](
+                np.array([[addresses[array] + 4 * start for array in rule.arrays[group]]], np.uintp),
                 np.array([[stop - start, start, 1]], np.int64),
                 np.array([[kernels.address_of(gradient)]], np.uintp),
                 np.array([[kernels.CODES[gradient.dtype]]], np.int64),

@@ -9,6 +9,7 @@ Invariants: Arrays stay float32. Every scalar is computed in float64 and rounded
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.optim import Optimizer
+from psdist.optim import Optimizer, nadam_log_product, nadam_momentum
 
 Floats = NDArray[np.float32]
 AnyArray = NDArray[Any]
@@ -79,8 +80,9 @@ def update(
     lr_scale: float = 1.0,
     state_since: int = 0,
 ) -> None:
-    """Update float32[n] ``weights`` and ``states`` (in the order of ``Rule.state_names``) once, in place.
+    """Update float32[n] ``weights`` and ``states`` once, in place.
 
+    states: arrays in the order of ``spec.state_names``. Those that the hyperparameters do not need stay as they are.
     spec: the optimizer and its schedule.
     values: its hyperparameters for these elements, from ``spec.group_values``.
     step: from 0.
@@ -88,13 +90,23 @@ def update(
     state_since: step at which the state began. The schedule follows the step; the optimizer's own count of updates,
         ``age`` below, begins there.
     """
-    rate = values["lr"] * spec.schedule.factor(step)
+    rate = values["lr"] * spec.schedule.factor(step - 1 if spec.kind == "asgd" and step > state_since else step)
+    own = _own_states(spec, values, states)
     with np.errstate(all="ignore"):
+        if values.get("maximize"):
+            gradient = -gradient
         if spec.kind == "ftrl":
             gradient = np.float32(lr_scale) * gradient
         else:
             rate *= float(lr_scale)
-        _UPDATES[spec.kind](values, weights, states, gradient, step - state_since, rate)
+        _UPDATES[spec.kind](values, weights, own, gradient, step - state_since, rate)
+
+
+def _own_states(spec: Optimizer, values: Mapping[str, float], states: States) -> States:
+    """Return the states that an optimizer with these hyperparameters has."""
+    needed = {"max_exp_avg_sq": "amsgrad", "grad_avg": "centered", "momentum_buffer": "momentum"}
+    by_name = zip(spec.state_names, states, strict=True)
+    return [state for name, state in by_name if name not in needed or values[needed[name]]]
 
 
 def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -107,10 +119,32 @@ def _sgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int,
     w[:] = w - rate * g
 
 
+def _asgd(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.ASGD.html"""
+    (average,) = states
+    eta = rate / (1 + h["lambd"] * rate * age) ** h["alpha"]
+    weight = np.float32(1 / max(1, age - h["t0"]))
+    g = g + h["weight_decay"] * w
+    w[:] = w * (1 - h["lambd"] * eta) - eta * g
+    average[:] = w if weight == 1 else average + (w - average) * weight
+
+
+def _rprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Rprop.html; a step of 0 has not begun."""
+    previous, step = states
+    step[step == 0] = rate
+    product = g * previous
+    step[product > 0] *= np.float32(h["etaplus"])
+    step[product < 0] *= np.float32(h["etaminus"])
+    np.maximum(step, np.float32(h["step_size_min"]), out=step)
+    np.minimum(step, np.float32(h["step_size_max"]), out=step)
+    previous[:] = np.where(product < 0, np.float32(0), g)
+    w[:] = w - step * np.sign(previous)
+
+
 def _adam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adam.html; the bias corrections are in the scalars."""
-    g = g + h["weight_decay"] * w
-    _adam_step(h, w, states, g, age, rate)
+    _adam_step(h, w, states, _decayed(h, w, g, rate), age, rate)
 
 
 def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -120,12 +154,67 @@ def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: in
 
 
 def _adam_step(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
-    m, v = states
-    m[:] = m + (1 - h["beta1"]) * (g - m)
-    v[:] = h["beta2"] * v + (1 - h["beta2"]) * g * g
+    m, v = _moments(h, states, g)
+    if h["amsgrad"]:
+        largest = states[2]
+        largest[:] = np.where(v > largest, v, largest)
+        v = largest
     size = rate / (1 - h["beta1"] ** (age + 1))
     root = 1 / (1 - h["beta2"] ** (age + 1)) ** 0.5
     w[:] = w - size * m / (np.sqrt(v) * root + h["eps"])
+
+
+def _moments(h: Mapping[str, float], states: States, g: Floats) -> tuple[Floats, Floats]:
+    """Update the first and the second moment."""
+    m, v = states[:2]
+    m[:] = m + (1 - h["beta1"]) * (g - m)
+    v[:] = h["beta2"] * v + (1 - h["beta2"]) * g * g
+    return m, v
+
+
+def _decayed(h: Mapping[str, float], w: Floats, g: Floats, rate: float) -> Floats:
+    """Return the gradient with L2 decay, or decay the weights and return the gradient."""
+    if not h["decoupled_weight_decay"]:
+        return g + h["weight_decay"] * w
+    w[:] = w * (1 - rate * h["weight_decay"])
+    return g
+
+
+def _adamax(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adamax.html"""
+    m, largest = states
+    g = g + h["weight_decay"] * w
+    m[:] = m + (1 - h["beta1"]) * (g - m)
+    largest[:] = np.maximum(h["beta2"] * largest, np.abs(g) + h["eps"])
+    w[:] = w - rate / (1 - h["beta1"] ** (age + 1)) * m / largest
+
+
+def _nadam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.NAdam.html; the products of momentums are tested
+    by themselves."""
+    mu, following = (nadam_momentum(h["beta1"], h["momentum_decay"], age + number) for number in (1, 2))
+    logs = [nadam_log_product(h["beta1"], h["momentum_decay"], age + number) for number in (1, 2)]
+    g = _decayed(h, w, g, rate)
+    m, v = _moments(h, states, g)
+    now, later = rate * (1 - mu) / -math.expm1(logs[0]), rate * following / -math.expm1(logs[1])
+    root = 1 / (1 - h["beta2"] ** (age + 1)) ** 0.5
+    inverse = np.float32(1) / (np.sqrt(v) * root + h["eps"])
+    w[:] = w - now * g * inverse - later * m * inverse
+
+
+def _radam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.RAdam.html"""
+    beta2 = h["beta2"]
+    g = _decayed(h, w, g, rate)
+    m, v = _moments(h, states, g)
+    size, correction = rate / (1 - h["beta1"] ** (age + 1)), 1 - beta2 ** (age + 1)
+    end = 2 / (1 - beta2) - 1
+    length = end - 2 * (age + 1) * beta2 ** (age + 1) / correction
+    if length > 5:
+        rectification = (length - 4) * (length - 2) * end / ((end - 4) * (end - 2) * length)
+        w[:] = w - size * (correction * rectification) ** 0.5 * m / (np.sqrt(v) + h["eps"])
+    else:
+        w[:] = w - size * m
 
 
 def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -134,6 +223,16 @@ def _adagrad(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: 
     g = g + h["weight_decay"] * w
     total[:] = total + g * g
     w[:] = w - rate / (1 + age * h["lr_decay"]) * g / (np.sqrt(total) + h["eps"])
+
+
+def _adadelta(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
+    """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adadelta.html"""
+    v, changes = states
+    g = g + h["weight_decay"] * w
+    v[:] = h["rho"] * v + (1 - h["rho"]) * g * g
+    delta = np.sqrt(changes + h["eps"]) / np.sqrt(v + h["eps"]) * g
+    changes[:] = h["rho"] * changes + (1 - h["rho"]) * delta * delta
+    w[:] = w - rate * delta
 
 
 def _rmsprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -194,9 +293,15 @@ def _mean(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int
 
 _UPDATES: dict[str, Callable[..., None]] = {
     "sgd": _sgd,
+    "asgd": _asgd,
+    "rprop": _rprop,
     "adam": _adam,
     "adamw": _adamw,
+    "adamax": _adamax,
+    "nadam": _nadam,
+    "radam": _radam,
     "adagrad": _adagrad,
+    "adadelta": _adadelta,
     "rmsprop": _rmsprop,
     "lion": _lion,
     "ftrl": _ftrl,

@@ -71,6 +71,14 @@ def test_long_values_are_cut() -> None:
 
 
 #: By optimizer, a value of each field that differs from the default, and True if its change needs a reset.
+MOMENTS: dict[str, tuple[Any, bool]] = {
+    "lr": (0.5, False),
+    "betas": ((0.8, 0.9), False),
+    "eps": (0.1, False),
+    "weight_decay": (0.1, False),
+    "maximize": (True, False),
+}
+DECOUPLED = MOMENTS | {"decoupled_weight_decay": (True, False)}
 FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
     optim.SGD: {
         "lr": (0.5, False),
@@ -78,15 +86,34 @@ FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
         "dampening": (0.5, False),
         "weight_decay": (0.1, False),
         "nesterov": (True, False),
+        "maximize": (True, False),
     },
-    optim.Adam: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "eps": (0.1, False), "weight_decay": (0.1, False)},
-    optim.AdamW: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "eps": (0.1, False), "weight_decay": (0.1, False)},
+    optim.ASGD: {
+        **dict.fromkeys(("lr", "lambd", "alpha", "t0", "weight_decay"), (0.5, False)),
+        "maximize": (True, False),
+    },
+    optim.Rprop: {
+        "lr": (0.5, True),
+        "etas": ((0.4, 2.0), False),
+        "step_sizes": ((0.1, 2.0), False),
+        "maximize": (True, False),
+    },
+    optim.Adam: DECOUPLED | {"amsgrad": (True, True)},
+    optim.AdamW: MOMENTS | {"amsgrad": (True, True)},
+    optim.Adamax: MOMENTS,
+    optim.NAdam: DECOUPLED | {"momentum_decay": (0.1, False)},
+    optim.RAdam: DECOUPLED,
     optim.Adagrad: {
         "lr": (0.5, False),
         "lr_decay": (0.1, False),
         "weight_decay": (0.1, False),
         "initial_accumulator_value": (0.5, True),
         "eps": (0.1, False),
+        "maximize": (True, False),
+    },
+    optim.Adadelta: {
+        **dict.fromkeys(("lr", "rho", "eps", "weight_decay"), (0.5, False)),
+        "maximize": (True, False),
     },
     optim.RMSprop: {
         "lr": (0.5, False),
@@ -95,9 +122,18 @@ FIELDS: dict[type[optim.Optimizer], dict[str, tuple[Any, bool]]] = {
         "weight_decay": (0.1, False),
         "momentum": (0.9, True),
         "centered": (True, True),
+        "maximize": (True, False),
     },
-    optim.Lion: {"lr": (0.5, False), "betas": ((0.8, 0.9), False), "weight_decay": (0.1, False)},
-    optim.FTRL: {"lr": (0.5, False), "beta": (0.5, False), "l1": (0.1, False), "l2": (0.1, False)},
+    optim.Lion: {
+        "lr": (0.5, False),
+        "betas": ((0.8, 0.9), False),
+        "weight_decay": (0.1, False),
+        "maximize": (True, False),
+    },
+    optim.FTRL: {
+        **dict.fromkeys(("lr", "beta", "l1", "l2"), (0.5, False)),
+        "maximize": (True, False),
+    },
     optim.Mean: {"lr": (0.5, False)},
 }
 SHARED: dict[str, Any] = {
@@ -118,15 +154,50 @@ def test_every_field_of_every_optimizer(kind: type[optim.Optimizer]) -> None:
         for one, other in ((base, after), (after, base)):
             assert needing(one, other) == [name] * needs_reset
             assert [text.split()[0] for text in texts(one, other)] == [name]
-            if name != "initial_accumulator_value":
+            if name not in kind.initial:
                 assert (one.state_names != other.state_names) == needs_reset
     for name, value in SHARED.items():
-        assert needing(kind(), replace(kind(), **{name: value})) == []
+        is_initial = name == "overrides" and "lr" in kind.initial
+        assert needing(kind(), replace(kind(), **{name: value})) == [name] * is_initial
 
 
 def test_another_momentum_is_arithmetic() -> None:
     for kind in (optim.SGD, optim.RMSprop):
         assert needing(kind(momentum=0.9), kind(momentum=0.5)) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (optim.SGD(), optim.SGD(overrides=(optim.override("*.bias", momentum=0.9),))),
+        (
+            optim.SGD(overrides=(optim.override("*.bias", momentum=0.9),)),
+            optim.SGD(overrides=(optim.override("*.weight", momentum=0.9),)),
+        ),
+        (optim.Adam(), optim.Adam(overrides=(optim.override("*", amsgrad=True),))),
+        (optim.Adagrad(), optim.Adagrad(overrides=(optim.override("*", initial_accumulator_value=0.5),))),
+        (optim.Rprop(), optim.Rprop(overrides=(optim.override("*", lr=0.5),))),
+    ],
+)
+def test_overrides_that_change_which_tensors_have_a_state_need_a_reset(
+    before: optim.Optimizer, after: optim.Optimizer
+) -> None:
+    assert needing(before, after) == needing(after, before) == ["overrides"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (optim.SGD(momentum=0.9), optim.SGD(momentum=0.9, overrides=(optim.override("*.bias", momentum=0.5),))),
+        (optim.Adam(), optim.Adam(overrides=(optim.override("*.bias", maximize=True, decoupled_weight_decay=True),))),
+        (
+            optim.SGD(overrides=(optim.override("*.bias", momentum=0.9),)),
+            optim.SGD(overrides=(optim.override("*.bias", momentum=0.5, lr=0.5),)),
+        ),
+    ],
+)
+def test_other_overrides_need_no_reset(before: optim.Optimizer, after: optim.Optimizer) -> None:
+    assert needing(before, after) == needing(after, before) == []
 
 
 @pytest.mark.parametrize(("one", "other"), [*permutations(optim.OPTIMIZERS.values(), 2)])

@@ -47,7 +47,31 @@ OPTIMIZERS = list(optim.OPTIMIZERS.values())
         (lambda: optim.SGD(schedule="cosine"), "'cosine' is not a psdist.optim schedule"),
         (lambda: optim.SGD(schedule=optim.Schedule()), "is not a psdist.optim schedule"),
         (lambda: optim.SGD(overrides=(optim.override("*", beta1=0.5),)), "SGD has no hyperparameter 'beta1'"),
-        (lambda: optim.SGD(momentum=0.9, overrides=(optim.override("*", momentum=0.5),)), "same for all tensors"),
+        (lambda: optim.SGD(overrides=(optim.override("*", nesterov=True),)), "nesterov=True needs momentum"),
+        (
+            lambda: optim.SGD(overrides=(optim.override("*", maximize=0.5),)),
+            "sgd maximize=0.5 is out of range: use True",
+        ),
+        (lambda: optim.override("*", lr=True), "lr=True"),
+        (
+            lambda: optim.SGD(overrides=(optim.override("*", end_factor=0.1),)),
+            "end_factor needs a schedule that has one",
+        ),
+        (lambda: optim.Adam(amsgrad="yes"), "adam amsgrad='yes'"),
+        (lambda: optim.ASGD(alpha=-1.0), "asgd alpha=-1.0"),
+        (lambda: optim.ASGD(t0=math.inf), "asgd t0=inf"),
+        (lambda: optim.Rprop(lr=0.0), "rprop lr=0.0"),
+        (lambda: optim.Rprop(etas=(0.0, 1.2)), "rprop etaminus=0.0"),
+        (lambda: optim.Rprop(etas=(1.0, 1.2)), "rprop etaminus=1.0"),
+        (lambda: optim.Rprop(etas=(0.5, 1.0)), "rprop etaplus=1.0 is out of range: use more than 1"),
+        (lambda: optim.Rprop(step_sizes=(0.0, 50)), "rprop step_size_min=0.0"),
+        (lambda: optim.Rprop(step_sizes=(1e-6, 1e-40)), "rprop step_size_max=1e-40"),
+        (lambda: optim.Adamax(eps=0.0), "adamax eps=0.0"),
+        (lambda: optim.NAdam(momentum_decay=-1.0), "nadam momentum_decay=-1.0"),
+        (lambda: optim.NAdam(betas=(1.0, 0.9)), "nadam beta1=1.0"),
+        (lambda: optim.RAdam(betas=(0.9, 1.0)), "radam beta2=1.0"),
+        (lambda: optim.Adadelta(rho=1.5), "adadelta rho=1.5 is out of range: use 0 to 1"),
+        (lambda: optim.Adadelta(eps=0.0), "adadelta eps=0.0"),
         (lambda: optim.Adam(overrides=(optim.override("*", beta1=1.0),)), "adam beta1=1.0"),
         (lambda: optim.SGD(overrides=("*",)), "make it with psdist.optim.override"),
         (lambda: optim.SGD(overrides=optim.override("*", lr=1.0)), "a tuple of override"),
@@ -89,6 +113,42 @@ def test_groups() -> None:
     assert spec.group_values(2) == spec.values() | {"lr": 0.5}
 
 
+def test_groups_may_differ_in_everything() -> None:
+    spec = optim.RMSprop(
+        schedule=optim.Cosine(10, 0.5),
+        overrides=(
+            optim.override("a", centered=True, end_factor=0.1),
+            optim.override("b", momentum=0.9),
+        ),
+    )
+    assert spec.state_names == ("square_avg", "grad_avg", "momentum_buffer")
+    assert [spec.group_state_names(group) for group in spec.groups] == [
+        ("square_avg",),
+        ("square_avg", "grad_avg"),
+        ("square_avg", "momentum_buffer"),
+    ]
+    assert [spec.group_schedule(group).factor(10) for group in spec.groups] == [0.5, 0.1, 0.5]
+    assert spec.group_values(1) == spec.values() | {"centered": 1.0}
+
+
+@given(st.floats(0, 1, exclude_max=True), st.floats(0, 10), st.integers(1, 400))
+def test_the_product_of_nadams_momentums(beta1: float, momentum_decay: float, updates: int) -> None:
+    factors = [optim.nadam_momentum(beta1, momentum_decay, update) for update in range(1, updates + 1)]
+    product = math.exp(optim.nadam_log_product(beta1, momentum_decay, updates))
+    assert product == pytest.approx(math.prod(factors), rel=1e-9, abs=1e-14)
+
+
+def test_the_product_of_nadams_momentums_at_its_limits() -> None:
+    assert optim.nadam_log_product(0.0, 0.1, 5) == -math.inf
+    assert optim.nadam_log_product(0.9, 3e38, 2) == pytest.approx(2 * math.log(0.9))
+    assert optim.nadam_log_product(0.9, 0.0, 2**53) < -1e15
+    assert optim.nadam_log_product(0.9, 1e-300, 3) == pytest.approx(3 * math.log(0.45))
+
+
+def test_a_step_size_of_asgd_beyond_float64_is_zero() -> None:
+    assert optim.asgd_step_size({"lambd": 1e38, "alpha": 1e38}, 1.0, 9) == 0.0
+
+
 # --- the wire ---------------------------------------------------------------------------------------------------------
 
 small = st.floats(0, 1000, allow_nan=False)
@@ -106,12 +166,22 @@ schedules = st.one_of(
 overrides = st.lists(st.builds(optim.override, st.just("*.bias"), lr=positive), max_size=3).map(tuple)
 common = {"schedule": schedules, "max_grad_norm": small, "overrides": overrides, "lr": positive}
 betas = st.tuples(unit, unit)
+decoupled = {"betas": betas, "decoupled_weight_decay": st.booleans(), "weight_decay": small, **common}
+positive_unit = st.floats(1e-30, 1, exclude_max=True)
+pair = st.tuples(positive, positive)
 specs = st.one_of(
     st.builds(optim.SGD, momentum=small, dampening=small, weight_decay=small, **common),
     st.builds(optim.SGD, momentum=positive, nesterov=st.just(True), **common),
     st.builds(optim.Adam, betas=betas, eps=positive, weight_decay=small, **common),
     st.builds(optim.AdamW, betas=betas, eps=positive, weight_decay=small, **common),
     st.builds(optim.Adagrad, lr_decay=small, initial_accumulator_value=small, eps=positive, **common),
+    st.builds(optim.Adam, amsgrad=st.booleans(), maximize=st.booleans(), **decoupled),
+    st.builds(optim.Adamax, betas=betas, eps=positive, maximize=st.booleans(), **common),
+    st.builds(optim.NAdam, momentum_decay=small, **decoupled),
+    st.builds(optim.RAdam, maximize=st.booleans(), **decoupled),
+    st.builds(optim.Rprop, etas=st.tuples(positive_unit, st.floats(1.5, 9)), step_sizes=pair, **common),
+    st.builds(optim.ASGD, lambd=small, alpha=small, t0=small, weight_decay=small, **common),
+    st.builds(optim.Adadelta, rho=st.floats(0, 1), eps=positive, maximize=st.booleans(), **common),
     st.builds(optim.RMSprop, alpha=unit, momentum=small, centered=st.booleans(), **common),
     st.builds(optim.Lion, betas=betas, weight_decay=small, **common),
     st.builds(optim.FTRL, beta=small, l1=small, l2=small, **common),
@@ -126,9 +196,17 @@ def as_numbers(schedule: optim.Schedule) -> dict[str, float]:
 @given(specs)
 def test_round_trip(spec: optim.Optimizer) -> None:
     schedule = optim.schedule_from_values(spec.schedule.kind, as_numbers(spec.schedule))
-    again = optim.optimizer_from_values(spec.kind, spec.values(), schedule, spec.max_grad_norm, spec.overrides)
-    assert again == spec
-    assert repr(again) == repr(spec)
+    for values in (spec.values(), spec.stated_values()):
+        again = optim.optimizer_from_values(spec.kind, values, schedule, spec.max_grad_norm, spec.overrides)
+        assert again == spec
+        assert repr(again) == repr(spec)
+
+
+def test_values_are_stated_as_releases_before_the_switches_state_them() -> None:
+    """Snapshots and servers of these releases know no others."""
+    assert list(optim.Adam().stated_values()) == ["lr", "beta1", "beta2", "eps", "weight_decay"]
+    assert list(optim.SGD().stated_values()) == ["lr", "momentum", "dampening", "weight_decay", "nesterov"]
+    assert optim.Adam(amsgrad=True).stated_values()["amsgrad"] == 1.0
 
 
 SGD_VALUES = optim.SGD().values()
@@ -142,7 +220,7 @@ LINEAR_VALUES = as_numbers(optim.Linear(3))
         (lambda: optim.schedule_from_values("linear", {}), "Linear needs warmup_steps, warmup_start, total_steps"),
         (lambda: optim.schedule_from_values("linear", LINEAR_VALUES | {"total_steps": 2.5}), "total_steps=2.5"),
         (lambda: optim.schedule_from_values("constant", {"total_steps": 2}), "Constant has no 'total_steps'"),
-        (lambda: optim.optimizer_from_values("adadelta", {}, optim.Constant(), 0, ()), "kind 'adadelta' is unknown"),
+        (lambda: optim.optimizer_from_values("lbfgs", {}, optim.Constant(), 0, ()), "kind 'lbfgs' is unknown"),
         (lambda: optim.optimizer_from_values("sgd", {"beta1": 0.1}, optim.Constant(), 0, ()), "SGD has no 'beta1'"),
         (lambda: optim.optimizer_from_values("sgd", {"schedule": 1}, optim.Constant(), 0, ()), "SGD has no 'schedule'"),
         (lambda: optim.optimizer_from_values("adam", {"betas": 1}, optim.Constant(), 0, ()), "Adam has no 'betas'"),
@@ -211,6 +289,10 @@ def test_schedule_is_torchs(schedule: optim.Schedule, warmup: int) -> None:
         assert schedule.factor(step) == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-9, abs=1e-12), step
         optimizer.step()
         theirs.step()
+
+
+def test_a_step_that_grows_without_limit_is_infinite() -> None:
+    assert optim.Step(1, 1e30).factor(100) == math.inf
 
 
 @pytest.mark.parametrize("schedule", [optim.Linear(10, 0.2), optim.Cosine(10, 0.2), optim.Polynomial(10, 3, 0.2)])

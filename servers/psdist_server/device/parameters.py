@@ -47,9 +47,11 @@ class DeviceParameters(DenseParameters):
         #: By slice: the memory of its shard, and the slice's address in it.
         self._places: dict[int, tuple[Allocation, int]] = {}
         self._registered: dict[int, Array] = {}
-        name = self.rule.fused.__name__
         with lanes.watched():
-            self._update: DeviceKernel = lanes.kernels(f"update_{name}")
+            #: By group.
+            self._updates: list[DeviceKernel] = [
+                lanes.kernels(f"update_{kernel.__name__}") for kernel in self.rule.kernels
+            ]
             self._narrow: DeviceKernel = lanes.kernels("narrow")
             self._combine: DeviceKernel = lanes.kernels("combine")
             self._sum_squares: DeviceKernel = lanes.kernels("sum_squares")
@@ -209,7 +211,7 @@ class DeviceParameters(DenseParameters):
                 *_staged(area),
                 *division_of(update, self.sums),
             )
-            area.launch(self._update, size, *given, mean, *scalars, threads=THREADS)
+            area.launch(self._updates[segment.group], size, *given, mean, *scalars, threads=THREADS)
             self._device.copy_out(weights[at : at + size], segment.addresses[0] + 4 * at, area.stream)
             if update.mean is not None:
                 area.result(update.mean[segment.start + at : segment.start + at + size], area.out)

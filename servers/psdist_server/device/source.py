@@ -1,4 +1,4 @@
-"""Source of the device's kernels: ``update.cu``, and each optimizer's arithmetic translated from ``kernels.fused``.
+"""Source of the device's kernels: ``update.cu``, and each optimizer's arithmetic translated from ``kernels.updates``.
 
 An optimizer's arithmetic is one Python function of single elements. This module translates it to CUDA C, operation by
 operation, so that numpy, numba and devices share one source; each of them rounds every float32 operation by itself.
@@ -21,12 +21,12 @@ import numpy as np
 from psdist.compression.compiled import Kernel
 from psdist.device.compile import common_source
 from psdist.errors import InternalError
-from psdist_server.kernels import fused
 from psdist_server.kernels.interpreted import BLOCK, SUM_LANES
+from psdist_server.kernels.updates import UPDATES
 
 #: Array and scalar parameters of every kernel: the maximum over all optimizers.
 ARRAYS: Final = 4
-SCALARS: Final = 7
+SCALARS: Final = 10
 #: Threads per block.
 THREADS: Final = 256
 
@@ -45,14 +45,9 @@ _OPERATORS: Final[dict[type[ast.AST], str]] = {
 _CALLS: Final = {"np.sqrt": "sqrtf", "np.abs": "fabsf", "abs": "fabsf"}
 
 
-def optimizers() -> dict[str, Kernel]:
-    """Return the processor's fused kernels, by name."""
-    return {name: value for name, value in vars(fused).items() if isinstance(value, Kernel)}
-
-
 def element_of(kernel: Kernel) -> Callable[..., Any]:
     """Return the arithmetic of a fused kernel: a function of single elements, or of whole arrays."""
-    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]  # a partial, made by ``_fused``
+    element: Callable[..., Any] = kernel.interpreted.args[0]  # type: ignore[union-attr]  # a partial, made by ``fused.updates_by``
     return element
 
 
@@ -60,8 +55,9 @@ def element_of(kernel: Kernel) -> Callable[..., Any]:
 def update_source(*names: str) -> str:
     """Return the source of ``update_NAME`` for each of these optimizers, and of the other kernels of ``update.cu``."""
     template = (Path(__file__).parent / "update.cu").read_text(encoding="utf-8")
-    constants = f"#define BLOCK {BLOCK}\n#define SUM_LANES {SUM_LANES}\n#define THREADS {THREADS}\n"
-    kernels = (_kernel(name, element_of(kernel)) for name, kernel in optimizers().items() if name in names)
+    numbers = {"BLOCK": BLOCK, "SUM_LANES": SUM_LANES, "THREADS": THREADS, "ARRAYS": ARRAYS, "SCALARS": SCALARS}
+    constants = "".join(f"#define {name} {number}\n" for name, number in numbers.items())
+    kernels = (_kernel(name, element_of(kernel)) for name, kernel in UPDATES.items() if name in names)
     return "\n".join((common_source(), constants, template, *kernels))
 
 
@@ -83,21 +79,22 @@ def _kernel(name: str, element: Callable[..., Any]) -> str:
     scalars = [f"const float {one} = scalars.at[{number}];" for number, one in enumerate(names[states + 1 :])]
     stores = [f"own[{number}] = {result};" for number, result in enumerate(results)]
     body = "\n        ".join([*loads, *scalars, *translator.lines, *stores])
+    arrays, given = [f"a{number}" for number in range(ARRAYS)], [f"k{number}" for number in range(SCALARS)]
     return f"""
 struct {name}_element {{
-    static const int ARRAYS = {states};
+    static const int COUNT = {states};
     static __device__ __forceinline__ void update(float* own, float {names[states]}, Scalars scalars) {{
         {body}
     }}
 }};
 extern "C" __global__ void __launch_bounds__(THREADS) update_{name}(
-    float* w, float* s1, float* s2, float* s3, i64 size, const u8* staged, u64 first_flag, i64 count,
+    {", ".join(f"float* {one}" for one in arrays)}, i64 size, const u8* staged, u64 first_flag, i64 count,
     float divisor, float factor, float* mean,
-    float k0, float k1, float k2, float k3, float k4, float k5, float k6
+    {", ".join(f"float {one}" for one in given)}
 ) {{
     Staged contributions = {{staged, (u8*)staged + first_flag, (int)count}};
-    Arrays arrays = {{{{w, s1, s2, s3}}}};
-    Scalars scalars = {{{{k0, k1, k2, k3, k4, k5, k6}}}};
+    Arrays arrays = {{{{{", ".join(arrays)}}}}};
+    Scalars scalars = {{{{{", ".join(given)}}}}};
     update<{name}_element>(arrays, size, contributions, {{divisor, factor}}, mean, scalars);
 }}
 """
@@ -157,7 +154,7 @@ class _Translator:
                 raise self._unknown(node)
 
     def _call(self, node: ast.expr, called: str, arguments: list[str]) -> str:
-        if called == "_select" and len(arguments) == 3:
+        if called == "select" and len(arguments) == 3:
             return f"({arguments[0]} ? {arguments[1]} : {arguments[2]})"
         if called in _CALLS and len(arguments) == 1:
             return f"{_CALLS[called]}({arguments[0]})"

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from psdist.device.device import Device, DeviceKernel
 from psdist.errors import DeviceLostError
-from psdist_server.device.source import optimizers, update_source
+from psdist_server.device.source import update_source
 from psdist_server.kernels.interpreted import BLOCK, CODES, SUM_LANES, AnyArray
+from psdist_server.kernels.updates import UPDATES
 
 #: Lanes for updates: the number of threads that can copy at the same time. One more lane is for reads.
 LANES: Final = 4
@@ -148,7 +149,7 @@ class Lanes:
         self._changed = threading.Condition()
         self._reads = threading.Lock()
         #: Returns a kernel of the device by name.
-        self.kernels = device.kernels(update_source(*optimizers()))
+        self.kernels = device.kernels(update_source(*UPDATES))
 
     def prepare(self) -> None:
         """Allocate the lanes, unless this was done. Raises LimitExceededError if there is no room for all of them; none

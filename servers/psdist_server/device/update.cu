@@ -13,8 +13,8 @@
 //
 // The kernels work for any number of threads. A thread writes and reads the same elements of `values`.
 
-struct Arrays { float* at[4]; };
-struct Scalars { float at[7]; };
+struct Arrays { float* at[ARRAYS]; };
+struct Scalars { float at[SCALARS]; };
 struct Division { float divisor, factor; };
 #define BATCH 4
 
@@ -123,12 +123,12 @@ static __device__ __forceinline__ void update(
     }
     if (!is_updated) return;
     for (int base = threadIdx.x; base < here; base += BATCH * blockDim.x) {
-        float batch[BATCH][Element::ARRAYS];
+        float batch[BATCH][Element::COUNT];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
             int i = base + b * blockDim.x;
 #pragma unroll
-            for (int array = 0; array < Element::ARRAYS; array++)
+            for (int array = 0; array < Element::COUNT; array++)
                 if (i < here) batch[b][array] = arrays.at[array][first + i];
         }
 #pragma unroll
@@ -137,7 +137,7 @@ static __device__ __forceinline__ void update(
             if (i >= here) continue;
             Element::update(batch[b], values[i], scalars);
 #pragma unroll
-            for (int array = 0; array < Element::ARRAYS; array++) arrays.at[array][first + i] = batch[b][array];
+            for (int array = 0; array < Element::COUNT; array++) arrays.at[array][first + i] = batch[b][array];
         }
     }
 }

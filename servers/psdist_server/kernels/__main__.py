@@ -35,11 +35,11 @@ def main() -> None:
         os.nice(_NICENESS)
         threading.Thread(target=_end_with_input, daemon=True).start()
     from psdist.compression import segments
-    from psdist.compression.compiled import Kernel, compile_all
-    from psdist_server.kernels import encoded, fused, kernels
+    from psdist.compression.compiled import compile_all
+    from psdist_server.kernels import encoded, kernels
+    from psdist_server.kernels.updates import UPDATES
 
-    all_fused = (value for value in vars(fused).values() if isinstance(value, Kernel))
-    known = {*kernels.KERNELS, *encoded.KERNELS, *all_fused, *segments.KERNELS}
+    known = {*kernels.KERNELS, *encoded.KERNELS, *UPDATES.values(), *segments.KERNELS}
     everything = [kernel for kernel in known if not names or kernel.__name__ in names]
     begin, done = time.monotonic(), count(1)
     print(f"compiling {len(everything)} kernels (cached ones take no time)", flush=True)

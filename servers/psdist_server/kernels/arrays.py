@@ -94,7 +94,7 @@ class Applied(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupSegment:
-    """A range of a slice whose elements belong to one group: its start, and the addresses of its weights and state."""
+    """A range of a slice whose elements belong to one group: its start, and the addresses of its kernel's arrays."""
 
     start: int
     size: int
@@ -352,7 +352,8 @@ class DenseParameters:
         return [tuple(sorted(parts)) for parts in bad]
 
     def _run(self, jobs: Sequence[SegmentJob], scalars: tuple[np.float32, ...]) -> list[tuple[int, list[int]]]:
-        """Run the kernel on segments with the same scalars. Returns the rows with bad parts, and those parts."""
+        """Run the kernel on segments of one group, with the same scalars. Returns the rows with bad parts, and those
+        parts."""
         most = max(len(update.parts) for _, update, _ in jobs)
         parts, codes = np.zeros((len(jobs), most), np.uintp), np.zeros((len(jobs), most), np.int64)
         for row, (_, update, _) in enumerate(jobs):
@@ -360,7 +361,7 @@ class DenseParameters:
                 parts[row, column] = kernels.address_of(part)
                 codes[row, column] = CODES[part.dtype]
         bad = np.zeros((len(jobs), most), np.uint8)
-        self.rule.fused(
+        self.rule.kernels[jobs[0][2].group](
             np.array([segment.addresses for _, _, segment in jobs], np.uintp),
             np.array([(segment.size, segment.start, len(update.parts)) for _, update, segment in jobs], np.int64),
             parts,
@@ -381,7 +382,9 @@ class DenseParameters:
     def _segments_of(self, index: int) -> tuple[GroupSegment, ...]:
         bases = self._addresses(index)
         return tuple(
-            GroupSegment(start, stop - start, group, tuple(base + 4 * start for base in bases))
+            GroupSegment(
+                start, stop - start, group, tuple(bases[array] + 4 * start for array in self.rule.arrays[group])
+            )
             for start, stop, group in self._runs[index]
         )
 

@@ -16,15 +16,15 @@ nothing. If alpha is constant, the result is the algorithm's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from psdist.compression.compiled import Kernel
-from psdist.optim import Optimizer
-from psdist_server.kernels import fused
+from psdist.optim import Optimizer, asgd_average_weight, asgd_step_size, nadam_log_product, nadam_momentum
+from psdist_server.kernels.updates import kernel_of
 
 Floats = NDArray[np.float32]
 Values = Mapping[str, float]
@@ -44,16 +44,22 @@ class Rule:
     state_since: the version at which the state began. The optimizer's own count of updates starts there; schedules
         count from version 0.
     state_names: the state arrays of each slice, in order; each is float32 of the slice's length.
+
+    By group: ``kernels``, which update several slices by the mean of contributions (``psdist_server.kernels.fused``),
+    and ``arrays``, the places of a kernel's arrays among the weights, 0, and the state arrays, from 1.
     """
 
     def __init__(self, spec: Optimizer, state_since: int = 0) -> None:
         self.spec = spec
         self.state_since = state_since
         self.state_names = spec.state_names
-        #: Kernel that updates several slices by the mean of contributions; see ``psdist_server.kernels.fused``.
-        self.fused = _kernel_of(spec)
         self._scalars = _SCALARS[spec.kind]
-        self._groups = tuple(spec.group_values(group) for group in range(len(spec.overrides) + 1))
+        self._groups = tuple(map(spec.group_values, spec.groups))
+        self._schedules = tuple(map(spec.group_schedule, spec.groups))
+        self.kernels = tuple(kernel_of(spec.kind, values) for values in self._groups)
+        self.arrays = tuple(
+            (0, *(1 + self.state_names.index(name) for name in spec.group_state_names(group))) for group in spec.groups
+        )
         self._scalars_kept: tuple[tuple[int, float], Scalars] | None = None
 
     def initialize(self, weights: Floats, states: Sequence[Floats], runs: Sequence[Run]) -> None:
@@ -66,11 +72,12 @@ class Rule:
         """
         for state in states:
             state.fill(0.0)
-        if self.spec.kind == "adagrad":
-            states[0].fill(self._groups[0]["initial_accumulator_value"])
-        if self.spec.kind == "ftrl":
-            for start, stop, group in runs:
-                states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-self._groups[group]["l1"])
+        for start, stop, group in runs:
+            values = self._groups[group]
+            if self.spec.kind == "adagrad":
+                states[0][start:stop] = values["initial_accumulator_value"]
+            if self.spec.kind == "ftrl":
+                states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-values["l1"])
 
     def scalars(self, step: int, lr_scale: float) -> Scalars:
         """Return the kernel's float32 arguments for each group at this step; None if the update is skipped. The last
@@ -78,14 +85,16 @@ class Rule:
         known = self._scalars_kept
         if known is not None and known[0] == (step, lr_scale):
             return known[1]
-        factor, age = self.spec.schedule.factor(step), step - self.state_since
         with np.errstate(over="ignore"):
-            made = tuple(
-                None if values is None else tuple(map(np.float32, values))
-                for values in (self._scalars(one, one["lr"] * factor, float(lr_scale), age) for one in self._groups)
-            )
+            made = tuple(self._group_scalars(group, step, float(lr_scale)) for group in self.spec.groups)
         self._scalars_kept = ((step, lr_scale), made)
         return made
+
+    def _group_scalars(self, group: int, step: int, lr_scale: float) -> tuple[np.float32, ...] | None:
+        values = self._groups[group]
+        factor = self._schedules[group].factor(max(step - self.spec.delay, self.state_since))
+        scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - self.state_since)
+        return None if scalars is None else tuple(map(np.float32, scalars))
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:
@@ -99,34 +108,42 @@ def clip_factor(total_norm: float, max_norm: float) -> float:
     return 1.0 if factor > 1.0 else factor
 
 
-def _kernel_of(spec: Optimizer) -> Kernel:
-    """Return the kernel of this optimizer, which takes the state in the order of ``spec.state_names``."""
-    values, name = spec.values(), spec.kind
-    if values.get("centered"):
-        name += "_centered"
-    if values.get("momentum"):
-        name += "_nesterov" if values.get("nesterov") else "_momentum"
-    kernel: Kernel = vars(fused)[name]
-    return kernel
-
-
 # --- the scalars of a step, in the order of the kernel's arguments ----------------------------------------------------
 # age: updates since the state began.
 
 
 def _sgd(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    scalars = (_sign(values), rate * lr_scale, values["weight_decay"])
     if not values["momentum"]:
-        return rate * lr_scale, values["weight_decay"]
+        return scalars
     take = 1.0 if age == 0 else 1 - values["dampening"]  # as torch: the first gradient fills the buffer undampened
-    return rate * lr_scale, values["weight_decay"], values["momentum"], take
+    return *scalars, values["momentum"], take
+
+
+def _sign(values: Values) -> float:
+    """Return the factor on gradients."""
+    return -1.0 if values["maximize"] else 1.0
+
+
+def _asgd(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    size = asgd_step_size(values, rate * lr_scale, age)
+    shrink, take = 1 - values["lambd"] * size, asgd_average_weight(values, age)
+    return _sign(values), size, values["weight_decay"], shrink, take
+
+
+def _rprop(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    names = ("etaminus", "etaplus", "step_size_min", "step_size_max")
+    return _sign(values), rate * lr_scale, *(values[name] for name in names)
 
 
 def _adam(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
-    return values["weight_decay"], *_moments(values, rate * lr_scale, age)
+    if values["decoupled_weight_decay"]:
+        return _adamw(values, rate, lr_scale, age)
+    return _sign(values), values["weight_decay"], *_moments(values, rate * lr_scale, age)
 
 
 def _adamw(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
-    return 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, age)
+    return _sign(values), 1 - rate * lr_scale * values["weight_decay"], *_moments(values, rate * lr_scale, age)
 
 
 def _moments(values: Values, rate: float, age: int) -> tuple[float, ...]:
@@ -136,25 +153,62 @@ def _moments(values: Values, rate: float, age: int) -> tuple[float, ...]:
     return 1 - beta1, beta2, 1 - beta2, size, root, values["eps"]
 
 
+def _adamax(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    beta1, size = values["beta1"], rate * lr_scale / (1 - values["beta1"] ** (age + 1))
+    return _sign(values), values["weight_decay"], 1 - beta1, values["beta2"], size, values["eps"]
+
+
+def _nadam(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    rate, beta1, decay, update = rate * lr_scale, values["beta1"], values["momentum_decay"], age + 1
+    now = rate * (1 - nadam_momentum(beta1, decay, update)) / -math.expm1(nadam_log_product(beta1, decay, update))
+    momentum = nadam_momentum(beta1, decay, update + 1)
+    later = rate * momentum / -math.expm1(nadam_log_product(beta1, decay, update + 1))
+    take1, keep2, take2, _, root, eps = _moments(values, rate, age)
+    return _sign(values), *_decay(values, rate), take1, keep2, take2, now, later, root, eps
+
+
+def _radam(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    take1, keep2, take2, size, _, eps = _moments(values, rate * lr_scale, age)
+    power = keep2 ** (age + 1)
+    end = 2 / (1 - keep2) - 1
+    length = end - 2 * (age + 1) * power / (1 - power)
+    is_rectified = length > 5
+    if is_rectified:
+        rectification = (length - 4) * (length - 2) * end / ((end - 4) * (end - 2) * length)
+        size *= ((1 - power) * rectification) ** 0.5
+    return _sign(values), *_decay(values, rate * lr_scale), take1, keep2, take2, size, float(is_rectified), eps
+
+
+def _decay(values: Values, rate: float) -> tuple[float, float]:
+    """Return the weights' factor in the gradient, and that on the weights themselves."""
+    decay = values["weight_decay"]
+    return (0.0, 1 - rate * decay) if values["decoupled_weight_decay"] else (decay, 1.0)
+
+
 def _adagrad(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
-    return rate * lr_scale / (1 + age * values["lr_decay"]), values["weight_decay"], values["eps"]
+    rate *= lr_scale / (1 + age * values["lr_decay"])
+    return _sign(values), rate, values["weight_decay"], values["eps"]
+
+
+def _adadelta(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
+    return _sign(values), rate * lr_scale, values["weight_decay"], values["rho"], 1 - values["rho"], values["eps"]
 
 
 def _rmsprop(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
     alpha, momentum = values["alpha"], values["momentum"]
-    scalars = (rate * lr_scale, values["weight_decay"], alpha, 1 - alpha, values["eps"])
+    scalars = (_sign(values), rate * lr_scale, values["weight_decay"], alpha, 1 - alpha, values["eps"])
     return (*scalars, momentum) if momentum else scalars
 
 
 def _lion(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
-    beta1, beta2 = values["beta1"], values["beta2"]
-    return rate * lr_scale, values["weight_decay"], beta1, 1 - beta1, beta2, 1 - beta2
+    beta1, beta2, sign = values["beta1"], values["beta2"], _sign(values)
+    return rate * lr_scale, values["weight_decay"], beta1, sign * (1 - beta1), beta2, sign * (1 - beta2)
 
 
 def _ftrl(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...] | None:
     if rate < _FTRL_RATE_MIN:
         return None
-    return lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]
+    return _sign(values) * lr_scale, 1 / rate, values["beta"], values["l1"], values["l2"]
 
 
 def _mean(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float, ...]:
@@ -163,9 +217,15 @@ def _mean(values: Values, rate: float, lr_scale: float, age: int) -> tuple[float
 
 _SCALARS: dict[str, Callable[[Values, float, float, int], tuple[Any, ...] | None]] = {
     "sgd": _sgd,
+    "asgd": _asgd,
+    "rprop": _rprop,
     "adam": _adam,
     "adamw": _adamw,
+    "adamax": _adamax,
+    "nadam": _nadam,
+    "radam": _radam,
     "adagrad": _adagrad,
+    "adadelta": _adadelta,
     "rmsprop": _rmsprop,
     "lion": _lion,
     "ftrl": _ftrl,

@@ -16,7 +16,6 @@ from typing import Any, Final, Protocol
 import grpc.aio
 import structlog
 
-from psdist.ending import ending_with
 from psdist.errors import (
     PsdistError,
     ServerUnreachableError,
@@ -24,6 +23,7 @@ from psdist.errors import (
     StaleEpochError,
     TcpUnavailableError,
 )
+from psdist.link.ending import ending_with
 from psdist.types import Replica
 from psdist.v1 import common_pb2
 from psdist.v1 import server_pb2 as pb

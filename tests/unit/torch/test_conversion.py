@@ -15,6 +15,7 @@ from psdist import optim
 from psdist.errors import InvalidArgumentError
 from psdist.optim import group_of
 from psdist.torch import convert_optimizer, convert_scheduler
+from psdist.torch.conversion import _SPECIFICATIONS
 
 
 def model() -> nn.Module:
@@ -38,6 +39,21 @@ def names(module: nn.Module) -> dict[nn.Parameter, str]:
         (lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.5)), optim.AdamW(lr=0.5)),
         (lambda p: torch.optim.Adagrad(p, lr_decay=0.1), optim.Adagrad(lr_decay=0.1)),
         (lambda p: torch.optim.RMSprop(p, momentum=0.5, centered=True), optim.RMSprop(momentum=0.5, centered=True)),
+        (lambda p: torch.optim.SGD(p, maximize=True), optim.SGD(maximize=True)),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), optim.Adam(amsgrad=True)),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True, maximize=True), optim.AdamW(amsgrad=True, maximize=True)),
+        (lambda p: torch.optim.Adadelta(p, lr=0.5, rho=0.8), optim.Adadelta(lr=0.5, rho=0.8)),
+        (lambda p: torch.optim.Adamax(p, betas=(0.8, 0.9)), optim.Adamax(betas=(0.8, 0.9))),
+        (
+            lambda p: torch.optim.NAdam(p, momentum_decay=0.1, decoupled_weight_decay=True, weight_decay=0.1),
+            optim.NAdam(momentum_decay=0.1, decoupled_weight_decay=True, weight_decay=0.1),
+        ),
+        (lambda p: torch.optim.RAdam(p, decoupled_weight_decay=True), optim.RAdam(decoupled_weight_decay=True)),
+        (
+            lambda p: torch.optim.Rprop(p, etas=(0.4, 1.5), step_sizes=(1e-5, 1)),
+            optim.Rprop(etas=(0.4, 1.5), step_sizes=(1e-5, 1.0)),
+        ),
+        (lambda p: torch.optim.ASGD(p, lambd=0.1, t0=100), optim.ASGD(lambd=0.1, t0=100.0)),
     ],
 )
 def test_settings_are_kept(make: Callable[[Any], torch.optim.Optimizer], expected: optim.Optimizer) -> None:
@@ -54,9 +70,11 @@ class Own(torch.optim.SGD):
     [
         (lambda p: torch.optim.LBFGS(p), r"torch\.optim\.lbfgs\.LBFGS has no counterpart"),
         (lambda p: torch.optim.SparseAdam(p), "SparseAdam has no counterpart"),
+        (lambda p: torch.optim.Adafactor(p), "Adafactor has no counterpart"),
+        (lambda p: torch.optim.Muon([one for one in p if one.ndim == 2]), "Muon has no counterpart"),
+        (lambda p: torch.optim.Rprop(p, step_sizes=(0, 50)), "rprop step_size_min=0"),
+        (lambda p: torch.optim.Rprop(p, lr=0.0), "rprop lr=0"),
         (lambda p: Own(p), "Own has no counterpart"),
-        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad=True"),
-        (lambda p: torch.optim.SGD(p, maximize=True), "maximize=True"),
         (lambda p: torch.optim.RMSprop(p, differentiable=True), "differentiable=True"),
     ],
 )
@@ -116,12 +134,49 @@ def test_many_parameters_of_one_group_need_few_overrides() -> None:
         convert_optimizer(torch.optim.AdamW(mixed), names(module))
 
 
-def test_groups_that_differ_in_momentum_are_refused() -> None:
+def test_every_optimizer_of_torch_is_converted_or_refused() -> None:
+    """A new one in torch must be decided here."""
+    refused = {"Optimizer", "LBFGS", "SparseAdam", "Adafactor", "Muon"}
+    known = {name for name, one in vars(torch.optim).items() if isinstance(one, type)} - refused
+    assert known == {one.__name__ for one in _SPECIFICATIONS}
+
+
+@pytest.mark.parametrize("make", _SPECIFICATIONS, ids=lambda kind: kind.__name__)
+def test_defaults_are_torchs(make: type[torch.optim.Optimizer]) -> None:
     module = model()
-    one, *rest = module.parameters()
-    optimizer = torch.optim.SGD([{"params": [one], "momentum": 0.5}, {"params": rest}], momentum=0.9)
-    with pytest.raises(InvalidArgumentError, match="momentum must be the same for all tensors"):
-        convert_optimizer(optimizer, names(module))
+    optimizer = make(module.parameters())  # type: ignore[call-arg]
+    assert convert_optimizer(optimizer, names(module)) == _SPECIFICATIONS[make]()
+
+
+@pytest.mark.parametrize(
+    ("kind", "one", "others"),
+    [
+        (torch.optim.SGD, {"momentum": 0.5}, {}),
+        (torch.optim.SGD, {"momentum": 0.5, "nesterov": True}, {"momentum": 0.9}),
+        (torch.optim.RMSprop, {"centered": True}, {"momentum": 0.9}),
+        (torch.optim.Adagrad, {"initial_accumulator_value": 0.5}, {}),
+        (torch.optim.AdamW, {"amsgrad": True}, {"maximize": True}),
+        (torch.optim.Rprop, {"etas": (0.4, 1.5)}, {"step_sizes": (1e-4, 2.0)}),
+    ],
+)
+def test_groups_may_differ_in_every_setting(kind: Any, one: dict[str, Any], others: dict[str, Any]) -> None:
+    module = model()
+    first, *rest = module.parameters()
+    optimizer = kind([{"params": [first], **one}, {"params": rest, **others}], lr=0.1)
+    spec = convert_optimizer(optimizer, names(module))
+    expected = [_SPECIFICATIONS[kind](lr=0.1, **given).values() for given in (one, others)]
+    found = settings(spec, module)
+    assert found["first.weight"] == expected[0]
+    assert all(values == expected[1] for name, values in found.items() if name != "first.weight")
+
+
+def test_groups_may_differ_in_how_weights_decay() -> None:
+    module = model()
+    first, *rest = module.parameters()
+    groups: list[dict[str, Any]] = [{"params": [first]}, {"params": rest, "decoupled_weight_decay": True}]
+    spec = convert_optimizer(torch.optim.Adam(groups), names(module))
+    assert type(spec) is optim.Adam
+    assert [values["decoupled_weight_decay"] for values in settings(spec, module).values()] == [0.0, *[1.0] * 5]
 
 
 SCHEDULERS: dict[str, Callable[[Any], lr_scheduler.LRScheduler]] = {
@@ -195,6 +250,28 @@ def test_a_cosine_of_a_group_without_a_rate() -> None:
     assert convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10)) == optim.Cosine(10)
     with pytest.raises(InvalidArgumentError, match=r"eta_min=0\.01 with a parameter group of lr=0, .* Use eta_min=0"):
         convert_scheduler(lr_scheduler.CosineAnnealingLR(optimizer, 10, eta_min=0.01))
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.filterwarnings("ignore:The epoch parameter in")
+def test_groups_of_a_cosine_end_at_the_same_rate(warmup: int) -> None:
+    module = model()
+    first, *rest = module.parameters()
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.4}, {"params": rest}], lr=0.1)
+    scheduler: lr_scheduler.LRScheduler = lr_scheduler.CosineAnnealingLR(optimizer, T_max=25, eta_min=0.02)
+    if warmup:
+        first_part = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=warmup)
+        scheduler = lr_scheduler.SequentialLR(optimizer, [first_part, scheduler], milestones=[warmup])
+    with pytest.raises(InvalidArgumentError, match="different fraction of the rate in each group"):
+        convert_scheduler(scheduler)
+    spec = convert_optimizer(optimizer, names(module), scheduler)
+    groups = [group_of(name, spec.overrides) for name in ("first.weight", "first.bias")]
+    for step in range(25 + warmup):
+        shown = [group["lr"] for group in optimizer.param_groups]
+        ours = [spec.group_values(group)["lr"] * spec.group_schedule(group).factor(step) for group in groups]
+        assert shown == pytest.approx(ours, rel=1e-6), step
+        scheduler.step()
 
 
 def test_a_scheduler_must_be_given() -> None:

@@ -25,8 +25,8 @@ from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.negotiated.calls import CallConnection
 from psdist.client.transport.requests import RequestIdentity
 from psdist.client.transport.transport import Transport
-from psdist.ending import ending_with
 from psdist.errors import PsdistError, StaleEpochError
+from psdist.link.ending import ending_with
 from psdist.types import ClusterMap, ParametersEntry, Replica
 
 logger = logging.getLogger("psdist")

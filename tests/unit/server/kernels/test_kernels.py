@@ -13,7 +13,9 @@ import pytest
 
 from psdist.compression import casts, compiled
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, ShapeMismatchError
-from psdist_server.kernels import fused, kernels
+from psdist_server.device.source import element_of
+from psdist_server.kernels import kernels
+from psdist_server.kernels.updates import UPDATES
 
 
 def floats(size: int, dtype: Any = np.float32) -> Any:
@@ -63,7 +65,7 @@ def test_compiled_once_by_any_number_of_threads() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(4) as pool:
-        compiled = {id(function) for function in pool.map(lambda _: fused.sgd.compile(), range(8))}
+        compiled = {id(function) for function in pool.map(lambda _: UPDATES["sgd"].compile(), range(8))}
     assert len(compiled) == 1
 
 
@@ -103,15 +105,11 @@ def test_loop_is_vectorized(kernel: compiled.Kernel) -> None:
     assert re.search(r"load <\d+ x (float|i32|i16)>", code)
 
 
-UPDATES = {name: one for name, one in vars(fused).items() if isinstance(one, compiled.Kernel)}
-
-
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_is_vectorized(name: str) -> None:
     """A fused kernel's work on one block, alone, since the compiled kernel contains other loops, too."""
-    # The kernel of optim.Mean shares its name with the function that computes the mean.
-    part = vars(fused)["_replace" if name == "mean" else f"_{name}"]
-    element, scalars = compiled.evaluate(part), UPDATES[name].signature.args[-1]
+    element = compiled.part_of_kernel(element_of(UPDATES[name])).value
+    scalars = UPDATES[name].signature.args[-1]
     arrays = element.py_func.__code__.co_argcount - scalars.count
 
     def one(w: Any, g: Any, s: Any) -> None:
@@ -138,6 +136,6 @@ def test_update_is_vectorized(name: str) -> None:
 
 def test_fused_updates_are_vectorized_too() -> None:
     """Not the sum of contributions alone: the root shows it where there is one."""
-    for kernel in (fused.adam, fused.ftrl):  # Each takes seconds to compile; the others are made like them.
+    for kernel in (UPDATES["adam"], UPDATES["ftrl"]):  # Each takes seconds to compile; the others are made like them.
         recompiled = numba.njit([kernel.signature], nogil=True, error_model="numpy")(compiled.resolve(kernel.function))
         assert re.search(r"sqrt\.v\d+f32", recompiled.inspect_llvm(recompiled.signatures[0])), kernel.__name__

@@ -278,7 +278,7 @@ def test_ftrl_leaves_weights_that_no_gradient_reaches(beta: float) -> None:
 def test_no_more_state_than_needed(spec: optim.Optimizer, count: int) -> None:
     rule = Rule(spec)
     assert len(rule.state_names) == len(set(rule.state_names)) == count
-    rule.fused.compile()
+    rule.kernels[0].compile()
 
 
 def test_lr_scale_scales_the_learning_rate() -> None:

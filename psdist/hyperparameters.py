@@ -1,0 +1,207 @@
+"""Settings that all optimizers share, and other hyperparameters for some of the tensors. Scripts use ``psdist.optim``.
+
+Elements of a parameter set belong to groups. Group 0 has the optimizer's own hyperparameters, group i those of override
+number i. Groups may differ in each hyperparameter. Those that decide which state arrays an optimizer needs (momentum,
+amsgrad) only make the set have the arrays of all groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Final
+
+from psdist.errors import InvalidArgumentError
+from psdist.schedules import LARGEST, SMALLEST, Constant, Schedule, as_float, check, normalize
+
+_OVERRIDES_MAX: Final = 256
+#: FTRL multiplies gradients by the factor, and they must stay finite.
+_LR_FACTOR_LAST: Final = 1e9
+_CONSTANT: Final = Constant()
+#: Names of the two numbers of a setting.
+PAIRS: Final = {
+    "betas": ("beta1", "beta2"),
+    "etas": ("etaminus", "etaplus"),
+    "step_sizes": ("step_size_min", "step_size_max"),
+}
+#: Hyperparameters that are True or False.
+_SWITCHES: Final = ("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay")
+#: Switches that earlier releases lack. They are sent and saved only if they are True.
+ADDED: Final = ("amsgrad", "maximize", "decoupled_weight_decay")
+#: Number of the schedule that an override may set for its group.
+END_FACTOR: Final = "end_factor"
+
+
+@dataclass(frozen=True, slots=True)
+class Override:
+    """Different hyperparameters for the tensors whose name matches ``pattern``. Created by ``override``."""
+
+    pattern: str
+    values: tuple[tuple[str, float], ...]
+
+
+def override(pattern: str, **values: float) -> Override:
+    """Return other hyperparameters for the tensors whose name matches ``pattern``.
+
+    Example: ``override("*.bias", weight_decay=0.0)``.
+
+    pattern: shell style: ``*``, ``?``, ``[abc]``. The first override that matches a tensor applies.
+    values: hyperparameters of the optimizer by name, including ``lr``; betas are ``beta1`` and ``beta2``, etas
+        ``etaminus`` and ``etaplus``, step sizes ``step_size_min`` and ``step_size_max``. ``end_factor`` is that of the
+        schedule.
+    Raises InvalidArgumentError.
+    """
+    if not isinstance(pattern, str) or not 1 <= len(pattern) <= 256:
+        raise InvalidArgumentError(f"override pattern {pattern!r:.80} must have 1 to 256 characters")
+    if not values:
+        raise InvalidArgumentError(f"override {pattern!r} changes nothing: name a hyperparameter, such as lr=0.01")
+    checked = {
+        name: float(value)
+        if name in _SWITCHES and isinstance(value, bool)
+        else as_float(f"override {pattern!r} {name}", value)
+        for name, value in values.items()
+    }
+    return Override(pattern, tuple(sorted(checked.items())))
+
+
+def group_of(name: str, overrides: Sequence[Override]) -> int:
+    """Return the group of a tensor: 0 if no override matches its name, else 1 + the index of the first that does."""
+    matches = (index for index, item in enumerate(overrides, 1) if fnmatchcase(name, item.pattern))
+    return next(matches, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """Settings that all optimizers share. Abstract.
+
+    schedule: factor on the learning rate, by step.
+    max_grad_norm: global L2 norm to which gradients are scaled down (torch's clip_grad_norm_); 0 for no limit. In BSP
+        it is the norm of the mean gradient over all servers; in SSP and ASP that of each pushed gradient.
+    overrides: other hyperparameters for some tensors, like torch's parameter groups. At most 256.
+    """
+
+    schedule: Schedule = _CONSTANT
+    max_grad_norm: float = 0.0
+    overrides: tuple[Override, ...] = ()
+
+    kind: ClassVar[str] = ""
+    #: Steps by which the schedule's factor takes effect later.
+    delay: ClassVar[int] = 0
+    #: State arrays in order, each with the hyperparameter that must not be 0 for it to exist, or "".
+    _state: ClassVar[Mapping[str, str]] = {}
+    #: Hyperparameters that take effect only when the state begins.
+    initial: ClassVar[tuple[str, ...]] = ()
+    #: Hyperparameters that must be less than 1.
+    _below_one: ClassVar[tuple[str, ...]] = ()
+    #: Hyperparameters that must be at least float32's smallest normal number.
+    _positive: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, Schedule) or not self.schedule.kind:
+            raise InvalidArgumentError(f"schedule={self.schedule!r} is not a psdist.optim schedule")
+        normalize(self, self.kind)
+        check(isinstance(self.overrides, tuple | list), "overrides", self.overrides, "a tuple of override(...)")
+        object.__setattr__(self, "overrides", tuple(self.overrides))
+        check(len(self.overrides) <= _OVERRIDES_MAX, "overrides", len(self.overrides), f"at most {_OVERRIDES_MAX}")
+        self._check_values(self.values())
+        for item in self.overrides:
+            self._check_override(item)
+
+    def values(self) -> dict[str, float]:
+        """Return hyperparameters by name: booleans as 0 or 1, pairs as two numbers such as ``beta1``, ``beta2``."""
+        values: dict[str, float] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in PAIRS:
+                values.update(zip(PAIRS[field.name], map(float, value), strict=True))
+            elif field.name not in _SHARED:
+                values[field.name] = float(value)
+        return values
+
+    def stated_values(self) -> dict[str, float]:
+        """Return ``values`` for the wire and for manifests: without switches that earlier releases lack, if False."""
+        return {name: value for name, value in self.values().items() if value or name not in ADDED}
+
+    def group_values(self, group: int) -> dict[str, float]:
+        """Return hyperparameters of group 0, the optimizer's own, or with override number ``group`` applied."""
+        if group == 0:
+            return self.values()
+        return self.values() | {name: value for name, value in self.overrides[group - 1].values if name != END_FACTOR}
+
+    def group_schedule(self, group: int) -> Schedule:
+        """Return the schedule of a group: the optimizer's own, with the ``end_factor`` of its override if that has
+        one."""
+        values = dict(self.overrides[group - 1].values) if group else {}
+        schedule: Any = self.schedule
+        return replace(schedule, end_factor=values[END_FACTOR]) if END_FACTOR in values else self.schedule
+
+    def check_lr_factor(self, factor: float) -> float:
+        """Return ``factor``, on the learning rate of one push, as float.
+
+        Raises InvalidArgumentError unless it is a number from 0 to 1e9 whose product with every learning rate fits
+        float32.
+        """
+        checked = as_float("lr_factor", factor)
+        check(checked <= _LR_FACTOR_LAST, "lr_factor", factor, f"0 to {_LR_FACTOR_LAST:g}")
+        rate = max(self.group_values(group)["lr"] for group in self.groups)
+        allowed = f"less, as lr={rate:g} times it is beyond float32"
+        check(rate * checked <= LARGEST, "lr_factor", factor, allowed)
+        return checked
+
+    @property
+    def groups(self) -> range:
+        """Numbers of the groups."""
+        return range(len(self.overrides) + 1)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the state arrays, in order: those of all groups. Each has one float32 per element of the slice."""
+        kept = {name for group in self.groups for name in self.group_state_names(group)}
+        return tuple(name for name in self._state if name in kept)
+
+    def group_state_names(self, group: int) -> tuple[str, ...]:
+        """Names of the state arrays that a group uses, in order."""
+        values = self.group_values(group)
+        return tuple(name for name, needed in self._state.items() if not needed or values[needed])
+
+    @property
+    def structural(self) -> tuple[str, ...]:
+        """Hyperparameters by which a state array exists unless they are 0."""
+        return tuple(needed for needed in self._state.values() if needed)
+
+    def _check_values(self, values: Mapping[str, float]) -> None:
+        """Raise InvalidArgumentError unless these hyperparameters, of one group, go together."""
+        for name, value in values.items():
+            as_float(f"{self.kind} {name}", value)
+            if name in _SWITCHES:
+                check(value in (0, 1), f"{self.kind} {name}", value, "True or False")
+            if name in self._below_one:
+                check(value < 1, f"{self.kind} {name}", value, "0 or more and less than 1")
+            if name in self._positive:
+                check(value >= SMALLEST, f"{self.kind} {name}", value, "float32's smallest normal 1.18e-38 or more")
+
+    def _check_override(self, item: Override) -> None:
+        if not isinstance(item, Override):
+            raise InvalidArgumentError(f"{item!r:.80} is not an override: make it with psdist.optim.override")
+        own = self.values()
+        for name, value in item.values:
+            if name == END_FACTOR:
+                as_float(f"override {item.pattern!r} {name}", value)
+                self._check_end_factor(item)
+            elif name not in own:
+                raise InvalidArgumentError(
+                    f"override {item.pattern!r}: {type(self).__name__} has no hyperparameter {name!r}; it has "
+                    + ", ".join(own)
+                )
+        self._check_values(own | {name: value for name, value in item.values if name != END_FACTOR})
+
+    def _check_end_factor(self, item: Override) -> None:
+        if not hasattr(self.schedule, END_FACTOR):
+            raise InvalidArgumentError(
+                f"override {item.pattern!r}: end_factor needs a schedule that has one, and {self.schedule.kind!r} has "
+                "none: use Linear, Cosine or Polynomial"
+            )
+
+
+_SHARED = tuple(field.name for field in fields(Optimizer))
