@@ -440,7 +440,7 @@ def nadam_log_product(beta1: float, momentum_decay: float, updates: int) -> floa
 def asgd_step_size(values: Mapping[str, float], rate: float, updates: int) -> float:
     """Return eta after this number of updates, from the rate of the last of them (before the first: of the first)."""
     try:
-        return rate / (1.0 + values["lambd"] * rate * updates) ** values["alpha"]
+        return rate / float((1.0 + values["lambd"] * rate * updates) ** values["alpha"])
     except OverflowError:  # The divisor is beyond float64.
         return 0.0
 

@@ -144,7 +144,10 @@ def _rprop(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: in
 
 def _adam(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
     """https://docs.pytorch.org/docs/2.13/generated/torch.optim.Adam.html; the bias corrections are in the scalars."""
-    _adam_step(h, w, states, _decayed(h, w, g, rate), age, rate)
+    if h["decoupled_weight_decay"]:
+        _adamw(h, w, states, g, age, rate)
+    else:
+        _adam_step(h, w, states, g + h["weight_decay"] * w, age, rate)
 
 
 def _adamw(h: Mapping[str, float], w: Floats, states: States, g: Floats, age: int, rate: float) -> None:
@@ -173,9 +176,11 @@ def _moments(h: Mapping[str, float], states: States, g: Floats) -> tuple[Floats,
 
 
 def _decayed(h: Mapping[str, float], w: Floats, g: Floats, rate: float) -> Floats:
-    """Return the gradient with L2 decay, or decay the weights and return the gradient."""
+    """Return the gradient with L2 decay, or with 0 times the weights (which is NaN if they are infinite) after these
+    have decayed."""
     if not h["decoupled_weight_decay"]:
         return g + h["weight_decay"] * w
+    g = g + 0.0 * w
     w[:] = w * (1 - rate * h["weight_decay"])
     return g
 
