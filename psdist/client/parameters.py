@@ -267,7 +267,7 @@ class AsyncParameters(ProcessBound):
         ``push``, for a step in buckets that failed or misses tensors.
 
         shared: True also returns gradient memory in which other parameter sets have theirs (``share_gradient_memory``).
-            What they wrote to it is lost.
+            Their unpushed gradients in it are lost.
         """
         async with self._steps.call():
             await self._steps.release_memory(shared=shared)

@@ -130,7 +130,7 @@ class ServerAccess:
         return self._membership.expulsion
 
     def waiting(self, *, push: bool, reads: bool, limited: bool = False) -> ReportedWait:
-        """See ``Participation.report_wait``. limited: the wait ends by itself, whatever the client's time limit."""
+        """See ``Participation.report_wait``. limited: True if the wait has a time limit besides the client's."""
         limited = limited or self.options.request_timeout is not None
         return self.participation.report_wait(push=push, reads=reads, limited=limited)
 

@@ -2,7 +2,7 @@
 
 A whole push is a step with one bucket, which ``Steps`` sends from the user's call. ``BucketStep`` is given bucket by
 bucket while the user still computes the rest, and sends each in a task of its own; ``AsyncBucket`` is the user's handle
-of one. Both kinds hand what they send to ``PushStep.send``.
+of one. Both kinds send their parts by ``PushStep.send``.
 
 Invariants: a step keeps its number until every slice is answered, and uses it up once. A failed whole push is made
 again with all slices pending, and servers ignore those that they have. A bucket's failure is raised at least once, by

@@ -509,7 +509,7 @@ class Parameters(Blocking[AsyncParameters]):
         ``push``, for a step in buckets that failed or misses tensors.
 
         shared: True also returns gradient memory in which other parameter sets have theirs (``share_gradient_memory``).
-            What they wrote to it is lost.
+            Their unpushed gradients in it are lost.
         """
         loop.shared().call(self._async.release_memory(shared=shared))
 

@@ -99,7 +99,7 @@ def test_a_run_with_a_frozen_worker_ends(tmp_path: Path, runs: list[Run], words:
     status, text = run.end(END_SECONDS)
     everything = "".join(run.seen) + text
     print(everything)
-    assert status != -signal.SIGKILL, f"a hang, {END_SECONDS:g} s after the worker went on:\n{everything}"
+    assert status != -signal.SIGKILL, f"a hang, {END_SECONDS:g} s after the worker resumed:\n{everything}"
     if status:
         assert re.search(r"psdist\.errors\.\w+Error", everything), everything
     else:

@@ -65,7 +65,7 @@ class Cluster(RuleBasedStateMachine):
         for effect in effects:
             match effect:
                 case Apply(index, step, parts):
-                    assert index not in self.applying, "two updates of one slice at once"
+                    assert index not in self.applying, "two updates of one slice at the same time"
                     assert step == self.shard.slices[index].version
                     self.applying[index] = effect
                     self.use(index, step, parts)

@@ -196,7 +196,7 @@ def _early_return(put: Put) -> None:
 
 
 @_ablation(
-    "a dropped push is told", faults=("freeze worker", "partition worker"), fault_count=4, workers=2, lives=6,
+    "a dropped push is reported", faults=("freeze worker", "partition worker"), fault_count=4, workers=2, lives=6,
     think_seconds=0.1, steps=6,
 )  # fmt: skip
 def _untold_drop(put: Put) -> None:
@@ -418,7 +418,7 @@ def _bare_rates(put: Put) -> None:
 
 
 @_ablation(
-    "a push that goes on in another incarnation keeps its factor", faults=("freeze worker", "break session of worker"),
+    "a push that continues after a rejoin keeps its factor", faults=("freeze worker", "break session of worker"),
     fault_count=5, fault_seconds=1.5, think_seconds=0.1, steps=6,
 )  # fmt: skip
 def _forgotten_factor(put: Put) -> None:
@@ -431,7 +431,7 @@ def _forgotten_factor(put: Put) -> None:
     put(participation.Participation, "start_incarnation", forgetful)
 
 
-@_ablation("a stream goes on from what its replica has", **_COPIES, **_CUTS)
+@_ablation("a stream resumes from its replica's state", **_COPIES, **_CUTS)
 def _blind_resume(put: Put) -> None:
     put(replication.PrimaryReplication, "_resumable", lambda self, peer, held: self.lsn)
 
@@ -449,7 +449,7 @@ def _gaps(put: Put) -> None:
     put(replication.BackupReplication, "update", lenient)
 
 
-@_ablation("a slice is copied while it stands still", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
+@_ablation("a slice is copied while it is quiescent", consistency=ASP(), optimizer=SGD(lr=1.0), **_LOSSES, steps=6)
 def _copy_at_once(put: Put) -> None:
     put(slice_contents.SliceContents, "when_quiescent", lambda self, index, callback: callback())
 

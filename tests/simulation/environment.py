@@ -327,7 +327,7 @@ def _watch_maps(follow: Any) -> Any:
 #: Code paths that a suite must have taken: owner, function, label to count, and condition.
 _PATHS: tuple[tuple[Any, str, str, Callable[[Any, Any], bool]], ...] = (
     (PrimaryReplication, "start_copy", "a copy began", lambda args, result: True),
-    (PrimaryReplication, "_resumable", "a stream went on from what was held", lambda args, lsn: lsn is not None),
+    (PrimaryReplication, "_resumable", "a stream resumed from the replica's state", lambda args, lsn: lsn is not None),
     (PrimaryReplication, "filled", "a copy was complete", lambda args, effects: True),
     (PrimaryReplication, "refused", "a primary heard that it is none", lambda args, result: True),
     (BackupReplication, "update", "an update came again", lambda args, verdict: verdict == "repeat"),

@@ -378,7 +378,7 @@ class OrdinaryWorld(SnapshotWorld):
                 )
             if "barrier" in wait.text and f"barrier {self._at.get(other.number)!r}" in wait.text:
                 self.oracle.violation(
-                    f"{life.worker_id} is said to wait {wait.text} for {other.worker_id}, which is there"
+                    f"{life.worker_id} is said to wait {wait.text} for {other.worker_id}, which has arrived"
                 )
 
     # --- stopping -----------------------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ def _one_lease(put: Put) -> None:
     put(ClusterSettings, "lease_of", lambda self, role: self.lease_seconds)
 
 
-@_ablation("a push goes on in the next incarnation", **_ASP, **_EXPELLED)
+@_ablation("a push continues in the next incarnation", **_ASP, **_EXPELLED)
 def _never_resumed(put: Put) -> None:
     put(participation.Participation, "_resume_push", lambda self, mine: None)
 
@@ -121,7 +121,7 @@ def _does_not_look(put: Put) -> None:
     put(stopping.Stopping, "on_command", on_command)
 
 
-@_ablation("a script that loses its exit is told again", **{**_STOPS, "lost_exits": 1.0})
+@_ablation("a script that loses its exit is notified again", **{**_STOPS, "lost_exits": 1.0})
 def _told_once(put: Put) -> None:
     check = Handler.check
 

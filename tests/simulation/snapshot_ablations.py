@@ -114,7 +114,7 @@ _DATA: dict[str, Any] = {"data": True, "storage_faults": 0.0, "steps": 8}
 
 
 @_ablation(
-    "incarnations go on above a snapshot's", **{**_BUSY, "think_seconds": 0.1}, **_ASP, save_seconds=0.0, ends=2,
+    "incarnations continue above a snapshot's", **{**_BUSY, "think_seconds": 0.1}, **_ASP, save_seconds=0.0, ends=2,
     lives=24, storage_seconds=(0.0005, 0.003),
 )  # fmt: skip
 def _lives_again(put: Put) -> None:

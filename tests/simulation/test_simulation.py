@@ -56,7 +56,7 @@ PATHS = (
     "term above 1",
     "a copy began",
     "a copy was complete",
-    "a stream went on from what was held",
+    "a stream resumed from the replica's state",
     "a primary heard that it is none",
     "a contribution came again",
     "a push came again",

@@ -108,7 +108,7 @@ class JoinAnswered:
 class ValuesAnswered:
     """A server's answer to ``CheckValues``, on its session ``call``.
 
-    installed: number of slices with initial values, among those of which it is the primary.
+    installed: number of slices with initial values, among those whose primary it is.
     """
 
     call: int

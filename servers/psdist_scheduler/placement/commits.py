@@ -136,7 +136,7 @@ def _primaries(entry: ParametersEntry) -> tuple[Replica, ...]:
 
 
 def _slices_of(entry: ParametersEntry, server: str) -> int:
-    """Return the number of slices of which ``server`` is the primary."""
+    """Return the number of slices whose primary ``server`` is."""
     shards, count = len(entry.shards), entry.slicing.count
     own = [number for number, shard in enumerate(entry.shards) if shard.primary.server_id == server]
     return sum(len(range(number, count, shards)) for number in own)

@@ -2,7 +2,7 @@
 Pure.
 
 A parameter set that is in the snapshot takes its slicing, step and values from there. No worker uploads any: each
-server loads the shards of which it is the primary, and reports them. The other settings are the workers', and
+server loads the shards whose primary it is, and reports them. The other settings are the workers', and
 ``notice`` names what differs from the snapshot. A parameter set with another name starts afresh, which ``notice``
 reports as well.
 
