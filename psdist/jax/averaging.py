@@ -1,0 +1,130 @@
+"""``average``: the mean of all workers' gradients, for a script that keeps its optax chain.
+
+The gradients are a parameter set with ``psdist.optim.Mean`` as its optimizer, so in BSP a push returns the step's mean.
+
+Invariant: All workers get the same bytes. Scripts that start with equal parameters therefore stay equal.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.client.context import Context, init
+from psdist.client.sync_client import Client
+from psdist.compression import Codec
+from psdist.consistency import BSP, Reduction, with_reduction
+from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError, NonFiniteGradientError
+from psdist.jax.trees import TreeForm
+from psdist.optim import Mean
+
+logger = logging.getLogger("psdist")
+
+#: Tensor that is above 0 if gradients of any worker are not finite. No leaf's name begins with a dot.
+_OVERFLOWS: Final = ".overflows"
+
+
+class _Averager:
+    """Parameter set that averages trees of one form."""
+
+    def __init__(
+        self, context: Context, name: str, form: TreeForm, reduction: Reduction, compression: Codec | str | None
+    ) -> None:
+        self.form = form
+        self.settings = reduction, compression
+        mode = with_reduction(BSP(), reduction)
+        if context.client.joins_late(name):
+            raise LateWorkerError(
+                f"this worker started, or restarted, when {name!r} was in use: only the scripts of psdist.jax.average "
+                "hold the weights, so no worker can join them, and the others continue without this one. To train "
+                "with all workers stop the run and start it again from a checkpoint of the script; "
+                "psdist.jax.parameters keeps the weights on the servers, and takes workers back"
+            )
+        zeros = {key: np.zeros(shape, np.float32) for key, shape in zip(form.names, form.shapes, strict=True)}
+        zeros[_OVERFLOWS] = np.zeros(1, np.float32)
+        self.handle = context.client.parameters(name, zeros, Mean(), mode, compression=compression, on_drop="ignore")
+        if self.handle.restored:
+            logger.warning(
+                "%r resumes from snapshot %s, which contains neither weights nor optimizer of a script that uses "
+                "psdist.jax.average: both start with the script's current values. Load the script's own checkpoint, "
+                "or use psdist.jax.parameters, whose runs resume from snapshots",
+                name, self.handle.restored,
+            )  # fmt: skip
+        self._dropped = self.handle.statistics().dropped
+
+    def average(self, tree: Any, form: TreeForm, weight: float) -> Any:
+        """Return the mean of all workers' trees. form: that of ``tree``."""
+        arrays = self.form.arrays(tree, "average")
+        answer = self._push_pull(arrays, weight)
+        if self.handle.statistics().dropped > self._dropped:
+            raise FencedError(
+                "this worker was expelled, and the others made a step without it: its weights differ from theirs now. "
+                "Stop the run and start it again from a checkpoint, or use psdist.jax.parameters, whose weights are on "
+                "the servers"
+            )
+        if answer[_OVERFLOWS][0] > 0:
+            answer = {name: np.full_like(array, np.nan) for name, array in answer.items()}
+        return self.form.tree(answer, like=form)
+
+    def _push_pull(self, arrays: dict[str, NDArray[Any]], weight: float) -> dict[str, NDArray[Any]]:
+        flag = np.zeros(1, np.float32)
+        try:
+            return self.handle.push_pull(arrays | {_OVERFLOWS: flag}, copy=False, weight=weight)
+        except NonFiniteGradientError:
+            flag[0] = 1.0
+        zeros = {name: np.zeros_like(array) for name, array in arrays.items()}
+        return self.handle.push_pull(zeros | {_OVERFLOWS: flag}, copy=False, weight=weight)
+
+
+_averagers: WeakKeyDictionary[Client, dict[str, _Averager]] = WeakKeyDictionary()
+
+
+def average(
+    gradients: Any,
+    *,
+    reduction: Reduction = "mean",
+    weight: float = 1.0,
+    compression: Codec | str | None = None,
+    name: str = "gradients",
+    context: Context | None = None,
+) -> Any:
+    """Return the mean of all workers' gradients, as a tree with the structure, dtypes and sharding of ``gradients``.
+
+    All workers make the same calls, with trees of one structure, and wait for each other. Call it between the jitted
+    function that computes the gradients and the one that applies them. It also averages other trees, such as the
+    statistics of normalization layers or metrics, under another name.
+
+    gradients: arrays of float32, bfloat16 or float16. The mean is computed in float32 and rounded once.
+    reduction: "sum" adds up and does not divide. The same in all calls with a name.
+    weight: weight in the mean, such as the number of samples behind the gradients. 0 contributes nothing.
+    compression: codec of gradients, as for ``Client.parameters``. The same in all calls with a name.
+    name: name of the parameter set. Each structure has its own.
+    context: None uses the context of ``psdist.init()``: a script without a launcher gets its own gradients back.
+
+    If gradients of any worker are not finite, those of all workers become NaN, so that ``optax.apply_if_finite`` and
+    loss scales skip the step everywhere.
+
+    Raises InvalidArgumentError inside ``jax.jit``, for leaves that are no arrays, and for a tree with another structure
+    or shape than before; DTypeMismatchError; LateWorkerError if the others started without this worker; FencedError if
+    this worker was expelled and the others continued; and the errors of ``psdist.init`` and ``Parameters.push_pull``.
+    """
+    form = TreeForm(gradients, "average")
+    context = init() if context is None else context
+    averagers = _averagers.setdefault(context.client, {})
+    if name not in averagers:
+        averagers[name] = _Averager(context, name, form, reduction, compression)
+    averager = averagers[name]
+    if (reduction, compression) != averager.settings:
+        raise InvalidArgumentError(
+            f"average: {name!r} has {_text(*averager.settings)} since its first call, and "
+            f"{_text(reduction, compression)} is asked for: give the other trees another name="
+        )
+    return averager.average(gradients, form, weight)
+
+
+def _text(reduction: Reduction, compression: Codec | str | None) -> str:
+    return f"reduction={reduction!r}, compression={compression!r:.200}"

@@ -1,0 +1,178 @@
+"""``parameters``: weights and optimizer live on the servers, and the script computes gradients with JAX.
+
+Invariant: A returned tree owns its memory. Later steps do not change it, so trees may be kept, donated or compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from psdist.client.context import Context, init
+from psdist.client.parameters import Statistics
+from psdist.client.session.drops import OnDrop
+from psdist.client.sync_client import Client, Parameters
+from psdist.compression import Codec
+from psdist.consistency import BSP, Consistency, Reduction, with_reduction
+from psdist.errors import ClosedError, InvalidArgumentError
+from psdist.jax.trees import TreeForm
+from psdist.optim import Optimizer
+from psdist.types import DType, NonFinite
+
+#: Names of the sets that each client has opened as trees. A second tree would silently get the first one's weights.
+_opened: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
+
+
+class TreeParameters:
+    """Parameter set of a pytree. Created by ``parameters``.
+
+    context: this script's place in its run, with ``rank`` and ``world_size``.
+    handle: the set's handle, for what is not here, such as ``release_memory``.
+    """
+
+    def __init__(self, context: Context, handle: Parameters, form: TreeForm) -> None:
+        self.context = context
+        self.handle = handle
+        self._form = form
+        self._is_closed = False
+
+    @property
+    def name(self) -> str:
+        """Name of the parameter set."""
+        return self.handle.name
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the leaves, for ``psdist.optim.override``: the keys of their paths, joined by dots."""
+        return self.handle.names
+
+    @property
+    def step(self) -> int:
+        """Number of the next step: in BSP of all workers, in SSP and ASP of this worker's pushes in this start."""
+        return self.handle.step
+
+    @property
+    def version(self) -> int:
+        """Number of updates that the newest weights seen here contain."""
+        return self.handle.version
+
+    @property
+    def lr_factor(self) -> float | None:
+        """Factor on the learning rate of the next pushes, for rates that no schedule of psdist.jax gives. See
+        ``Parameters.lr_factor``."""
+        return self.handle.lr_factor
+
+    @lr_factor.setter
+    def lr_factor(self, factor: float | None) -> None:
+        self.handle.lr_factor = factor
+
+    def pull(self) -> Any:
+        """Return the weights: a tree with the structure, dtypes and sharding of the tree that was given first.
+
+        Raises ClosedError, and as ``Parameters.pull``.
+        """
+        self._check_open()
+        return self._form.tree(self.handle.pull(copy=False))
+
+    def push(self, gradients: Any, weight: float = 1.0) -> None:
+        """Send the gradients of the next step, a tree like that of the weights. Raises as ``push_pull``."""
+        self._check_open()
+        self.handle.push(self._form.arrays(gradients, "push"), weight)
+
+    def push_pull(self, gradients: Any, weight: float = 1.0) -> Any:
+        """Make one step: send the gradients, and return the weights that include it, like ``pull``.
+
+        gradients: tree with the structure and shapes of the weights; float32, bfloat16 or float16. Not needed any more
+            when this returns.
+        weight: weight in the mean of the step (BSP), such as the number of samples behind the gradients.
+
+        Raises InvalidArgumentError for a tree with another structure or shape, for leaves that are no arrays, and
+        inside ``jax.jit``; DTypeMismatchError; ClosedError; and as ``Parameters.push_pull``.
+        """
+        self._check_open()
+        arrays = self._form.arrays(gradients, "push_pull")
+        return self._form.tree(self.handle.push_pull(arrays, copy=False, weight=weight))
+
+    def statistics(self) -> Statistics:
+        """Return the counters of the handle."""
+        return self.handle.statistics()
+
+    def close(self) -> None:
+        """Release the memory of gradients and weights here. The servers keep the weights, and the context stays open.
+        Later calls raise ClosedError. Closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.handle.release_memory()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError(f"the parameters {self.name!r} are closed: make new ones, with another name=")
+
+    def __repr__(self) -> str:
+        return f"<TreeParameters {self.handle!r}>"
+
+
+def parameters(
+    tree: Any,
+    optimizer: Optimizer,
+    consistency: Consistency | None = None,
+    *,
+    reduction: Reduction = "mean",
+    compression: Codec | str | None = None,
+    pull_dtype: DType = "float32",
+    pull_compression: Codec | str | None = None,
+    non_finite: NonFinite = "reject",
+    slice_elements: int = 0,
+    on_drop: OnDrop = "warn",
+    reset_optimizer: bool = False,
+    name: str = "model",
+    context: Context | None = None,
+) -> TreeParameters:
+    """Create a parameter set from a pytree, or join it.
+
+    tree: initial values: arrays of float32, bfloat16 or float16, on devices of this process. All workers start with
+        those of the lowest rank. The servers compute in float32 for all dtypes.
+    optimizer: what ``psdist.jax.adam`` and the like return, or another specification of psdist.optim.
+    consistency: psdist.BSP() by default, SSP(n) or ASP().
+    reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
+        of a batch. BSP only.
+    compression, pull_dtype, pull_compression, non_finite, slice_elements, on_drop, reset_optimizer: as for
+        ``Client.parameters``.
+    name: name of the parameter set. Each tree of a script has its own.
+    context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
+
+    Raises InvalidArgumentError for an optax optimizer, which servers cannot run, for a name that was used before, and
+    for leaves that cannot be trained; DTypeMismatchError; and the errors of ``psdist.init`` and ``Client.parameters``.
+    """
+    _check_optimizer(optimizer)
+    form = TreeForm(tree, "parameters")
+    mode = with_reduction(BSP() if consistency is None else consistency, reduction)
+    context = init() if context is None else context
+    names = _opened.setdefault(context.client, set())
+    if name in names:
+        raise InvalidArgumentError(
+            f"this script made the parameters {name!r} before, and their weights are on the servers: a new tree would "
+            "continue with these. Give it another name="
+        )
+    handle = context.client.parameters(
+        name, form.arrays(tree, "parameters"), optimizer, mode, compression=compression, pull_dtype=pull_dtype,
+        non_finite=non_finite, slice_elements=slice_elements, on_drop=on_drop, reset_optimizer=reset_optimizer,
+        pull_compression=pull_compression,
+    )  # fmt: skip
+    names.add(name)
+    return TreeParameters(context, handle, form)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, Optimizer):
+        return
+    if hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        raise InvalidArgumentError(
+            "an optax optimizer is a pair of functions, which servers cannot run: use the function of psdist.jax with "
+            "the same name and arguments, such as psdist.jax.adam(1e-3), or keep the optax chain in the script and "
+            "give it psdist.jax.average(gradients)"
+        )
+    raise InvalidArgumentError(
+        f"optimizer is of type {type(optimizer).__name__}: give what psdist.jax.adam and the like return, or a "
+        "specification of psdist.optim"
+    )

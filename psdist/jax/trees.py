@@ -1,0 +1,151 @@
+"""Conversion between pytrees of JAX arrays and named numpy arrays.
+
+Leaves on the CPU become numpy views of JAX's own memory. Arrays from psdist are copied once, into memory that belongs
+to the new JAX array alone, because the next step overwrites them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.jax.names import Path, names_of, shown
+
+#: The dtypes of leaves.
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+#: Alignment at which JAX's CPU backend takes memory without a copy, in bytes.
+_ALIGNMENT: Final = 64
+_ARRAYS_ONLY: Final = (
+    "Give a tree of floating-point arrays, such as equinox.filter(model, equinox.is_inexact_array), or flax's "
+    "nnx.state(model, nnx.Param)"
+)
+
+
+class Leaf(NamedTuple):
+    """Dtype and placement of a leaf. sharding: None for JAX's default device."""
+
+    dtype: np.dtype[Any]
+    sharding: Any
+
+
+class Leaves(NamedTuple):
+    """Checked leaves of a tree, in order."""
+
+    paths: list[Path]
+    values: list[Any]
+    structure: Any
+
+
+def leaves_of(tree: Any, call: str) -> Leaves:
+    """Return the leaves of a tree of floating-point arrays.
+
+    call: the function that got the tree, for messages.
+
+    Raises InvalidArgumentError for a tree without leaves, for leaves that are no arrays or that other processes hold
+    a part of, and inside ``jax.jit``; DTypeMismatchError for dtypes other than float32, bfloat16 and float16.
+    """
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    if not pairs:
+        raise InvalidArgumentError(f"{call}: the tree has no leaves. {_ARRAYS_ONLY}")
+    for path, value in pairs:
+        _check_leaf(path, value, call)
+    return Leaves([path for path, _ in pairs], [value for _, value in pairs], structure)
+
+
+def _check_leaf(path: Path, value: Any, call: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        raise InvalidArgumentError(
+            f"{call}: leaf {shown(path)} is a tracer. This call talks to servers, so it cannot be inside jax.jit, "
+            "jax.grad, jax.vmap or a scan: call it with what the jitted function returns"
+        )
+    if not isinstance(value, jax.Array | np.ndarray | np.generic):
+        raise InvalidArgumentError(
+            f"{call}: leaf {shown(path)} is of type {type(value).__name__} and not an array. {_ARRAYS_ONLY}"
+        )
+    if str(value.dtype) not in _DTYPES:
+        remedy = "cast it to float32" if value.dtype == np.float64 else _ARRAYS_ONLY
+        raise DTypeMismatchError(
+            f"{call}: leaf {shown(path)} has dtype {value.dtype}, but only {', '.join(_DTYPES)} are trained. {remedy}",
+            tensor=shown(path),
+            given=value.dtype,
+        )
+    if isinstance(value, jax.Array) and value.is_deleted():
+        raise InvalidArgumentError(
+            f"{call}: leaf {shown(path)} was deleted, because a jitted function got it by donate_argnums. Give the "
+            "function's result instead"
+        )
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        raise InvalidArgumentError(
+            f"{call}: leaf {shown(path)} is on devices of several processes ({value.sharding}). psdist connects the "
+            "processes by itself: do not call jax.distributed.initialize(), and give arrays on this process's devices"
+        )
+
+
+class TreeForm:
+    """Structure of a tree, with name, shape, dtype and placement of each leaf. Other trees are compared with it."""
+
+    def __init__(self, tree: Any, call: str) -> None:
+        leaves = leaves_of(tree, call)
+        self._structure = leaves.structure
+        self._paths = leaves.paths
+        self.names = names_of(leaves.paths)
+        self.shapes = [value.shape for value in leaves.values]
+        self._leaves = [_leaf_of(value) for value in leaves.values]
+
+    def arrays(self, tree: Any, call: str) -> dict[str, NDArray[Any]]:
+        """Return the leaves of a tree with this structure by name, on the host.
+
+        Raises InvalidArgumentError for another structure or shape; and as ``leaves_of``.
+        """
+        leaves = leaves_of(tree, call)
+        if leaves.structure != self._structure:
+            raise InvalidArgumentError(
+                f"{call}: the tree has another structure than before: {self._difference(leaves)}"
+            )
+        for path, value, shape in zip(leaves.paths, leaves.values, self.shapes, strict=True):
+            if value.shape != shape:
+                raise InvalidArgumentError(f"{call}: leaf {shown(path)} has shape {value.shape}, expected {shape}")
+        # Starts all transfers from devices before it waits for the first one.
+        return dict(zip(self.names, map(np.asarray, jax.device_get(leaves.values)), strict=True))
+
+    def _difference(self, leaves: Leaves) -> str:
+        mine, theirs = list(map(shown, self._paths)), list(map(shown, leaves.paths))
+        if missing := next((path for path in mine if path not in theirs), None):
+            return f"leaf {missing} is missing. Give a tree like the one before, or another name= for another tree"
+        if unknown := next((path for path in theirs if path not in mine), None):
+            return f"leaf {unknown} is new. Give a tree like the one before, or another name= for another tree"
+        return "the leaves are the same, but their containers are not. Give the same types as before"
+
+    def tree(self, arrays: Mapping[str, NDArray[Any]], like: TreeForm | None = None) -> Any:
+        """Return a tree of JAX arrays with copies of ``arrays``, which may change afterwards.
+
+        like: form whose dtypes and placements the leaves get; None for this form's.
+        """
+        wanted = self._leaves if like is None else like._leaves
+        leaves = [_to_jax(arrays[name], leaf) for name, leaf in zip(self.names, wanted, strict=True)]
+        return jax.tree_util.tree_unflatten(self._structure, leaves)
+
+
+def _leaf_of(value: Any) -> Leaf:
+    is_placed = isinstance(value, jax.Array) and value.committed
+    return Leaf(np.dtype(value.dtype), value.sharding if is_placed else None)
+
+
+def _to_jax(array: NDArray[Any], leaf: Leaf) -> jax.Array:
+    copy = _aligned(array.shape, leaf.dtype)
+    with np.errstate(over="ignore"):
+        copy[...] = array
+    return jax.device_put(copy) if leaf.sharding is None else jax.device_put(copy, leaf.sharding)
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return new memory that JAX's CPU backend takes over without another copy."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -1,0 +1,151 @@
+"""Names of leaves, checks of trees, and the memory of trees."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hypothesis import given
+from hypothesis import strategies as st
+
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
+from psdist.jax.names import names_of
+from psdist.jax.trees import TreeForm
+from psdist.types import check_name
+
+
+def names(tree: Any) -> list[str]:
+    return names_of([path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]])
+
+
+class Pair(NamedTuple):
+    one: Any
+    other: Any
+
+
+keys = st.text(max_size=4) | st.sampled_from(["a.b", "a", "b", ".", "-", "-2e", "['a']", ""])
+trees = st.recursive(
+    st.just(1.0),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.tuples(inner, inner)
+        | st.builds(Pair, inner, inner)
+        | st.dictionaries(keys, inner, min_size=1, max_size=3)
+        | st.dictionaries(st.integers(-3, 3), inner, min_size=1, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(tree=trees)
+def test_leaves_of_any_tree_have_names_of_their_own(tree: Any) -> None:
+    found = names(tree)
+    assert len(set(found)) == len(found) == len(jax.tree.leaves(tree))
+    for name in found:
+        check_name(name, "tensor name")
+        assert not name.startswith("."), "names of the averager's own tensors"
+
+
+def test_names_are_those_of_a_torch_model() -> None:
+    assert names({"layers": [{"w": 0.0}, Pair(1.0, (2.0,))]}) == ["layers.0.w", "layers.1.one", "layers.1.other.0"]
+    assert names({"mlp/~/linear": 0.0, "a.b": 1.0}) == ["a-2eb", "mlp/-7e/linear"]
+    assert names(jnp.zeros(3)) == ["value"]
+    assert names(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.Param)) == ["bias", "kernel"]
+    model = eqx.filter(eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0)), eqx.is_inexact_array)
+    assert names(model)[:2] == ["layers.0.weight", "layers.0.bias"]
+
+
+def test_keys_that_look_the_same_are_refused() -> None:
+    class Key(str):
+        __slots__ = ("mark",)
+
+        def __hash__(self) -> int:
+            return id(self)
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    with pytest.raises(InvalidArgumentError, match="two leaves of the tree have the name 'a': use keys that differ"):
+        names({Key("a"): 0.0, Key("a"): 1.0})
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({}, "call: the tree has no leaves. Give a tree of floating-point arrays"),
+        ({"a": None}, "the tree has no leaves"),
+        ({"a": 1.0}, r"leaf \['a'\] is of type float and not an array"),
+        ({"f": jax.nn.relu}, r"leaf \['f'\] is of type .* such as equinox.filter\(model, equinox.is_inexact_array\)"),
+        ({"n": jnp.arange(3)}, r"leaf \['n'\] has dtype int32, but only float32, bfloat16, float16 are trained"),
+        ({"k": jax.random.key(0)}, r"leaf \['k'\] has dtype key<fry>"),
+        ({"d": np.zeros(3)}, r"leaf \['d'\] has dtype float64, .* cast it to float32"),
+    ],
+)
+def test_what_is_no_tree_of_floats_is_refused(tree: Any, said: str) -> None:
+    with pytest.raises((InvalidArgumentError, DTypeMismatchError), match=said):
+        TreeForm(tree, "call")
+
+
+def test_tracers_are_refused() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"leaf .* is a tracer.* cannot be inside jax.jit"):
+        jax.jit(lambda x: TreeForm(x, "call").shapes)(jnp.zeros(3))
+
+
+def test_donated_leaves_are_refused() -> None:
+    array = jnp.zeros(3)
+    array.delete()
+    with pytest.raises(InvalidArgumentError, match=r"leaf \['a'\] was deleted, because .* donate_argnums"):
+        TreeForm({"a": array}, "call")
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"a": jnp.zeros(2)}, r"leaf \['b'\] is missing"),
+        ({"a": jnp.zeros(2), "b": jnp.zeros(3), "c": jnp.zeros(1)}, r"leaf \['c'\] is new"),
+        ({"a": jnp.zeros(2), "b": jnp.zeros((3, 1))}, r"leaf \['b'\] has shape \(3, 1\), expected \(3,\)"),
+        (nnx.State({"a": jnp.zeros(2), "b": jnp.zeros(3)}), "the leaves are the same, but their containers are not"),
+    ],
+)
+def test_trees_that_changed_are_refused(tree: Any, said: str) -> None:
+    form = TreeForm({"a": jnp.zeros(2), "b": jnp.zeros(3)}, "call")
+    with pytest.raises(InvalidArgumentError, match=said):
+        form.arrays(tree, "call")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_trees_own_their_memory(dtype: str) -> None:
+    source = {
+        "w": np.arange(4096, dtype=np.float32),
+        "s": np.float32(7.0).reshape(()),
+        "e": np.zeros((0, 3), np.float32),
+    }
+    form = TreeForm({name: jnp.asarray(array, dtype) for name, array in source.items()}, "call")
+    tree = form.tree(source)
+    assert {name: (leaf.shape, str(leaf.dtype)) for name, leaf in tree.items()} == {
+        name: (array.shape, dtype) for name, array in source.items()
+    }
+    source["w"][:] = -1.0
+    assert float(tree["w"][3]) == 3.0 and float(tree["s"]) == 7.0
+    again = form.arrays(tree, "call")
+    jax.jit(lambda x: x + 1, donate_argnums=0)(form.tree(again)["w"]).block_until_ready()
+    assert float(again["w"][3]) == 3.0, "a donated tree is not this one's memory"
+
+
+def test_leaves_on_the_cpu_are_not_copied() -> None:
+    array = jnp.arange(8.0)
+    (view,) = TreeForm([array], "call").arrays([array], "call").values()
+    assert view.ctypes.data == array.unsafe_buffer_pointer()
+
+
+def test_leaves_return_to_their_device() -> None:
+    device = jax.devices()[0]
+    form = TreeForm({"here": jax.device_put(jnp.zeros(2), device), "anywhere": jnp.zeros(2)}, "call")
+    tree = form.tree({"here": np.ones(2, np.float32), "anywhere": np.ones(2, np.float32)})
+    assert tree["here"].committed and tree["here"].devices() == {device}
+    assert not tree["anywhere"].committed
