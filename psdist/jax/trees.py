@@ -26,7 +26,7 @@ _ARRAYS_ONLY: Final = (
 )
 
 
-class Leaf(NamedTuple):
+class LeafForm(NamedTuple):
     """Dtype and placement of a leaf. sharding: None for JAX's default device."""
 
     dtype: np.dtype[Any]
@@ -131,12 +131,12 @@ class TreeForm:
         return jax.tree_util.tree_unflatten(self._structure, leaves)
 
 
-def _leaf_of(value: Any) -> Leaf:
+def _leaf_of(value: Any) -> LeafForm:
     is_placed = isinstance(value, jax.Array) and value.committed
-    return Leaf(np.dtype(value.dtype), value.sharding if is_placed else None)
+    return LeafForm(np.dtype(value.dtype), value.sharding if is_placed else None)
 
 
-def _to_jax(array: NDArray[Any], leaf: Leaf) -> jax.Array:
+def _to_jax(array: NDArray[Any], leaf: LeafForm) -> jax.Array:
     copy = _aligned(array.shape, leaf.dtype)
     with np.errstate(over="ignore"):
         copy[...] = array
