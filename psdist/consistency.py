@@ -125,6 +125,11 @@ def with_reduction(consistency: Consistency, reduction: Reduction) -> Consistenc
     return replace(consistency, reduction=reduction)
 
 
+def sums(consistency: Consistency) -> bool:
+    """Return True if gradients are added up and not divided."""
+    return isinstance(consistency, BSP) and consistency.reduction == "sum"
+
+
 KINDS: Final[dict[str, type[Consistency]]] = {"bsp": BSP, "ssp": SSP, "asp": ASP}
 
 

@@ -20,12 +20,16 @@ from psdist.errors import InvalidArgumentError, InvalidNameError, LimitExceededE
 from psdist.optim import Optimizer
 
 DType = Literal["float32", "float16", "bfloat16", "float64"]
+MasterDType = Literal["float32", "float64"]
 NonFinite = Literal["reject", "skip"]
 
 #: Bytes per element, by dtype.
 ITEM_BYTES: Final[dict[str, int]] = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
 #: Dtypes of payloads.
 WIRE_DTYPES: Final = ("float32", "float16", "bfloat16")
+#: Elements of the flat vector that one value takes, by the dtype in which servers compute. Whatever only moves or
+#: copies the vector, such as transports, replicas and snapshots, treats a float64 as two float32.
+WORDS: Final[dict[str, int]] = {"float32": 1, "float64": 2}
 
 SLICE_ELEMENTS_MAX: Final = 1 << 20  # 4 MiB of float32
 SLICE_ELEMENTS_MIN: Final = 1 << 12
@@ -104,17 +108,27 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """Tensors of a flat vector, stored in this order without gaps."""
+    """Tensors of a flat vector, stored in this order without gaps.
+
+    dtype: dtype in which servers compute. A float64 takes two elements of the vector.
+    """
 
     tensors: tuple[TensorSpec, ...]
+    dtype: MasterDType = "float32"
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Element offset of each tensor, followed by the total."""
-        offsets = [0]
+        offsets, words = [0], WORDS[self.dtype]
         for tensor in self.tensors:
-            offsets.append(offsets[-1] + tensor.size)
+            offsets.append(offsets[-1] + words * tensor.size)
         return tuple(offsets)
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Number of values before each tensor, followed by that of all: ``offsets`` in units of ``dtype``."""
+        words = WORDS[self.dtype]
+        return self.offsets if words == 1 else tuple(offset // words for offset in self.offsets)
 
     @property
     def total(self) -> int:
@@ -123,9 +137,10 @@ class Layout:
 
     @cached_property
     def digest(self) -> bytes:
-        """SHA-256 of one line ``name dtype shape`` per tensor."""
+        """SHA-256 of one line ``name dtype shape`` per tensor, and of a first line if ``dtype`` is not float32."""
         lines = (f"{t.name} {t.dtype} {','.join(map(str, t.shape))}\n" for t in self.tensors)
-        return hashlib.sha256("".join(lines).encode()).digest()
+        first = "" if self.dtype == "float32" else f"{self.dtype}\n"
+        return hashlib.sha256((first + "".join(lines)).encode()).digest()
 
     def difference(self, other: Layout) -> str:
         """Describe the first difference of ``other`` from this layout, or return an empty string."""
@@ -142,6 +157,8 @@ class Layout:
                 return f"tensor {name!r} has dtype {theirs[name].dtype}, not {tensor.dtype}"
         if self.tensors != other.tensors:
             return "the tensors come in another order"
+        if self.dtype != other.dtype:
+            return f"the servers compute in {other.dtype}, not {self.dtype}"
         return ""
 
 
@@ -200,6 +217,7 @@ class ParametersSpec:
     reset_optimizer: True to restart the optimizer's state if the run resumes from a snapshot.
     pull_compression: codec for differences of weights sent to workers, as text (``psdist.compression.pulls``); "" to
         send the weights themselves.
+    dtype: dtype in which servers hold weights and optimizer state, and compute.
     Raises InvalidArgumentError and InvalidNameError.
     """
 
@@ -210,9 +228,22 @@ class ParametersSpec:
     slice_elements: int = 0
     reset_optimizer: bool = False
     pull_compression: str = ""
+    dtype: MasterDType = "float32"
 
     def __post_init__(self) -> None:
         check_name(self.name, "parameters name")
+        if self.dtype not in WORDS:
+            raise InvalidArgumentError(f"master_dtype={self.dtype!r:.40} is unknown: use one of {', '.join(WORDS)}")
+        if self.dtype == "float64" and self.pull_compression:
+            raise InvalidArgumentError(
+                f"pull_compression={self.pull_compression} with master_dtype='float64': codecs encode float32. Leave "
+                "one of them out"
+            )
+        if self.slice_elements % WORDS[self.dtype]:
+            raise InvalidArgumentError(
+                f"slice_elements={self.slice_elements} with master_dtype='float64': a float64 takes two elements, so "
+                "use an even number"
+            )
         if not isinstance(self.reset_optimizer, bool):
             raise InvalidArgumentError(f"reset_optimizer={self.reset_optimizer!r:.40} is neither True nor False")
         if self.non_finite not in ("reject", "skip"):
@@ -237,7 +268,7 @@ class ParametersSpec:
 
     def difference(self, other: ParametersSpec) -> str:
         """Describe the first setting in which ``other`` differs, or return an empty string."""
-        names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression"]
+        names = ["optimizer", "consistency", "non_finite", "reset_optimizer", "pull_compression", "dtype"]
         return _difference(self, other, names if other.slice_elements == 0 else [*names, "slice_elements"])
 
 

@@ -55,7 +55,7 @@ def _parameters(state: ParametersState) -> dict[str, Any]:
     return {
         "name": state.spec.name,
         "step": state.step,
-        "elements": state.layout.total,
+        "elements": state.layout.starts[-1],
         "consistency": kind_of(state.spec.consistency),
         "optimizer": state.spec.optimizer.kind,
         "state_arrays": list(state.state_names),

@@ -172,6 +172,8 @@ def _statistics_by_server(
 def _parameters(
     one: scheduler_pb2.ParametersStatus, statistics: dict[tuple[str, str], server_pb2.ParametersStatistics]
 ) -> dict[str, Any]:
+    from psdist.v1.common_pb2 import DTYPE_FLOAT64
+
     entry, name = one.entry, one.entry.spec.name
     counted = {server: each for (server, parameters), each in statistics.items() if parameters == name}
     holders = {shard.primary.server_id for shard in entry.shards if not shard.lost}
@@ -182,7 +184,7 @@ def _parameters(
         "name": name,
         "state": one.state,
         "tensors": one.tensors,
-        "elements": entry.total,
+        "elements": entry.total // (2 if entry.spec.dtype == DTYPE_FLOAT64 else 1),
         "slices": -(-entry.total // entry.spec.slice_elements) if entry.spec.slice_elements else 0,
         "consistency": entry.spec.consistency.kind,
         "optimizer": entry.spec.optimizer.kind,

@@ -40,7 +40,7 @@ from psdist.errors import (
 )
 from psdist.optim import Optimizer
 from psdist.settings.config import TransportName, start_timeout
-from psdist.types import WIRE_DTYPES, DatasetSpec, DType, NonFinite, ParametersSpec, check_name
+from psdist.types import WIRE_DTYPES, DatasetSpec, DType, MasterDType, NonFinite, ParametersSpec, check_name
 from psdist.v1 import scheduler_pb2
 from psdist.v1.scheduler_pb2 import GetStatusResponse
 from psdist.version import __version__
@@ -213,6 +213,7 @@ class AsyncClient(ProcessBound):
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
         pull_compression: Codec | str | None = None,
+        master_dtype: MasterDType = "float32",
     ) -> AsyncParameters:
         """Create parameters, or attach to them after checking that layout and settings agree.
 
@@ -227,11 +228,9 @@ class AsyncClient(ProcessBound):
             the last bits of the weights may change if ``max_grad_norm`` clips, and the part that ``pull_compression``
             leaves out of them.
         reset_optimizer: True resets the optimizer in a run that resumes from a snapshot. Weights, versions, steps and
-            the data's position are restored, but the optimizer starts as a new one of torch does: with its first state,
-            and counting its own updates from 0 (Adam's bias corrections, Adagrad's lr_decay, SGD's undampened first
-            gradient). Schedules continue with the step. All workers must agree on it. It happens once in a run: after a
-            rollback, the state is reset only if it had not been when the snapshot was taken. Without a snapshot it does
-            nothing.
+            the data's position are restored, but the optimizer starts as a new one of torch, counting its own updates
+            from 0. Schedules continue with the step. All workers must agree on it. It happens once in a run: after a
+            rollback, the state is reset only if it had not been when the snapshot was taken.
         compression: how this worker sends gradients: a codec of ``psdist.compression``, or the name of one with its
             defaults, such as "bfloat16", "int8", "topk" or "chunked_topk"; "auto" chooses one by the speed of the
             links. Workers may use different ones. Codecs that leave out a part of a gradient add this residual to the
@@ -241,17 +240,18 @@ class AsyncClient(ProcessBound):
         pull_compression: a codec, or its name, for the differences between the weights and those that the workers hold:
             Int8, Int4, Int2, OneBit, TopK, ChunkedTopK or RandomK. The part that it leaves out is in the next
             difference. So workers compute on approximate weights, which are the same for all of them; a snapshot has
-            both. Servers and workers each hold one more vector. All workers must agree on it; with it ``pull_dtype`` is
-            "float32".
+            both. Servers and workers each hold one more vector. With it ``pull_dtype`` is "float32".
+        master_dtype: dtype of weights, state and arithmetic on the servers. "float64" takes twice the memory and
+            bandwidth, excludes compression, and is updated by numpy; ``slice_elements`` counts each value twice.
         on_drop: reaction if a push of this worker is dropped, because it had been expelled and the others continued
             without it. "warn" logs a warning, and raises PushDroppedError for the third in a row; "raise" raises it for
             the first; "ignore" logs it as information. ``statistics().dropped`` counts all. A push that is dropped by a
             rollback is always logged as a warning.
 
-        All workers must agree on the settings from ``optimizer`` to ``slice_elements``. A resumed run may change them;
-        a warning lists the differences. A change that invalidates the saved optimizer state needs ``reset_optimizer``:
-        another kind of optimizer, adding or removing SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's
-        initial_accumulator_value.
+        All workers must agree on ``master_dtype``, ``pull_compression`` and the settings from ``optimizer`` to
+        ``slice_elements``. A resumed run may change the latter; a warning lists the differences. A change that
+        invalidates the saved optimizer state needs ``reset_optimizer``: another kind of optimizer, adding or removing
+        SGD's or RMSprop's momentum, RMSprop's centered, Adagrad's initial_accumulator_value.
 
         Called again for the same name it returns the same handle. Then compression, pull_dtype and on_drop may be left
         out, and different ones raise SettingsMismatchError. Returns when all workers of the run's start have called it.
@@ -268,7 +268,7 @@ class AsyncClient(ProcessBound):
         if init is None:
             _check_without_init(name, optimizer, reset_optimizer, pulls)
             return await handles.open_reader(name, choice)
-        spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pulls)
+        spec = _spec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pulls, master_dtype)
         return await handles.open_member(spec, init, choice)
 
     def _options(self, compression: Codec | str | None, pull_dtype: DType) -> Options:
@@ -433,6 +433,7 @@ def _spec(
     slice_elements: int,
     reset_optimizer: bool,
     pull_compression: str,
+    dtype: MasterDType,
 ) -> ParametersSpec:
     if optimizer is None:
         raise InvalidArgumentError(f"{name!r}: init without an optimizer: pass one, such as psdist.optim.Adam()")
@@ -445,7 +446,9 @@ def _spec(
         )
     if not isinstance(consistency, get_args(Consistency)):
         raise InvalidArgumentError(f"consistency={consistency!r:.60} is none of psdist.BSP(), SSP(n), ASP()")
-    return ParametersSpec(name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pull_compression)
+    return ParametersSpec(
+        name, optimizer, consistency, non_finite, slice_elements, reset_optimizer, pull_compression, dtype
+    )
 
 
 def _pull_codec(compression: Codec | str | None, dtype: DType) -> str:

@@ -54,7 +54,7 @@ class GradientVector:
         self._non_finite = non_finite
         self._shared = shared
         self._stale = stale
-        self._buffers: dict[str, NDArray[np.float32]] = {}
+        self._buffers: dict[str, NDArray[Any]] = {}
         self._encodes_on_device = encodes_on_device
         self._casts_on_device = casts_on_device
         self._device: DeviceVectors | None = None
@@ -81,7 +81,7 @@ class GradientVector:
         if self._device is not None:
             self._device.unregister()
 
-    def buffers(self, *, is_checked: bool = True) -> dict[str, NDArray[np.float32]]:
+    def buffers(self, *, is_checked: bool = True) -> dict[str, NDArray[Any]]:
         """Return views of the vector, by tensor name. is_checked: False ends the check for stale buffers."""
         if not is_checked:
             self._stale.stop()
@@ -102,8 +102,15 @@ class GradientVector:
         return await in_thread(lambda: self.on_device(number))
 
     def on_device(self, number: int) -> DeviceVectors:
-        """Return the vectors on a device. Raises InvalidArgumentError if this handle already has some on another
-        one."""
+        """Return the vectors on a device.
+
+        Raises InvalidArgumentError if this handle already has some on another one, or computes in float64.
+        """
+        if self._layout.dtype != "float32":
+            raise InvalidArgumentError(
+                f"arrays on device cuda:{number} with master_dtype={self._layout.dtype!r}: copy them to the host, such "
+                "as by array.get() of CuPy or tensor.cpu() of torch"
+            )
         from psdist.client.device.vectors import open_vectors
 
         if self._device is None:
@@ -153,7 +160,7 @@ class GradientVector:
             self._stale.on_push(number, flat)
         else:
             flat = flat_vector.flatten(self._layout, gradients, flat)
-        if flat_vector.is_finite(flat, self._dtype):
+        if flat_vector.is_finite(flat_vector.values_of(self._layout, flat), self._dtype):
             return flat
         if self._non_finite == "reject":
             raise flat_vector.non_finite(self._layout, flat, self._dtype)
@@ -233,8 +240,9 @@ class GradientVector:
             device.copy_out(device.gradients, self.vector, numbers)
         elif isinstance(gradients, Mapping):
             flat_vector.flatten_some(self._layout, numbers, gradients, self.vector)
+        values = flat_vector.values_of(self._layout, self.vector)
         for number in numbers:
-            part = self.vector[self._layout.offsets[number] : self._layout.offsets[number + 1]]
+            part = values[self._layout.starts[number] : self._layout.starts[number + 1]]
             if not flat_vector.is_finite(part, self._dtype):
                 if self._non_finite == "reject":
                     raise flat_vector.non_finite(self._layout, self.vector, self._dtype, numbers)

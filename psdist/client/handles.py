@@ -22,7 +22,7 @@ from psdist.client.transport.creation import CreatedParameters, ParametersCreato
 from psdist.client.transport.delivery import Delivery
 from psdist.client.transport.grpc.streams import GrpcTransport
 from psdist.client.transport.transport import Transports
-from psdist.compression import Auto
+from psdist.compression import Auto, Float32
 from psdist.errors import InvalidArgumentError, LayoutMismatchError, SettingsMismatchError
 from psdist.metrics.interval import Measurements
 from psdist.off_loop import in_thread
@@ -82,6 +82,7 @@ class Handles:
                     raise InvalidArgumentError(
                         f"pull_dtype={options.pull_dtype!r}: the weights of {name!r} are sent by {codec}. Leave it out"
                     )
+                _check_dtypes(described.layout, options)
                 self._open(self._access(creator, described, options, is_member=False), described, choice)
             existing = self._by_name[name]
             self._check_choice(existing, choice)
@@ -92,7 +93,8 @@ class Handles:
     ) -> AsyncParameters:
         """Return a handle that takes part in the training. Raises LayoutMismatchError, SettingsMismatchError."""
         # In threads: all of this grows with the number of tensors, or copies the whole model.
-        layout, options = await in_thread(partial(flat_vector.layout_of, init)), choice.options
+        layout, options = await in_thread(partial(flat_vector.layout_of, init, spec.dtype)), choice.options
+        _check_dtypes(layout, options)
         async with self._opening.setdefault(spec.name, asyncio.Lock()):
             existing = self._by_name.get(spec.name)
             if existing is not None and existing.is_member:
@@ -208,6 +210,18 @@ class Handles:
             await handle.close()
         self._opened.clear()
         await self._grpc.close()
+
+
+def _check_dtypes(layout: Layout, options: Options) -> None:
+    """Raise InvalidArgumentError for a codec or casts with float64: all of them work on float32."""
+    if layout.dtype == "float32":
+        return
+    for what, value in (("compression", options.codec), ("pull_dtype", options.pull_dtype)):
+        if value not in (Float32(), "float32"):
+            raise InvalidArgumentError(
+                f"{what}={value} with master_dtype={layout.dtype!r}: values are sent whole. Leave {what} out, or use "
+                "master_dtype='float32'"
+            )
 
 
 def _check_same(existing: AsyncParameters, spec: ParametersSpec, layout: Layout) -> None:

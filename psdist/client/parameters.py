@@ -144,8 +144,8 @@ class AsyncParameters(ProcessBound):
     def __repr__(self) -> str:
         role = f"step {self.step}" if self.is_member else "reading"
         return (
-            f"<{type(self).__name__} {self.name!r}: {len(self.layout.tensors)} tensors, {self.layout.total} elements, "
-            f"version {self.version}, {role}>"
+            f"<{type(self).__name__} {self.name!r}: {len(self.layout.tensors)} tensors, "
+            f"{self.layout.starts[-1]} elements, version {self.version}, {role}>"
         )
 
     # --- the calls ---

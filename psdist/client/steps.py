@@ -39,7 +39,7 @@ from psdist.device.device import device_number
 from psdist.errors import FencedError, InvalidArgumentError, NotMemberError
 from psdist.metrics.phases import Phase
 from psdist.off_loop import in_thread, off_loop
-from psdist.types import Layout, ParametersSpec
+from psdist.types import WORDS, Layout, ParametersSpec
 
 if TYPE_CHECKING:
     from psdist.compression.device.memory import DeviceVector
@@ -132,7 +132,7 @@ class Steps:
     def __init__(self, servers: ServerAccess, layout: Layout, drops: DropCounter) -> None:
         self.counters = StepCounters()
         self._spec: ParametersSpec = servers.participation.entry.spec
-        self._elements = layout.total
+        self._layout = layout
         self._clips = self._spec.optimizer.max_grad_norm > 0
         #: True if servers need the norm of the whole gradient with each push.
         self._needs_norm = self._clips and not isinstance(self._spec.consistency, BSP)
@@ -142,8 +142,9 @@ class Steps:
         self.encoding = Encoding.of(servers.options.codec, layout, self._participation)
         # With a codec servers read decoded gradients, so that memory cannot be the user's.
         shared = (lambda: servers.shared_memory.gradients) if self.encoding is None else lambda: None
+        dtype = servers.options.cast.dtype if layout.dtype == "float32" else layout.dtype
         self.gradients = GradientVector(
-            layout, servers.options.cast.dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
+            layout, dtype, self._spec.non_finite, shared, StaleBufferCheck(self._spec.name),
             lambda: self.encoding is not None and self.encoding.works_on_device,
             casts_on_device=self.encoding is None and servers.options.cast.dtype != "float32" and not self._needs_norm,
         )  # fmt: skip
@@ -201,7 +202,7 @@ class Steps:
     async def result(self, target: PullTarget, wanted: Wanted) -> dict[str, Any]:
         """Return the arrays for the user once all weights have arrived in ``target``."""
         waits = wanted.there is not None
-        return await off_loop(self._elements, lambda: self._results.arrays(target, wanted), waits=waits)
+        return await off_loop(self._layout.total, lambda: self._results.arrays(target, wanted), waits=waits)
 
     async def give_bucket(
         self, gradients: Mapping[str, ArrayLike] | Iterable[str], weight: float, *, reads: bool = True
@@ -294,7 +295,7 @@ class Steps:
         target = self._results.target(push.wanted) if push.wanted is not None else None
         if push.gathered is None:
             waits = self.gradients.waits_for_device(push.gradients)
-            push.gathered = await off_loop(self._elements, lambda: self._gather(push), waits=waits)
+            push.gathered = await off_loop(self._layout.total, lambda: self._gather(push), waits=waits)
         await self._reach_first_step()
         try:
             step = await self._make_step(*push.gathered, push.weight, target)
@@ -358,7 +359,8 @@ class Steps:
             return None, 0.0
         if not isinstance(flat, np.ndarray) or not self._needs_norm or self.encoding is not None:
             return flat, 0.0
-        return flat, flat_vector.grad_norm(flat, self._servers.slicing.slice_elements)
+        values = flat_vector.values_of(self._layout, flat)
+        return flat, flat_vector.grad_norm(values, self._servers.slicing.slice_elements // WORDS[self._layout.dtype])
 
     # --- another incarnation ------------------------------------------------------------------------------------------
 

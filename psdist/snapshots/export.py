@@ -254,7 +254,7 @@ class _Source:
             yield tensor.decoded(np.concatenate([np.empty(0, np.float32), *pieces]))
         else:
             async for piece in self._pieces(tensor.place[0], tensor.elements):
-                yield piece
+                yield piece.view(tensor.place[0].spec.dtype)
 
     async def _pieces(self, state: ParametersState, elements: range) -> AsyncIterator[NDArray[np.float32]]:
         size = state.slicing.slice_elements

@@ -19,13 +19,14 @@ from typing import Any, Final, TypeVar, cast
 
 import xxhash
 
-from psdist.consistency import BSP
+from psdist.consistency import BSP, sums
 from psdist.errors import InvalidArgumentError, PsdistError, SnapshotCorruptError, StorageError
 from psdist.snapshots.settings import spec_from_json, spec_to_json
 from psdist.types import (
     DataPosition,
     DatasetSpec,
     Layout,
+    MasterDType,
     ParametersSpec,
     Slicing,
     TensorSpec,
@@ -35,7 +36,7 @@ from psdist.types import (
 from psdist.wire.limits import DIMENSIONS_MAX, MANIFEST_BYTES_MAX, SNAPSHOT_TEXT_MAX
 
 #: Newest versions of manifests and commit records. A manifest gets the lowest version that has all of its fields.
-FORMAT: Final = 3
+FORMAT: Final = 4
 COMMIT_FORMAT: Final = 1
 #: Bytes per element in a shard's file, which is float32, little-endian.
 ELEMENT_BYTES: Final = 4
@@ -353,8 +354,11 @@ class Manifest:
     def format(self) -> int:
         """Version of the format.
 
-        3 with reference weights (``pull_compression``), 2 if an optimizer's state was reset, else 1.
+        4 with float64 values or summed gradients, 3 with reference weights (``pull_compression``), 2 if an optimizer's
+        state was reset, else 1.
         """
+        if any(state.spec.dtype != "float32" or sums(state.spec.consistency) for state in self.parameters):
+            return 4
         if any(state.spec.pull_compression for state in self.parameters):
             return 3
         return 2 if any(state.state_since or state.spec.reset_optimizer for state in self.parameters) else 1
@@ -538,7 +542,7 @@ def _made(make: Callable[[], F], data: bytes, file: str, what: str) -> F:
     return value
 
 
-def _layout_from_json(values: Sequence[Sequence[Any]]) -> Layout:
+def _layout_from_json(values: Sequence[Sequence[Any]], master: MasterDType) -> Layout:
     tensors = []
     for name, shape, dtype in values:
         _require(dtype in ("float32", "float16", "bfloat16", "float64"), f"dtype of {name}", dtype, "a known one")
@@ -546,7 +550,7 @@ def _layout_from_json(values: Sequence[Sequence[Any]]) -> Layout:
         for size in shape:
             _check_number(f"shape of {name}", size)
         tensors.append(TensorSpec(check_name(name, "tensor name"), tuple(shape), dtype))
-    layout = Layout(tuple(tensors))
+    layout = Layout(tuple(tensors), master)
     _check_number("number of elements", layout.total)
     return layout
 
@@ -565,9 +569,10 @@ def _parameters_to_json(state: ParametersState) -> dict[str, Any]:
 
 
 def _parameters_from_json(values: Mapping[str, Any]) -> ParametersState:
+    spec = spec_from_json(values["spec"])
     return ParametersState(
-        spec=spec_from_json(values["spec"]),
-        layout=_layout_from_json(values["layout"]),
+        spec=spec,
+        layout=_layout_from_json(values["layout"], spec.dtype),
         reference_workers=values["reference_workers"],
         state_names=tuple(values["state_names"]),
         step=values["step"],

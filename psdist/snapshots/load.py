@@ -198,7 +198,8 @@ def _check_owners(stored: Contents) -> None:
 async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) -> dict[str, AnyArray]:
     """Read all tensors.
 
-    Those in a parameter set become float32 views of its vector; those stored as bytes keep their own dtype.
+    Those in a parameter set become views of its vector, in the dtype of its servers; those stored as bytes keep their
+    own dtype.
     """
     slices, vectors = SliceReader(storage, found.manifest), dict[str, AnyArray]()
     arrays: dict[str, AnyArray] = {}
@@ -208,7 +209,7 @@ async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) ->
             state = tensor.place[0]
             if state.spec.name not in vectors:
                 vectors[state.spec.name] = await _vector(slices, state)
-            elements = vectors[state.spec.name][tensor.elements.start : tensor.elements.stop]
+            elements = vectors[state.spec.name][tensor.elements.start : tensor.elements.stop].view(state.spec.dtype)
         if elements is None or tensor.is_encoded:
             elements = tensor.decoded(elements)
         arrays[tensor.name] = elements.reshape(tensor.shape)

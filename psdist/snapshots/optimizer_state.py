@@ -29,14 +29,14 @@ class TensorState:
     group: the tensor's group in it.
     since: step at which the state began.
     updates: number of updates since the state began; in SSP and ASP the minimum over slices.
-    arrays: float32 arrays with the tensor's shape, by ``optimizer.group_state_names(group)``.
+    arrays: arrays with the tensor's shape, in the dtype of the servers, by ``optimizer.group_state_names(group)``.
     """
 
     optimizer: Optimizer
     group: int
     since: int
     updates: int
-    arrays: Mapping[str, NDArray[np.float32]]
+    arrays: Mapping[str, NDArray[np.floating[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) ->
         group = group_of(tensor.name, spec.overrides)
         kept = spec.group_state_names(group)
         arrays: dict[str, Any] = {
-            name: flat[part].reshape(tensor.shape)
+            name: flat[part].view(state.spec.dtype).reshape(tensor.shape)
             for name, flat in zip(state.state_names, vectors[state.spec.name], strict=True)
             if name in kept
         }

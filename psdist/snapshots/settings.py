@@ -13,12 +13,12 @@ from psdist.types import ParametersSpec
 
 
 def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
-    """Return the settings as plain values. Fields of format version 2 are omitted if they have their default."""
+    """Return the settings as plain values. Fields that version 1 lacks are omitted if they have their default."""
     optimizer = spec.optimizer
     schedule = {field.name: float(getattr(optimizer.schedule, field.name)) for field in fields(optimizer.schedule)}
     return {
         "name": spec.name,
-        "consistency": {"kind": kind_of(spec.consistency), **asdict(spec.consistency)},
+        "consistency": {"kind": kind_of(spec.consistency), **_without(asdict(spec.consistency), reduction="mean")},
         "non_finite": spec.non_finite,
         "slice_elements": spec.slice_elements,
         "optimizer": {
@@ -30,7 +30,12 @@ def spec_to_json(spec: ParametersSpec) -> dict[str, Any]:
         },
         **({"reset_optimizer": True} if spec.reset_optimizer else {}),
         **({"pull_compression": spec.pull_compression} if spec.pull_compression else {}),
+        **({"dtype": spec.dtype} if spec.dtype != "float32" else {}),
     }
+
+
+def _without(values: dict[str, Any], **defaults: object) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value != defaults.get(name, object)}
 
 
 def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
@@ -48,4 +53,5 @@ def spec_from_json(values: Mapping[str, Any]) -> ParametersSpec:
         slice_elements=values["slice_elements"],
         reset_optimizer=values.get("reset_optimizer", False),
         pull_compression=pull_compression,
+        dtype=values.get("dtype", "float32"),
     )

@@ -58,10 +58,12 @@ class Tensor(_message.Message):
     def __init__(self, name: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
 class Layout(_message.Message):
-    __slots__ = ("tensors",)
+    __slots__ = ("tensors", "dtype")
     TENSORS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
-    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ...) -> None: ...
+    dtype: DType
+    def __init__(self, tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
 class Schedule(_message.Message):
     __slots__ = ("kind", "values")
@@ -131,7 +133,7 @@ class Consistency(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., backup_workers: _Optional[int] = ..., staleness: _Optional[int] = ..., staleness_lr: _Optional[_Union[StalenessLr, str]] = ..., resize_lr: _Optional[str] = ..., reduction: _Optional[str] = ...) -> None: ...
 
 class ParametersSpec(_message.Message):
-    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression")
+    __slots__ = ("name", "optimizer", "consistency", "non_finite", "slice_elements", "reset_optimizer", "pull_compression", "dtype")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     CONSISTENCY_FIELD_NUMBER: _ClassVar[int]
@@ -139,6 +141,7 @@ class ParametersSpec(_message.Message):
     SLICE_ELEMENTS_FIELD_NUMBER: _ClassVar[int]
     RESET_OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     PULL_COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
     name: str
     optimizer: Optimizer
     consistency: Consistency
@@ -146,7 +149,8 @@ class ParametersSpec(_message.Message):
     slice_elements: int
     reset_optimizer: bool
     pull_compression: str
-    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ..., pull_compression: _Optional[str] = ...) -> None: ...
+    dtype: DType
+    def __init__(self, name: _Optional[str] = ..., optimizer: _Optional[_Union[Optimizer, _Mapping]] = ..., consistency: _Optional[_Union[Consistency, _Mapping]] = ..., non_finite: _Optional[_Union[NonFinitePolicy, str]] = ..., slice_elements: _Optional[int] = ..., reset_optimizer: _Optional[bool] = ..., pull_compression: _Optional[str] = ..., dtype: _Optional[_Union[DType, str]] = ...) -> None: ...
 
 class ParametersMember(_message.Message):
     __slots__ = ("worker_id", "incarnation", "rank", "first_step", "origin", "first_push")

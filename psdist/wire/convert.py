@@ -73,6 +73,9 @@ _DTYPE_TO_PROTO: Final = {
     "float64": pb.DTYPE_FLOAT64,
 }
 _DTYPE_FROM_PROTO: Final = {number: name for name, number in _DTYPE_TO_PROTO.items()}
+#: Dtypes in which servers compute. Unset is float32, as in messages of earlier versions.
+_MASTER_TO_PROTO: Final = {"float32": pb.DTYPE_UNSPECIFIED, "float64": pb.DTYPE_FLOAT64}
+_MASTER_FROM_PROTO: Final = {number: name for name, number in _MASTER_TO_PROTO.items()}
 _STALENESS_LR: Final = {"none": pb.STALENESS_LR_NONE, "inverse": pb.STALENESS_LR_INVERSE}
 _NON_FINITE: Final = {"reject": pb.NON_FINITE_POLICY_REJECT, "skip": pb.NON_FINITE_POLICY_SKIP}
 #: Reverse tables; an unset value reads as the default.
@@ -130,7 +133,8 @@ def payload_dtype_from_proto(value: int) -> DType:
 def layout_to_proto(layout: Layout) -> pb.Layout:
     """Convert the table of tensors."""
     return pb.Layout(
-        tensors=[pb.Tensor(name=t.name, shape=t.shape, dtype=dtype_to_proto(t.dtype)) for t in layout.tensors]
+        tensors=[pb.Tensor(name=t.name, shape=t.shape, dtype=dtype_to_proto(t.dtype)) for t in layout.tensors],
+        dtype=_MASTER_TO_PROTO[layout.dtype],
     )
 
 
@@ -139,7 +143,8 @@ def layout_from_proto(message: pb.Layout) -> Layout:
     elements."""
     if len(message.tensors) > limits.TENSORS_MAX:
         raise LimitExceededError(f"{len(message.tensors)} tensors are more than the limit of {limits.TENSORS_MAX}")
-    layout = Layout(tuple(_tensor_from_proto(tensor) for tensor in message.tensors))
+    master = _name_of(_MASTER_FROM_PROTO, message.dtype, "dtype of the masters")
+    layout = Layout(tuple(_tensor_from_proto(tensor) for tensor in message.tensors), master)
     if len({tensor.name for tensor in layout.tensors}) != len(layout.tensors):
         raise InvalidArgumentError("two tensors have the same name")
     if layout.total > limits.ELEMENTS_MAX:
@@ -207,6 +212,7 @@ def spec_to_proto(spec: ParametersSpec) -> pb.ParametersSpec:
         optimizer=optimizer_to_proto(spec.optimizer),
         consistency=consistency_to_proto(spec.consistency),
         non_finite=_NON_FINITE[spec.non_finite],
+        dtype=_MASTER_TO_PROTO[spec.dtype],
     )
 
 
@@ -227,6 +233,7 @@ def _spec_from_bytes(data: bytes) -> ParametersSpec:
         optimizer=optimizer_from_proto(message.optimizer),
         consistency=consistency_from_proto(message.consistency),
         non_finite=_name_of(_NON_FINITE_FROM_PROTO, message.non_finite, "non_finite"),
+        dtype=_name_of(_MASTER_FROM_PROTO, message.dtype, "dtype"),
     )
 
 

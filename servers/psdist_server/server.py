@@ -29,6 +29,7 @@ from psdist_server.device.parameters import DeviceParameters
 from psdist_server.device.staging import Lanes
 from psdist_server.kernels import encoded
 from psdist_server.kernels.arrays import DenseParameters
+from psdist_server.kernels.double import DoubleParameters
 from psdist_server.kernels.pool import KernelPool
 from psdist_server.peers import NormGatherer, PeerServers
 from psdist_server.snapshot_loader import LoadReport, SnapshotLoader
@@ -118,18 +119,23 @@ class ParameterServer:
         await self.admission.adopt_map(cluster)
 
     def _open_store(self, entry: ParametersEntry) -> ParameterStore:
-        dense = DenseParameters(entry) if self._lanes is None else DeviceParameters(entry, self._lanes)
+        dense = self._make_dense(entry)
         store = ParameterStore(
             entry, dense, self.me, self._pool, self.peers, self._norm_exchange.find, self._prepare_sums
         )
         if self._compiler is not None:
-            if self._lanes is None:
+            if type(dense) is DenseParameters:
                 self._compiler.add(tuple(dict.fromkeys(dense.rule.kernels)), entry.spec.optimizer.kind)
             if store.dense.published is not None:
                 self._compiler.add(segments.KERNELS, "compressed weights")
             if entry.slicing.total >= LARGE_ELEMENTS:
                 self._compiler.start_compiling()
         return store
+
+    def _make_dense(self, entry: ParametersEntry) -> DenseParameters:
+        if entry.spec.dtype == "float64":  # Also on a server with a device.
+            return DoubleParameters(entry)
+        return DenseParameters(entry) if self._lanes is None else DeviceParameters(entry, self._lanes)
 
     def _prepare_sums(self) -> None:
         if self._compiler is not None:

@@ -1,10 +1,12 @@
 """Conversion between a user's named arrays and the flat vector: one float32 vector in layout order. Pure.
 
+If servers compute in float64 (``Layout.dtype``), two elements of the vector hold one value, and ``values_of`` shows it.
+
 Invalid input is found here, before anything is sent. The error names the tensor, the given value and the expected one.
 
-Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding of float64 to float32. ``flatten`` copies
+Invariants: ``unflatten(layout, flatten(layout, x)) == x`` up to the rounding to the layout's dtype. ``flatten`` copies
 nothing if the arrays already are contiguous in memory in layout order. ``unflatten`` and ``views`` share the vector's
-memory with the float32 tensors that they return.
+memory with the tensors of the layout's dtype that they return.
 
 Not here: routes of slices (``routing``), their encoding (``psdist.compression``).
 """
@@ -27,7 +29,7 @@ from psdist.errors import (
     ShapeMismatchError,
     UnknownTensorError,
 )
-from psdist.types import DType, Layout, TensorSpec, check_name
+from psdist.types import WORDS, DType, Layout, MasterDType, TensorSpec, check_name
 from psdist.wire import limits
 
 Flat = NDArray[np.float32]
@@ -43,6 +45,7 @@ _DTYPE_NAMES: Final[dict[Any, DType]] = {
 }
 #: Magnitudes at which a float32 becomes Inf in the wire's dtype (half way beyond its largest number, ties to even).
 OVERFLOW: Final[dict[str, float]] = {
+    "float64": float("inf"),
     "float32": float("inf"),
     "float16": 65520.0,
     "bfloat16": float(np.array(0x7F7F8000, np.uint32).view(np.float32)),
@@ -53,11 +56,16 @@ _SQUARES: Final[dict[str, float]] = {"float16": 0.99 * 65520.0**2, "bfloat16": f
 _REMEDY: Final = "use float32 (or float64, float16, bfloat16), for example array.astype('float32')"
 
 
+def values_of(layout: Layout, flat: Flat) -> NDArray[Any]:
+    """Return a view of the vector as values of the layout's dtype; ``Layout.starts`` has the place of each tensor."""
+    return flat if layout.dtype == "float32" else flat.view(np.float64)
+
+
 # --- names, shapes and dtypes -----------------------------------------------------------------------------------------
 
 
-def layout_of(values: Mapping[str, ArrayLike]) -> Layout:
-    """Return the layout of ``values``, in their order.
+def layout_of(values: Mapping[str, ArrayLike], dtype: MasterDType = "float32") -> Layout:
+    """Return the layout of ``values``, in their order. dtype: see ``Layout``.
 
     Raises InvalidNameError, DTypeMismatchError for a dtype that is no float, InvalidArgumentError for something that is
     no array, LimitExceededError.
@@ -68,7 +76,7 @@ def layout_of(values: Mapping[str, ArrayLike]) -> Layout:
         raise InvalidArgumentError("init names no tensor: pass at least one, such as {'w': array}")
     if len(values) > limits.TENSORS_MAX:
         raise LimitExceededError(f"{len(values)} tensors are more than the limit of {limits.TENSORS_MAX}")
-    layout = Layout(tuple(_spec_of(name, value) for name, value in values.items()))
+    layout = Layout(tuple(_spec_of(name, value) for name, value in values.items()), dtype)
     if layout.total > limits.ELEMENTS_MAX:
         raise LimitExceededError(f"{layout.total} elements are more than the limit of {limits.ELEMENTS_MAX}")
     return layout
@@ -167,11 +175,12 @@ def flatten(layout: Layout, values: Mapping[str, ArrayLike], into: Flat | None =
         if shared is not None:
             return shared
     flat: Flat = np.empty(layout.total, np.float32) if into is None else into
+    values_there = values_of(layout, flat)
     if any(np.may_share_memory(array, flat) for array in arrays):
-        _write(flat, arrays, layout.offsets)
+        _write(values_there, arrays, layout.starts)
     else:
         with np.errstate(over="ignore"):  # as in _write
-            np.concatenate(arrays, axis=None, out=flat, casting="unsafe")
+            np.concatenate(arrays, axis=None, out=values_there, casting="unsafe")
     return flat
 
 
@@ -181,7 +190,7 @@ def flatten_some(layout: Layout, numbers: Sequence[int], values: Mapping[str, Ar
     Raises ShapeMismatchError, DTypeMismatchError and InvalidArgumentError before anything is written.
     """
     arrays = _checked_arrays([layout.tensors[number] for number in numbers], values)
-    _write(into, arrays, [layout.offsets[number] for number in numbers])
+    _write(values_of(layout, into), arrays, [layout.starts[number] for number in numbers])
 
 
 def _checked_arrays(tensors: Iterable[TensorSpec], values: Mapping[str, ArrayLike]) -> list[NDArray[Any]]:
@@ -193,7 +202,7 @@ def _checked_arrays(tensors: Iterable[TensorSpec], values: Mapping[str, ArrayLik
     return arrays
 
 
-def _write(flat: Flat, arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> None:
+def _write(flat: NDArray[Any], arrays: Sequence[NDArray[Any]], starts: Sequence[int]) -> None:
     """Copy each array to its place.
 
     Arrays that already are in place are skipped. Arrays elsewhere in ``flat`` are saved before anything is overwritten.
@@ -227,7 +236,7 @@ def _shared_vector(layout: Layout, arrays: list[NDArray[Any]]) -> Flat | None:
     for array, offset in zip(arrays, layout.offsets, strict=False):
         if array.size == 0:
             continue
-        if array.dtype != np.float32 or not array.flags.c_contiguous:
+        if array.dtype != layout.dtype or not array.flags.c_contiguous:
             return None
         here = array.__array_interface__["data"][0]
         if base is None:
@@ -236,20 +245,20 @@ def _shared_vector(layout: Layout, arrays: list[NDArray[Any]]) -> Flat | None:
             return None
     if base is None:
         return np.empty(0, np.float32)
-    return np.lib.stride_tricks.as_strided(base.reshape(-1), (layout.total,), (4,))
+    return np.lib.stride_tricks.as_strided(base.reshape(-1).view(np.float32), (layout.total,), (4,))
 
 
 def split(layout: Layout, flat: Flat) -> Arrays:
-    """Return views of the vector by name, in their declared shapes."""
-    bounds = zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False)
-    return {tensor.name: flat[start:stop].reshape(tensor.shape) for tensor, start, stop in bounds}
+    """Return views of the vector by name, in their declared shapes and the layout's dtype."""
+    values, bounds = values_of(layout, flat), zip(layout.tensors, layout.starts, layout.starts[1:], strict=False)
+    return {tensor.name: values[start:stop].reshape(tensor.shape) for tensor, start, stop in bounds}
 
 
 def unflatten(layout: Layout, flat: Flat) -> Arrays:
-    """Return named arrays in their declared dtypes and shapes; float32 tensors are views of ``flat``."""
+    """Return named arrays in their declared dtypes and shapes. Those of the layout's dtype are views of ``flat``."""
     out = split(layout, flat)
     for tensor in layout.tensors:
-        if tensor.dtype != "float32":
+        if tensor.dtype != layout.dtype:
             out[tensor.name] = _narrow(out[tensor.name], tensor.dtype)
     return out
 
@@ -257,14 +266,15 @@ def unflatten(layout: Layout, flat: Flat) -> Arrays:
 def views(layout: Layout, numbers: Iterable[int], flat: Flat, converted: Arrays) -> Arrays:
     """Return read-only arrays of the tensors of these numbers.
 
-    float32 tensors are views of the vector. Others are copied into the arrays of ``converted``, which are allocated on
-    first use.
+    Tensors of the layout's dtype are views of the vector. Others are copied into the arrays of ``converted``, which are
+    allocated on first use.
     """
     out: Arrays = {}
+    values = values_of(layout, flat)
     for number in numbers:
         tensor = layout.tensors[number]
-        array: NDArray[Any] = flat[layout.offsets[number] : layout.offsets[number + 1]].reshape(tensor.shape)
-        if tensor.dtype != "float32":
+        array: NDArray[Any] = values[layout.starts[number] : layout.starts[number + 1]].reshape(tensor.shape)
+        if tensor.dtype != layout.dtype:
             if tensor.name not in converted:
                 converted[tensor.name] = np.empty(tensor.shape, NUMPY_DTYPES[tensor.dtype])
             with np.errstate(over="ignore"):
@@ -275,7 +285,7 @@ def views(layout: Layout, numbers: Iterable[int], flat: Flat, converted: Arrays)
     return out
 
 
-def _narrow(array: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
+def _narrow(array: NDArray[Any], dtype: DType) -> NDArray[Any]:
     with np.errstate(over="ignore"):
         return array.astype(NUMPY_DTYPES[dtype])
 
@@ -298,16 +308,20 @@ def check_out(layout: Layout, out: Mapping[str, NDArray[Any]]) -> Flat | None:
 
 def copy_out(layout: Layout, flat: Flat, out: Mapping[str, NDArray[Any]]) -> None:
     """Write the vector into the arrays of ``out``, which passed ``check_out``."""
+    values = values_of(layout, flat)
     with np.errstate(over="ignore"):
-        for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
-            np.copyto(out[tensor.name], flat[start:stop].reshape(tensor.shape), casting="same_kind")
+        for tensor, start, stop in zip(layout.tensors, layout.starts, layout.starts[1:], strict=False):
+            np.copyto(out[tensor.name], values[start:stop].reshape(tensor.shape), casting="same_kind")
 
 
 # --- gradients that cannot be used ------------------------------------------------------------------------------------
 
 
-def is_finite(flat: Flat, dtype: str) -> bool:
-    """Return True if every element is finite, also after the cast to ``dtype`` for the wire."""
+def is_finite(flat: NDArray[Any], dtype: str) -> bool:
+    """Return True if every value is finite, also after the cast to ``dtype`` for the wire.
+
+    flat: ``values_of`` the vector.
+    """
     with np.errstate(all="ignore"):
         for start in range(0, len(flat), _CHUNK_ELEMENTS):
             chunk = flat[start : start + _CHUNK_ELEMENTS]
@@ -316,30 +330,31 @@ def is_finite(flat: Flat, dtype: str) -> bool:
     return True
 
 
-def _is_surely_finite(chunk: Flat, dtype: str) -> bool:
+def _is_surely_finite(chunk: NDArray[Any], dtype: str) -> bool:
     """Check by one dot product, several times faster than the exact check. False means unknown.
 
     NaN or Inf among the factors makes a product that is not finite, and no addition reverts that. A sum of squares is
     at least each of its terms, so it bounds the elements' magnitude too. If there is no bound, the product of the
     chunk's two halves (they share the middle of an odd number) does half the arithmetic.
     """
-    if dtype == "float32":
+    if dtype in WORDS:
         half = (len(chunk) + 1) // 2
         return bool(abs(np.dot(chunk[:half], chunk[len(chunk) - half :])) < np.inf)
     return bool(np.dot(chunk, chunk) < _SQUARES[dtype])
 
 
-def _is_finite_chunk(chunk: Flat, dtype: str) -> bool:
+def _is_finite_chunk(chunk: NDArray[Any], dtype: str) -> bool:
     limit = OVERFLOW[dtype]
     return bool(chunk.min() > -limit and chunk.max() < limit)  # NaN fails both
 
 
 def check_initial(layout: Layout, flat: Flat) -> None:
     """Raise InvalidArgumentError, which names the tensor, if initial values are NaN or Inf."""
-    if is_finite(flat, "float32"):
+    values = values_of(layout, flat)
+    if is_finite(values, layout.dtype):
         return
-    for tensor, start, stop in zip(layout.tensors, layout.offsets, layout.offsets[1:], strict=False):
-        if count := int(np.count_nonzero(~np.isfinite(flat[start:stop]))):
+    for tensor, start, stop in zip(layout.tensors, layout.starts, layout.starts[1:], strict=False):
+        if count := int(np.count_nonzero(~np.isfinite(values[start:stop]))):
             raise InvalidArgumentError(
                 f"init {tensor.name!r} holds {count} NaN or Inf of {tensor.size} elements: training cannot begin from "
                 "that, so nothing was uploaded",
@@ -356,7 +371,7 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
     counts = {}
     infinite = has_nan = False
     for number in range(len(layout.tensors)) if numbers is None else numbers:
-        part = flat[layout.offsets[number] : layout.offsets[number + 1]]
+        part = values_of(layout, flat)[layout.starts[number] : layout.starts[number + 1]]
         if count := int(np.count_nonzero(~(np.abs(part) < OVERFLOW[dtype]))):
             counts[layout.tensors[number]] = count
             infinite = infinite or not bool(np.isfinite(part).all())
@@ -375,9 +390,9 @@ def non_finite(layout: Layout, flat: Flat, dtype: str, numbers: Iterable[int] | 
     )
 
 
-def grad_norm(flat: Flat, slice_elements: int) -> float:
+def grad_norm(flat: NDArray[Any], slice_values: int) -> float:
     """Return the global L2 norm of ``flat``: squares in float64, summed per slice, the sums added in slice order."""
     total = 0.0
-    for start in range(0, len(flat), slice_elements):
-        total += float(np.square(flat[start : start + slice_elements], dtype=np.float64).sum())
+    for start in range(0, len(flat), slice_values):
+        total += float(np.square(flat[start : start + slice_values], dtype=np.float64).sum())
     return float(np.sqrt(total))

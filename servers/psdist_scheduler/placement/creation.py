@@ -63,7 +63,9 @@ class Creation:
 
     def create(self, event: ev.Create, worker: Member) -> list[ev.Effect]:
         """Add a worker's request to take part. Raises LayoutMismatchError, SettingsMismatchError, LimitExceededError
-        and ServerLostError."""
+        and ServerLostError, InvalidArgumentError if the layout is not of the settings' dtype."""
+        if event.layout.dtype != event.spec.dtype:
+            raise InvalidArgumentError(f"a layout of {event.layout.dtype} for parameters of {event.spec.dtype}")
         p = self._registry.get(event.spec.name)
         if p is not None:
             self._check_lost(p)

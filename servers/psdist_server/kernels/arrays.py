@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from psdist.compression.dtypes import NUMPY_DTYPES
 from psdist.compression.pulls import pull_codec_from_text
-from psdist.consistency import BSP
+from psdist.consistency import sums
 from psdist.errors import InternalError, InvalidArgumentError
 from psdist.types import GroupRange, ParametersEntry
 from psdist_server.kernels import encoded, kernels
@@ -124,7 +124,7 @@ class DenseParameters:
         self._segments: dict[int, tuple[GroupSegment, ...]] = {}
         self.rule = Rule(entry.spec.optimizer, entry.state_since)
         #: True if contributions are added up and not divided.
-        self.sums = isinstance(entry.spec.consistency, BSP) and entry.spec.consistency.reduction == "sum"
+        self.sums = sums(entry.spec.consistency)
         #: The array that workers read: the weights, or the published ones.
         self.weights = WeightsMemory(self.slicing)
         #: None if workers read the weights themselves.

@@ -43,14 +43,17 @@ class Rule:
 
     state_since: the version at which the state began. The optimizer's own count of updates starts there; schedules
         count from version 0.
-    state_names: the state arrays of each slice, in order; each is float32 of the slice's length.
+    state_names: the state arrays of each slice, in order; each is of ``dtype`` and of the slice's length.
+
+    dtype: float32, or float64 for ``double``, whose arrays of float32 hold one value in two elements.
 
     By group: ``kernels``, which update several slices by the mean of contributions (``psdist_server.kernels.fused``),
     and ``arrays``, the places of a kernel's arrays among the weights, 0, and the state arrays, from 1.
     """
 
-    def __init__(self, spec: Optimizer, state_since: int = 0) -> None:
+    def __init__(self, spec: Optimizer, state_since: int = 0, dtype: type[np.floating[Any]] = np.float32) -> None:
         self.spec = spec
+        self._dtype = dtype
         self.state_since = state_since
         self.state_names = spec.state_names
         self._scalars = _SCALARS[spec.kind]
@@ -70,18 +73,22 @@ class Rule:
 
         runs: ranges inside the slice and their groups, without overlap.
         """
+        words = np.dtype(self._dtype).itemsize // weights.itemsize
         for state in states:
             state.fill(0.0)
         for start, stop, group in runs:
-            values = self._groups[group]
+            values, part = self._groups[group], slice(start // words, stop // words)
             if self.spec.kind == "adagrad":
-                states[0][start:stop] = values["initial_accumulator_value"]
+                states[0].view(self._dtype)[part] = values["initial_accumulator_value"]
             if self.spec.kind == "ftrl":
-                states[0][start:stop] = np.sign(weights[start:stop]) * np.float32(-values["l1"])
+                signs = np.sign(weights.view(self._dtype)[part])
+                states[0].view(self._dtype)[part] = signs * self._dtype(-values["l1"])
 
     def scalars(self, step: int, lr_scale: float) -> Scalars:
-        """Return the kernel's float32 arguments for each group at this step; None if the update is skipped. The last
-        result is cached, since all slices of a step share it."""
+        """Return the kernel's arguments, of ``dtype``, for each group at this step; None if the update is skipped.
+
+        The last result is cached, since all slices of a step share it.
+        """
         known = self._scalars_kept
         if known is not None and known[0] == (step, lr_scale):
             return known[1]
@@ -94,7 +101,7 @@ class Rule:
         values = self._groups[group]
         factor = self._schedules[group].factor(max(step - self.spec.delay, self.state_since))
         scalars = self._scalars(values, values["lr"] * factor, lr_scale, step - self.state_since)
-        return None if scalars is None else tuple(map(np.float32, scalars))
+        return None if scalars is None else tuple(map(self._dtype, scalars))
 
 
 def clip_factor(total_norm: float, max_norm: float) -> float:

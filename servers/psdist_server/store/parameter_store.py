@@ -41,8 +41,8 @@ from psdist_server.core.events import (
 )
 from psdist_server.core.replication import BackupReplication
 from psdist_server.core.role_changes import RoleChanges, make_shard
-from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Array, DenseParameters, gradient_of
+from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.pool import KernelLauncher, KernelPool
 from psdist_server.store.applier import Applier, Outcome
 from psdist_server.store.backup_shards import BackupShards
@@ -139,7 +139,7 @@ class ParameterStore:
         if len(payload) != expected:
             raise InvalidArgumentError(f"slice {index} has {expected} bytes in float32, not {len(payload)}")
         values = gradient_of(payload, "float32")
-        if not kernels.all_finite(values):
+        if not all_finite(values, self.entry.spec.dtype):
             start, stop = self.dense.slicing.bounds(index)
             raise InvalidArgumentError(
                 f"the initial values of {self.entry.spec.name!r} hold NaN or Inf in elements {start} to {stop - 1} "

@@ -22,6 +22,7 @@ from psdist_server.core.contribution_comparison import ContributionComparison
 from psdist_server.core.gradient_estimates import GradientEstimates
 from psdist_server.kernels import kernels
 from psdist_server.kernels.arrays import Bad, Gradient, gradient_of
+from psdist_server.kernels.double import all_finite
 from psdist_server.kernels.encoded import is_encoded
 from psdist_server.store.rpc_call import Call
 from psdist_server.store.statistics import Counters
@@ -88,6 +89,10 @@ class PendingGradients:
         if call.gradient.lr_factor is not None:
             self._spec.optimizer.check_lr_factor(call.gradient.lr_factor)
             self._has_lr_factors = True
+        if self._spec.dtype != "float32" and (call.is_encoded or call.dtype != "float32"):
+            raise InvalidArgumentError(
+                f"{self._spec.name!r} is in {self._spec.dtype}: send gradients as DTYPE_FLOAT32, without segments"
+            )
         if (call.is_encoded or call.gradient.weight != 1.0) and not self._has_sums:
             self._has_sums = True
             self._prepare_sums()
@@ -137,7 +142,7 @@ class PendingGradients:
     def _is_finite(self, call: Call, index: int, values: Gradient) -> bool:
         """Return True if all elements are finite. Raises NonFiniteGradientError if they are not and the policy is to
         reject, and MalformedPayloadError if they are encoded and cannot be decoded."""
-        if self._check_encoded(call, index, values) if call.is_encoded else kernels.all_finite(values):
+        if self._check_encoded(call, index, values) if call.is_encoded else all_finite(values, self._spec.dtype):
             return True
         self._count_non_finite(call, index)
         return False

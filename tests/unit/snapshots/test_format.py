@@ -109,6 +109,19 @@ def test_the_bytes_of_version_1_are_those_of_the_release_that_began_it() -> None
     ]
 
 
+@pytest.mark.parametrize(
+    "change", [{"dtype": "float64", "slice_elements": 10}, {"consistency": BSP(reduction="sum")}], ids=str
+)
+def test_what_changes_the_arithmetic_makes_version_4(change: dict[str, Any]) -> None:
+    """An older program must reject it: it would read or apply other numbers."""
+    manifest = manifest_of(replace(SPEC, **change))
+    layout = replace(LAYOUT, dtype=manifest.parameters[0].spec.dtype)
+    manifest = replace(manifest, parameters=(replace(manifest.parameters[0], layout=layout),))
+    data = manifest.to_bytes()
+    assert json.loads(data)["format"] == 4
+    assert Manifest.from_bytes(data, "m") == manifest
+
+
 @pytest.mark.parametrize(("since", "reset"), [(7, False), (0, True), (3, True)])
 def test_a_state_that_was_reset_makes_version_2(since: int, reset: bool) -> None:
     """An older program must reject it: it would count the optimizer's updates from the start."""
@@ -183,8 +196,8 @@ def test_another_form_of_the_same_values_is_refused() -> None:
 
 
 def test_a_newer_format_names_the_remedy() -> None:
-    values = json.loads(manifest_of().to_bytes()) | {"format": 4, "parameters": "as they are in format 4"}
-    with pytest.raises(StorageError, match=r"m has format 4, .* up to 3: use the psdist that wrote it"):
+    values = json.loads(manifest_of().to_bytes()) | {"format": 5, "parameters": "as they are in format 5"}
+    with pytest.raises(StorageError, match=r"m has format 5, .* up to 4: use the psdist that wrote it"):
         Manifest.from_bytes(as_json(values), "m")
     record = {"format": 2, "anything": "else"}
     with pytest.raises(StorageError, match="format 2"):
