@@ -70,7 +70,7 @@ async def _main_async(settings: turns.Settings) -> None:
     own = bench_settings(settings)
     async with psdist.AsyncClient() as client:
         parameters = await client.parameters(**own.arguments())
-        gradients = own.gradients(None if own.copy else await parameters.gradient_buffers())
+        gradients = own.gradients(None if own.copy else await parameters.gradient_buffers(), client.rank)
 
         async def turn(steps: int) -> list[float]:
             times = []

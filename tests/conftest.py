@@ -30,7 +30,19 @@ _ENDING_SECONDS = 30
 #: Of Linux's headers.
 _CLONE_NEWNS, _MS_REC, _MS_PRIVATE = 0x00020000, 0x4000, 1 << 18
 #: Variables by which a launcher would speak to the tests themselves.
-_FOREIGN = ("PSDIST_", "PET_", "DMLC_", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_")
+_FOREIGN = (
+    "PSDIST_",
+    "PET_",
+    "DMLC_",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "MASTER_",
+    "TORCHELASTIC_",
+    "SLURM_",
+    "OMPI_",
+    "PMI",
+)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final, get_args
 
 from psdist.cli.commands import show
 from psdist.cli.step_bench import BenchSettings, StepBench
-from psdist.errors import ConfigurationError
 from psdist.launch.output import stamped
 from psdist.settings.config import TransportName, find_scheduler, find_token
 from psdist.settings.declarations import flags_of, read
 from psdist.settings.exit_codes import OK
 from psdist.settings.flags import CommandLine, Flag, integer, one_of, seconds
+from psdist.settings.other_launchers import check_alone
+from psdist.settings.preflight import require_working_directory
 from psdist.settings.programs import FORMAT_FLAG, SCHEDULER_FLAG, TOKEN_FILE_FLAG, run_id_flag
 
 #: Loading kernels from the cache takes less than this.
@@ -71,11 +72,8 @@ def _client(given: Namespace, environ: Mapping[str, str], stack: ExitStack) -> C
         return Client(
             given.scheduler or None, token or None, run_id=given.run_id or None, transport=given.transport, **times
         )
-    if int(environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigurationError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']}, but no scheduler is named: start it with 'psdist run' or "
-            "'psdist-worker' instead of another launcher, or pass --scheduler HOST:PORT"
-        )
+    require_working_directory()
+    check_alone(environ, "pass --scheduler HOST:PORT")
     from psdist.launch.embedded import EmbeddedCluster
 
     _compile_kernels()

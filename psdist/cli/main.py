@@ -26,6 +26,9 @@ def _version(given: Namespace, environ: Mapping[str, str]) -> int:
 
 
 def _warm_up(given: Namespace, environ: Mapping[str, str]) -> int:
+    from psdist.settings.preflight import require_working_directory
+
+    require_working_directory()
     _become("psdist_server.kernels", ())
 
 

@@ -116,11 +116,14 @@ class BenchSettings:
             "pull_compression": self.pull_compression or None,
         }
 
-    def gradients(self, buffers: Mapping[str, NDArray[Any]] | None) -> Mapping[str, NDArray[Any]]:
-        """Return the gradients to push: written into ``buffers``, or into new arrays if it is None."""
+    def gradients(self, buffers: Mapping[str, NDArray[Any]] | None, rank: int) -> Mapping[str, NDArray[Any]]:
+        """Return the gradients to push: written into ``buffers``, or into new arrays if it is None.
+
+        rank: workers have different gradients, since servers warn of equal ones.
+        """
         import numpy as np
 
-        values = np.random.default_rng(0).standard_normal(self.layer_elements, dtype=np.float32)
+        values = np.random.default_rng(rank).standard_normal(self.layer_elements, dtype=np.float32)
         if buffers is None:
             return {name: _matrix(values[:size].copy()) for name, size in self.layers().items()}
         for buffer in buffers.values():
@@ -172,7 +175,7 @@ class StepBench:
     def __init__(self, client: Client, settings: BenchSettings) -> None:
         self.settings = settings
         self.parameters = client.parameters(**settings.arguments())
-        self.gradients = settings.gradients(None if settings.copy else self.parameters.gradient_buffers())
+        self.gradients = settings.gradients(None if settings.copy else self.parameters.gradient_buffers(), client.rank)
 
     def step(self) -> None:
         """Make a step: push the gradients and pull the new weights."""

@@ -15,15 +15,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Final, Protocol, Self, SupportsFloat
 
-from psdist.client.process import loop, tracebacks
+from psdist.client.process import loop, spawned, tracebacks
 from psdist.client.process.default_log import print_line
 from psdist.client.reporting.pipe import MetricsPipe
 from psdist.client.reporting.reporter import Reporter
 from psdist.client.sync_client import Client
-from psdist.errors import ConfigurationError
+from psdist.errors import ConfigurationError, DuplicateMemberError
 from psdist.metrics.trackers.progress import PLAIN_SECONDS, ProgressTracker
 from psdist.metrics.trackers.tracker import Tracker
 from psdist.settings.config import MetricsSettings, TransportName, metrics_settings
+from psdist.settings.other_launchers import check_alone
 
 _CONFIGURED = ("PSDIST_SCHEDULER", "PSDIST_SCHEDULER_FILE", "DMLC_PS_ROOT_URI")
 
@@ -168,6 +169,7 @@ def init(
     given = {name: value for name, value in locals().items() if value != _DEFAULTS[name]}
     with _lock:
         if _current is None:
+            spawned.check_guarded()
             tracebacks.install_alone()
             _current = _connect(given)
             loop.shared().end_on_sigterm()
@@ -199,13 +201,12 @@ def _print_line(line: str, is_last: bool = False) -> None:
 def _connect(arguments: dict[str, Any]) -> Context:
     metrics = metrics_settings(os.environ)
     if arguments.get("scheduler") or any(os.environ.get(name) for name in _CONFIGURED):
-        client = Client(**arguments)
+        try:
+            client = Client(**arguments)
+        except DuplicateMemberError as error:
+            raise spawned.explained(error) from None
         return Context(client.rank, client.world_size, client.local_rank, client, None, metrics)
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigurationError(
-            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but no scheduler is named: start the script with 'psdist run' "
-            "or 'psdist-worker' instead of another launcher, or set PSDIST_SCHEDULER=HOST:PORT"
-        )
+    check_alone(os.environ, "set PSDIST_SCHEDULER=HOST:PORT")
     return _world_of_one(arguments, metrics)
 
 

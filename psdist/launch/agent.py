@@ -124,6 +124,7 @@ def run_agent(settings: AgentSettings, environ: Mapping[str, str] | None = None)
     SchedulerUnreachableError, or the scheduler's error, if it assigns no ranks.
     """
     environ = dict(os.environ if environ is None else environ)
+    preflight.require_working_directory()
     settings.check()
     preflight.require_for_launcher(settings.processes)
     _exit_on_sigterm()

@@ -87,6 +87,7 @@ def run_local(settings: LocalSettings, environ: Mapping[str, str] | None = None)
     Raises ConfigurationError, before anything was started, if it cannot be run.
     """
     environ = dict(os.environ if environ is None else environ)
+    preflight.require_working_directory()
     settings.check()
     token = find_token(environ) or secrets.token_urlsafe(32)
     # Generated names sort by time.

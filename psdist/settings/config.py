@@ -27,6 +27,7 @@ from urllib.parse import quote
 from psdist.addresses import is_loopback as is_loopback
 from psdist.addresses import parse_address as parse_address
 from psdist.errors import ConfigurationError, InvalidArgumentError, SchedulerUnreachableError
+from psdist.settings.preflight import require_working_directory
 from psdist.wire.limits import ADDRESS_FILE_BYTES_MAX, RUN_ID, TOKEN_CHARACTERS_MAX
 
 #: Transport of gradients and weights. "auto": shared memory with servers on this host; TCP to others, or gRPC if a TCP
@@ -129,7 +130,10 @@ def storage_text(value: str) -> str:
         return ""
     scheme, separator, rest = value.partition("://")
     if not separator:
-        return os.path.abspath(Path(value).expanduser())
+        path = Path(value).expanduser()
+        if not path.is_absolute():
+            require_working_directory()
+        return os.path.abspath(path)
     if scheme not in _STORAGE_SCHEMES or not rest.strip("/"):
         known = ", ".join(f"{each}://" for each in _STORAGE_SCHEMES)
         raise ConfigurationError(f"{value!r:.200} is not a storage for snapshots: use a directory, or one of {known}")

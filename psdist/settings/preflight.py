@@ -5,6 +5,7 @@ Without them the same shortage shows later, in one of several processes, as an e
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import tempfile
@@ -28,6 +29,17 @@ def require_for_launcher(children: int) -> None:
     """Raise ConfigurationError if this process may not start ``children`` processes."""
     _require_files(_FILES_OF_LAUNCHER + children * _FILES_OF_CHILD, f"to start {children} processes")
     _require_addresses()
+
+
+def require_working_directory() -> None:
+    """Raise ConfigurationError if the working directory was deleted: relative paths have no meaning in it."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"the working directory does not exist any more ({error.strerror}): change to another, or back to one that "
+            'was created again (cd "$PWD")'
+        ) from None
 
 
 def require_for_service() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
+from psdist.addresses import loopback
 from psdist.errors import ConfigurationError, InsecureBindError, InvalidArgumentError
 from psdist.settings import exit_codes, preflight
 from psdist.settings.config import (
@@ -41,6 +42,7 @@ TIMEOUTS_TITLE: Final = "timeouts"
 OUTPUT_TITLE: Final = "output"
 SERVERS_TITLE: Final = "servers"
 _NETWORK_TITLE: Final = "network and security"
+_HOST: Final = "127.0.0.1"
 _SNAPSHOTS_TITLE: Final = "snapshots"
 
 # --- settings that several programs declare with their own help or default --------------------------------------------
@@ -151,7 +153,9 @@ class RunSettings:
 class ProgramSettings:
     """Settings of scheduler and server. An empty ``token`` means none."""
 
-    host: str = setting("address to listen on", text, "127.0.0.1", "HOST", group=_NETWORK_TITLE)
+    host: str = setting(
+        "address to listen on; ::1 by default where only that exists", text, _HOST, "HOST", group=_NETWORK_TITLE
+    )
     port: int = setting("port to listen on; 0 takes a free one", integer(0, 65535), 0, "PORT", group=_NETWORK_TITLE)
     run_id: str = run_id_setting("name of the run; refused if the scheduler serves another")
     advertise: str = setting(
@@ -242,7 +246,8 @@ def scheduler_settings(argv: Sequence[str], environ: Mapping[str, str] | None = 
             create_token_file(environ, given.token_file)
     except ConfigurationError as error:
         fail(line.program, str(error))
-    return read(SchedulerSettings, given, store_path=store, token=_program_token(line.program, given, environ))
+    token = _program_token(line.program, given, environ)
+    return read(SchedulerSettings, given, store_path=store, host=_host(given), token=token)
 
 
 # --- psdist-server ----------------------------------------------------------------------------------------------------
@@ -323,7 +328,8 @@ def server_settings(argv: Sequence[str], environ: Mapping[str, str] | None = Non
             fail(line.program, str(error))
         if not scheduler:
             fail(line.program, "no scheduler: pass --scheduler HOST:PORT or set PSDIST_SCHEDULER")
-    return read(ServerSettings, given, scheduler=scheduler, token=_program_token(line.program, given, environ))
+    token = _program_token(line.program, given, environ)
+    return read(ServerSettings, given, scheduler=scheduler, host=_host(given), token=token)
 
 
 # --- both -------------------------------------------------------------------------------------------------------------
@@ -335,6 +341,12 @@ def check_machine(program: str) -> None:
         preflight.require_for_service()
     except ConfigurationError as error:
         fail(program, str(error), exit_codes.UNAVAILABLE)
+
+
+def _host(given: Namespace) -> str:
+    """Return the address to listen on: by default the loopback address, which is ``::1`` on a host without IPv4."""
+    is_default = given.host == _HOST and "host" not in given.explicit
+    return loopback() if is_default else str(given.host)
 
 
 def _program_token(program: str, given: Namespace, environ: Mapping[str, str]) -> str:

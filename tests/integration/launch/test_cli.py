@@ -186,3 +186,21 @@ def test_status_tells_several_runs_apart(tmp_path: Path, monkeypatch: pytest.Mon
         find("", "c", environ)
     assert find("h:1", "", environ).address == "h:1"
     assert find("", "", {**environ, "PSDIST_SCHEDULER": "h:2"}).address == "h:2"
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "train.py"), ("warmup",), ("bench", "--steps", "1"), ("worker", "--scheduler", "h:1", "train.py")]
+)
+def test_a_working_directory_that_is_gone_is_said_in_words(tmp_path: Path, words: tuple[str, ...]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    program, arguments = ("worker", words[1:]) if words[0] == "worker" else ("main", words)
+    script = f"import os; os.rmdir({str(gone)!r}); from psdist.cli import main; main.{program}()"
+    done = subprocess.run([sys.executable, "-c", script, *arguments], cwd=gone, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "the working directory does not exist any more" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run([sys.executable, "-m", "psdist", "version"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("psdist ") and not done.stderr

@@ -1,0 +1,5 @@
+"""``python -m psdist``: the command ``psdist``, for interpreters whose scripts are not on the path."""
+
+from psdist.cli.main import main
+
+main()

@@ -1,0 +1,57 @@
+"""Processes that ``multiprocessing`` spawns from a script: their errors name the missing guard of the main module."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from psdist.launch.embedded import EmbeddedCluster
+
+#: A data loader's process, as in a script that was only tried with fork.
+_UNGUARDED = """
+import multiprocessing, psdist
+context = psdist.init()
+process = multiprocessing.get_context("spawn").Process(target=print)
+process.start()
+process.join()
+print("status", process.exitcode)
+context.close()
+"""
+_WORKER_IN_A_CHILD = """
+import multiprocessing, psdist
+def train():
+    psdist.init()
+if __name__ == "__main__":
+    with psdist.init():
+        process = multiprocessing.get_context("spawn").Process(target=train)
+        process.start()
+        process.join()
+        print("status", process.exitcode)
+"""
+
+
+def run(path: Path, script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    (path / "train.py").write_text(script)
+    return subprocess.run(
+        [sys.executable, "train.py"], cwd=path, env=os.environ | variables, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_a_script_without_the_guard_does_not_train_in_its_data_loader(tmp_path: Path) -> None:
+    done = run(tmp_path, _UNGUARDED)
+    assert (done.returncode, done.stdout) == (0, "status 1\n"), done.stderr
+    assert "ConfigurationError" in done.stderr and 'if __name__ == "__main__":' in done.stderr
+
+
+def test_a_second_process_of_a_rank_is_told_why_the_rank_is_taken(tmp_path: Path) -> None:
+    cluster = EmbeddedCluster(1)
+    try:
+        named = {"PSDIST_SCHEDULER": cluster.address, "PSDIST_TOKEN": cluster.token, "RANK": "0", "WORLD_SIZE": "1"}
+        done = run(tmp_path, _WORKER_IN_A_CHILD, **named)
+    finally:
+        cluster.close()
+    assert (done.returncode, done.stdout) == (0, "status 1\n"), done.stderr
+    assert "DuplicateMemberError: rank 0 is taken" in done.stderr and "--nproc-per-node" in done.stderr
+    assert 'if __name__ == "__main__":' in done.stderr and done.stderr.count("DuplicateMemberError") == 1
