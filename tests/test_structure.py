@@ -159,7 +159,7 @@ def test_modules_import_in_no_circle() -> None:
 def test_folders_import_one_way() -> None:
     arrows: dict[str, set[str]] = defaultdict(set)
     for module, path in PRODUCT.items():
-        if module != FACADE:
+        if module not in (FACADE, f"{FACADE}.__main__"):  # Names for what the folders define.
             arrows[folder(module)] |= {folder(other) for other in imported(module, path) - {FACADE}} - {folder(module)}
     assert not circles(arrows)
 
