@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
 from pathlib import Path
+from pkgutil import resolve_name
 
 import psdist
 from psdist import compression
@@ -196,6 +197,31 @@ def test_the_page_on_time_limits_has_each_argument_with_its_default() -> None:
         defaults = [inspect.signature(call).parameters[argument].default for call in calls]
         assert {"None" if each is None else f"{each:g}" for each in defaults} == {default}
     assert not places
+
+
+#: Constants behind the rows of fixed times that begin with a number, in the page's order.
+_FIXED_TIMES = (
+    ("psdist.launch.supervisor:REPEAT_SECONDS",),
+    ("psdist.launch.shutdown:FAILURE_STOP_SECONDS",),
+    ("psdist_scheduler.placement.creation:RETURN_GRACE_SECONDS",),
+    ("psdist.client.process.sigterm:AGAIN_SECONDS",),
+    ("psdist.client.session.stopping:FINISH_SECONDS",),
+    ("psdist.client.session.stopping:ALONE_SECONDS",),
+    ("psdist.client.session.barriers:WITHDRAW_SECONDS",),
+    ("psdist_scheduler.coordination.exit_requests:SERVERS_END_SECONDS",),
+    ("psdist.launch.shutdown:GRACE_SECONDS",),
+    ("psdist_server.snapshot_writer:STALL_SECONDS",),
+    ("psdist.client.snapshots:_LAST_SNAPSHOT_SECONDS", "psdist.client.snapshots:_FAILED_SECONDS"),
+    ("psdist_scheduler.coordination.deferred_losses:PATIENCE_SECONDS",),
+    ("psdist.launch.agent:_GIVE_UP_SECONDS",),
+    ("psdist_scheduler.app:_FAREWELL_SECONDS",),
+    ("psdist.launch.final_snapshot:_STILL_SECONDS",),
+)
+
+
+def test_the_page_on_time_limits_has_the_fixed_times_of_the_code() -> None:
+    told = [time for time, _ in _table("timeouts.md", "Fixed times") if re.fullmatch(r"[\d, ]+", time)]
+    assert told == [", ".join(f"{resolve_name(name):g}" for name in names) for names in _FIXED_TIMES]
 
 
 def test_the_page_on_optimizers_has_each_with_its_defaults() -> None:
