@@ -149,7 +149,8 @@ class AsyncDataset(ProcessBound):
 
     async def position(self) -> DataPosition:
         """Return the position of the data set: everything that all workers have done. Ranges that they hold now are not
-        in it."""
+        in it. ``DataPosition.to_json`` and ``from_json`` convert it for a file.
+        """
         await self.report()
         request = pb.GetDataPositionRequest(run_id=self._membership.registration.run_id, dataset=self.name)
         answer = await self._ask(self._calls.stub.GetDataPosition, request)

@@ -169,8 +169,9 @@ class AsyncParameters(ProcessBound):
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
         TcpUnavailableError (transport "tcp"), MutualWaitError (only with ``Client``) if the other workers wait for this
         one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
-        than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
-        ``flat_vector.check_out`` for ``out``.
+        than before and while a step is given in buckets; DeviceUnavailableError and DeviceLostError. For ``out``:
+        UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, and InvalidArgumentError for
+        anything but writable numpy arrays.
         """
         async with self._steps.call(Phase.WAIT):
             wanted = Wanted(out, copy, await self._steps.gradients.on_named(device))
@@ -189,10 +190,11 @@ class AsyncParameters(ProcessBound):
             order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
-        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
-        the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
-        of a device. Calling it again with the same gradients retries the same step.
+        before anything is sent; NotMemberError if the set was opened for reading; ServerLostError, FencedError,
+        ClosedError, WaitTimeoutError; MutualWaitError as in ``pull``: calling again continues this push;
+        PushDroppedError according to ``on_drop``: the worker takes part again, and the next call continues.
+        DeviceUnavailableError and DeviceLostError for arrays of a device. Calling it again with the same gradients
+        retries the same step.
         """
         async with self._steps.call(Phase.PUSH):
             await self._steps.push(gradients, weight)

@@ -418,8 +418,9 @@ class Parameters(Blocking[AsyncParameters]):
         Raises ServerLostError, FencedError, ClosedError, WaitTimeoutError, SharingUnavailableError (transport "shm"),
         TcpUnavailableError (transport "tcp"), MutualWaitError if the other workers wait for this
         one elsewhere, InvalidArgumentError for ``out`` together with ``copy=False`` or ``device``, for another device
-        than before and while a step is given in buckets, DeviceUnavailableError and DeviceLostError, and as
-        ``flat_vector.check_out`` for ``out``.
+        than before and while a step is given in buckets; DeviceUnavailableError and DeviceLostError. For ``out``:
+        UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError, and InvalidArgumentError for
+        anything but writable numpy arrays.
         """
         with self._phases.call(Phase.WAIT):
             return loop.shared().call(self._async.pull(out, copy, device), reading=True)
@@ -437,10 +438,11 @@ class Parameters(Blocking[AsyncParameters]):
             order, over the sum of the weights. 0 contributes nothing.
 
         Raises UnknownTensorError, MissingTensorError, ShapeMismatchError, DTypeMismatchError and NonFiniteGradientError
-        before anything is sent; NotMemberError, ServerLostError, FencedError, ClosedError, WaitTimeoutError;
-        MutualWaitError as in ``pull``: calling again continues this push; PushDroppedError according to ``on_drop``:
-        the worker takes part again, and the next call continues. DeviceUnavailableError and DeviceLostError for arrays
-        of a device. Calling it again with the same gradients retries the same step.
+        before anything is sent; NotMemberError if the set was opened for reading; ServerLostError, FencedError,
+        ClosedError, WaitTimeoutError; MutualWaitError as in ``pull``: calling again continues this push;
+        PushDroppedError according to ``on_drop``: the worker takes part again, and the next call continues.
+        DeviceUnavailableError and DeviceLostError for arrays of a device. Calling it again with the same gradients
+        retries the same step.
         """
         with self._phases.call(Phase.PUSH):
             loop.shared().call(self._async.push(gradients, weight))
@@ -638,7 +640,8 @@ class Dataset(Blocking[AsyncDataset]):
 
     def position(self) -> DataPosition:
         """Return the position of the data set: everything that all workers have done. Ranges that they hold now are not
-        in it."""
+        in it. ``DataPosition.to_json`` and ``from_json`` convert it for a file.
+        """
         return loop.shared().call(self._async.position())
 
     def set_position(self, position: DataPosition) -> None:
