@@ -53,6 +53,10 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-4),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, eps=1e-4, momentum=0.9, centered=True),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0, eps=1e-4),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-3, eps=1e-4, maximize=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, lambd=0.1, t0=3),
+    "groups": lambda p: torch.optim.SGD([{"params": [next(p)], "momentum": 0.9, "nesterov": True}, {"params": p}], 0.1),
 }
 
 

@@ -42,6 +42,30 @@ def test_schedules_and_clipping_are_those_of_torch(alone: Context, name: str) ->
     assert distance(model, other) < 1e-5
 
 
+def test_a_cosine_with_a_least_rate_is_torchs_in_each_group(alone: Context, name: str) -> None:
+    def prepared(model: nn.Module) -> tuple[torch.optim.Optimizer, lr_scheduler.LRScheduler]:
+        optimizer = in_groups(model)
+        return optimizer, lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS, eta_min=0.005)
+
+    model = mlp()
+    other = copy.deepcopy(model)
+    inner, scheduler = prepared(model)
+    optimizer = DistributedOptimizer(model, inner, scheduler, name=name)
+    train(model, optimizer, scheduler)
+    train(other, *prepared(other))
+    assert distance(model, other) < 1e-5
+    assert optimizer.handle.lr_factor is None, "the servers run the schedule"
+
+
+def test_groups_of_a_specification_show_where_their_rate_ends(alone: Context, name: str) -> None:
+    model = mlp()
+    overrides = (optim.override("*.bias", end_factor=0.5),)
+    spec = optim.SGD(lr=0.1, schedule=optim.Linear(STEPS), overrides=overrides)
+    optimizer = DistributedOptimizer(model, spec, name=name)
+    train(model, optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0, 0.05])
+
+
 SENT: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 4) * 0.9**step),
     "milestones": lambda o: lr_scheduler.MultiStepLR(o, [3, 7], 0.3),

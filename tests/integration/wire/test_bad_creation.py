@@ -84,11 +84,23 @@ async def until_upload(call: Any) -> AsyncIterator[scheduler_pb2.CreateParameter
             {"optimizer": {"values": {"lr": 0.5}}},
             "SGD needs momentum, dampening, weight_decay, nesterov, which are missing",
         ),
+        (
+            {"optimizer": {"kind": "rprop", "values": psdist.optim.Rprop().values() | {"etaplus": 0.5}}},
+            "rprop etaplus=0.5 is out of range: use more than 1",
+        ),
+        (
+            {"optimizer": {"overrides": [common.Override(pattern="*", values={"nesterov": 1})]}},
+            "nesterov=True needs momentum above 0",
+        ),
+        (
+            {"optimizer": {"overrides": [common.Override(pattern="*", values={"end_factor": 1})]}},
+            "end_factor needs a schedule that has one",
+        ),
         ({"optimizer": {"schedule": common.Schedule(kind="constant")}}, "Constant needs warmup_steps, warmup_start"),
         ({"non_finite": 77}, "non_finite 77 is unknown"),
         ({"consistency": common.Consistency(kind="asp", staleness_lr=77)}, "staleness_lr 77 is unknown"),
     ],
-    ids=["numbers", "schedule", "policy", "enum"],
+    ids=["numbers", "range", "group", "end", "schedule", "policy", "enum"],
 )
 async def test_settings_by_hand_that_are_wrong(
     training: Training, creator: Creator, change: dict[str, Any], words: str
