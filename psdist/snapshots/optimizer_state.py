@@ -74,7 +74,7 @@ async def _read(storage: Storage, found: CommittedSnapshot, stored: Contents) ->
             vectors[state.spec.name] = await _vectors(slices, state)
         part = slice(tensor.elements.start, tensor.elements.stop)
         spec = state.spec.optimizer
-        group = group_of(tensor.name, spec.overrides)
+        group = group_of(state.layout.tensors[tensor.place[1]].name, spec.overrides)  # a tied weight has other names
         kept = spec.group_state_names(group)
         arrays: dict[str, Any] = {
             name: flat[part].view(state.spec.dtype).reshape(tensor.shape)

@@ -236,6 +236,45 @@ def test_update(
             assert_same(ours, theirs)
 
 
+_BELOW_ONE, _POSITIVE, _ANY = (0.0, 0.3, 0.999), (1e-8, 0.3, 1e3), (0.0, 1e-8, 0.3, 0.999, 1.5, 1e3)
+#: Values of hyperparameters to choose from. Other names take ``_ANY``.
+POOLS: dict[str, tuple[float, ...]] = {
+    **dict.fromkeys(("beta1", "beta2", "alpha", "rho"), _BELOW_ONE),
+    **dict.fromkeys(("lr", "eps", "step_size_min", "step_size_max"), _POSITIVE),
+    **dict.fromkeys(("nesterov", "centered", "amsgrad", "maximize", "decoupled_weight_decay"), (0.0, 1.0)),
+    **{"etaminus": (1e-8, 0.3), "etaplus": (1.5, 1e3)},
+}
+
+
+@st.composite
+def values_of(draw: st.DrawFn, kind: str) -> dict[str, float]:
+    """Return hyperparameters of one group."""
+    names = optim.OPTIMIZERS[kind]().values()
+    values = {name: draw(st.sampled_from(POOLS.get(name, _ANY))) for name in names}
+    return values | ({"momentum": 0.3, "dampening": 0.0} if values.get("nesterov") else {})
+
+
+@pytest.mark.parametrize("kind", optim.OPTIMIZERS)
+@settings(max_examples=20)
+@given(data=st.data(), size=st.integers(1, 300), seed=seeds)
+def test_update_with_any_settings(kind: str, data: st.DataObject, size: int, seed: int) -> None:
+    """Three steps equal the reference, with two groups that differ in any settings."""
+    others = optim.override("*", **data.draw(values_of(kind)))
+    spec = optim.optimizer_from_values(kind, data.draw(values_of(kind)), optim.Linear(4, 0.5), 0.0, (others,))
+    rule, weights = Rule(spec), draw(size, seed)
+    runs = [(0, size // 2, 0), (size // 2, size, 1)]
+    states = fresh(rule, weights, runs)
+    expected, expected_states = weights.copy(), tuple(state.copy() for state in states)
+    for step in range(3):
+        gradient = draw(size, seed + 1 + step)
+        update(rule, weights, states, gradient, step, runs=runs)
+        for start, stop, group in runs:
+            parts = tuple(state[start:stop] for state in expected_states)
+            reference.update(spec, spec.group_values(group), expected[start:stop], parts, gradient[start:stop], step)
+    for ours, theirs in zip((weights, *states), (expected, *expected_states), strict=True):
+        assert_same(ours, theirs)
+
+
 def test_every_kernel_is_tested() -> None:
     assert {kernel for spec in SPECS for kernel in Rule(spec).kernels} == set(UPDATES.values())
     private = ("_combine", "_sum_squares", "_all_finite32", "_all_finite16")
