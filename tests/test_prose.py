@@ -1,4 +1,4 @@
-"""The rules on words of CONTRIBUTING.md: how docstrings open, weak phrases, the one logger name, docstring style.
+"""The rules on words of CONTRIBUTING.md: how docstrings open, the arguments that they name, weak phrases, loggers.
 
 Text is counted against ceilings that may only fall: lower a ceiling with each commit that removes phrases. Each rule is
 first shown text that breaks it; this file, which holds such text, is not counted. Docstring style is ruff's work; here
@@ -77,6 +77,18 @@ def weak_phrases(text: str) -> list[str]:
     return [phrase.lower() for phrase in _WEAK_PHRASE.findall(text)]
 
 
+def unknown_arguments(tree: ast.Module) -> list[str]:
+    """Entries ``name: meaning`` of functions' docstrings that name no argument: line and name of each."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
+            names = {one.arg for one in ast.walk(node.args) if isinstance(one, ast.arg)}
+            # A line that continues a sentence may begin with a word and a colon.
+            entries = re.findall(r"(?:[.:]|^)\n([a-z_]\w*(?:, [a-z_]\w*)*): ", text, re.MULTILINE)
+            found += [f"{node.lineno}: {one}" for entry in entries for one in entry.split(", ") if one not in names]
+    return found
+
+
 def logger_names(tree: ast.Module) -> set[str]:
     """Names of the module's loggers."""
     assigned = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
@@ -114,6 +126,11 @@ def test_other_phrases_pass(text: str) -> None:
     assert weak_phrases(text) == []
 
 
+def test_unknown_arguments_are_seen() -> None:
+    text = "Add a and\n    so: on.\n\n    a: first.\n    b, c: others.\n        Longer.\n    d: last."
+    assert unknown_arguments(ast.parse(f'def f(a, *, b):\n    """{text}"""')) == ["1: c", "1: d"]
+
+
 def test_logger_names_are_seen() -> None:
     source = "import logging\nlog = logging.getLogger('x')\nlogger: object = structlog.get_logger()\nother = f()"
     assert logger_names(ast.parse(source)) == {"log", "logger"}
@@ -141,6 +158,11 @@ def test_ruff_sees_docstrings(rule: str, source: str) -> None:
 def test_docstrings_open_well() -> None:
     found = [f"{module}:{line}" for module, path in PRODUCT.items() for line in weak_openers(parsed(path))]
     assert len(found) <= OPENERS_MAX, f"{len(found)}, over {OPENERS_MAX}:\n" + "\n".join(found)
+
+
+def test_docstrings_name_arguments_that_exist() -> None:
+    found = [f"{module}:{line}" for module, path in PRODUCT.items() for line in unknown_arguments(parsed(path))]
+    assert not found, "\n".join(found)
 
 
 def test_weak_phrases_become_fewer() -> None:
