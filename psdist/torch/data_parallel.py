@@ -33,7 +33,7 @@ from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
-from psdist.torch.values import write_into
+from psdist.torch.values import as_real, write_into
 
 logger = logging.getLogger("psdist")
 
@@ -118,16 +118,17 @@ class DistributedDataParallel(nn.Module):
         check_in_time(client, name)
         self._trained = tensors.trained
         self._may_miss = find_unused_parameters or static_graph
-        shapes: dict[str, NDArray[np.float32]] = {
-            key: np.zeros(tuple(one.shape), np.float32) for key, one in tensors.trained.items()
+        shapes: dict[str, NDArray[Any]] = {
+            key: np.zeros(tuple(as_real(one).shape), tensors.master_dtype) for key, one in tensors.trained.items()
         }
         flags: dict[str, NDArray[np.float32]] = {_OVERFLOWS: np.zeros(1, np.float32)}
         if self._may_miss:
             flags[_USED] = np.zeros(len(shapes), np.float32)
         #: Parameter set of the gradients, for its ``step`` and ``statistics()``.
         self.handle = client.parameters(
-            name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression
-        )
+            name, shapes | flags, Mean(), with_reduction(BSP(), reduction), compression=compression,
+            master_dtype=tensors.master_dtype,
+        )  # fmt: skip
         if self.handle.restored:
             logger.warning(
                 "%r resumes from snapshot %s, which contains neither weights nor optimizer of a "

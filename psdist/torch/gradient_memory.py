@@ -24,7 +24,7 @@ logger = logging.getLogger("psdist")
 def gradient_memory(handle: Parameters, device: torch.device) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the gradient buffers of ``handle`` for a model on ``device``, and a tensor that shares the memory of each.
 
-    All are float32 in the shapes of the parameters. Raises DeviceLostError.
+    All have the dtype of the servers, and the shapes of the parameters ``as_real``. Raises DeviceLostError.
     """
     number, arrays = cuda_number(device), None
     if number is not None and handle.statistics().compression.encodes_on_device:

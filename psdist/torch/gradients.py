@@ -31,7 +31,7 @@ from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistEr
 from psdist.torch.bucket_plan import BucketPlan
 from psdist.torch.gradient_memory import gradient_memory
 from psdist.torch.guards.fingerprint import Fingerprint
-from psdist.torch.values import weight_of
+from psdist.torch.values import as_real, weight_of
 
 Write = Callable[[Mapping[str, NDArray[Any]]], None]
 
@@ -78,7 +78,7 @@ class GradientStream:
     """Pushes the gradients of ``trained``, which are the tensors of ``handle``, once per step.
 
     bucket_bytes: see ``BucketPlan``.
-    as_views: make ``parameter.grad`` a view of the vector if the parameter is float32 and on the vector's device.
+    as_views: make ``parameter.grad`` a view of the vector if the parameter has its dtype and is on its device.
     others: tensors of ``handle`` that are not parameters. They are pushed at the end.
     overflows: name of one of ``others``. It becomes 1 in a step in which gradients of this worker are not finite; these
         are pushed as zeros. None: such gradients raise.
@@ -206,7 +206,7 @@ class GradientStream:
             view.zero_()
         elif gradient is not view:
             with torch.no_grad():
-                view.copy_(gradient.to_dense() if gradient.layout is not torch.strided else gradient)
+                view.copy_(as_real(gradient.to_dense() if gradient.layout is not torch.strided else gradient))
             if self._as_views and parameter.device == view.device and parameter.dtype == view.dtype:
                 gradient = parameter.grad = view
         self._step.taken[number] = gradient, 0 if gradient is None else gradient._version

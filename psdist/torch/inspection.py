@@ -18,11 +18,15 @@ from torch import Tensor, nn
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.torch.guards.fingerprint import Fingerprint
+from psdist.types import MasterDType
 
 logger = logging.getLogger("psdist")
 
-#: Dtypes of trained parameters. The servers hold float32 and would round a float64.
-DTYPES: Final = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+#: Dtypes of trained parameters, and the dtype in which servers compute for a model that has one of them.
+DTYPES: Final[Mapping[torch.dtype, MasterDType]] = {
+    torch.float32: "float32", torch.bfloat16: "float32", torch.float16: "float32", torch.complex64: "float32",
+    torch.float64: "float64", torch.complex128: "float64",
+}  # fmt: skip
 #: Prefix that the module of ``torch.compile`` puts before names.
 COMPILED: Final = "_orig_mod."
 
@@ -42,6 +46,12 @@ class ModelTensors:
     def device(self) -> torch.device:
         """Device of all trained parameters."""
         return next(iter(self.trained.values())).device
+
+    @property
+    def master_dtype(self) -> MasterDType:
+        """Dtype in which the servers compute: float64 if a trained parameter has as many digits."""
+        dtypes: set[MasterDType] = {DTYPES[parameter.dtype] for parameter in self.trained.values()}
+        return "float64" if "float64" in dtypes else "float32"
 
 
 def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, has_values: bool = True) -> ModelTensors:
@@ -96,12 +106,10 @@ def _check_trained(name: str, parameter: nn.Parameter, *, has_values: bool) -> N
     if has_values and parameter.device.type == "meta":
         raise InvalidArgumentError(f"parameter {name!r} is on the meta device: move it by model.to_empty()")
     if parameter.dtype not in DTYPES:
-        remedy = "model.float()" if parameter.dtype == torch.float64 else "its real and imaginary parts as float32"
-        if not (parameter.dtype.is_floating_point or parameter.dtype.is_complex):
-            remedy = "requires_grad_(False) for it"
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
         raise DTypeMismatchError(
-            f"parameter {name!r} has dtype {parameter.dtype}, which cannot be trained here: the servers hold float32. "
-            f"Use {remedy}",
+            f"parameter {name!r} has dtype {parameter.dtype}, which cannot be trained here: use one of {known}, or "
+            "requires_grad_(False) for it",
             tensor=name,
             given=str(parameter.dtype),
         )

@@ -29,7 +29,7 @@ from psdist.client.session.drops import OnDrop
 from psdist.client.sync_client import Parameters
 from psdist.compression import Cast, Codec, resolve
 from psdist.consistency import BSP, Consistency
-from psdist.errors import InvalidArgumentError
+from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.optim import Optimizer, group_of
 from psdist.torch.inspection import ModelParameters, fixed_tensors, inspect
 from psdist.torch.kept_buffers import KeptBuffers
@@ -320,6 +320,14 @@ def _checked_device(device: torch.device | str) -> torch.device:
 
 
 def _check_model(model: nn.Module, trained: Mapping[str, nn.Parameter], spec: Optimizer) -> None:
+    for name, parameter in trained.items():
+        if parameter.dtype in (torch.float64, torch.complex64, torch.complex128):
+            raise DTypeMismatchError(
+                f"parameter {name!r} has dtype {parameter.dtype}, and offload() trains float32, bfloat16 and float16: "
+                "use DistributedOptimizer, or model.float()",
+                tensor=name,
+                given=str(parameter.dtype),
+            )
     if spec.max_grad_norm:
         raise InvalidArgumentError(
             f"max_grad_norm={spec.max_grad_norm:g} needs the gradients of all layers at the same time, and offload() "

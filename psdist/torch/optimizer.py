@@ -40,9 +40,10 @@ from psdist.types import DType, NonFinite
 class DistributedOptimizer(torch.optim.Optimizer):
     """Trains ``model`` through psdist, in place of ``optimizer``, with its loop unchanged.
 
-    model: its trained parameters are float32, bfloat16 or float16 and on one device. All workers start with the values
-        of the lowest rank, including frozen parameters and buffers. A parameter without a gradient counts with zeros.
-        Buffers, such as running statistics, then belong to each worker, and snapshots contain them.
+    model: its trained parameters are on one device. If some are float64 or complex128, the servers compute in float64,
+        else in float32; complex parameters are trained as pairs, as by torch. All workers start with the values of the
+        lowest rank, including frozen parameters and buffers. A parameter without a gradient counts with zeros. Buffers,
+        such as running statistics, then belong to each worker, and snapshots contain them.
     optimizer: an optimizer of torch.optim that works element by element, with its parameter groups, or a
         specification of psdist.optim. It runs on the servers. Parameters that torch's optimizer lacks are not trained.
     scheduler: learning-rate scheduler of torch's optimizer, for BSP. The loop calls ``scheduler.step()`` after each
@@ -112,6 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             non_finite=non_finite,
             on_drop=on_drop,
             reset_optimizer=reset_optimizer,
+            master_dtype=tensors.master_dtype,
         )
         share_fixed(client, f"{name}/fixed", tensors.fixed)
         self._trained = tensors.trained

@@ -14,6 +14,7 @@ from psdist.snapshots import optimizer_state as snapshots
 from psdist.snapshots.optimizer_state import TensorState
 from psdist.torch.conversion import check_same_state
 from psdist.torch.inspection import inspect
+from psdist.torch.values import as_real
 
 
 def load_optimizer_state(
@@ -36,8 +37,8 @@ def load_optimizer_state(
         settings, such as the learning rate, do not change; its previous state is replaced.
     url, step, parameters: as for ``psdist.load_snapshot``.
 
-    State is float32 on the servers and takes the dtype of its parameter here. After SSP and ASP, Adam's step count is
-    that of the slice with the fewest updates. Weights are not loaded.
+    State takes the dtype of its parameter here. After SSP and ASP, Adam's step count is that of the slice with the
+    fewest updates. Weights are not loaded.
 
     Raises SettingsMismatchError if the optimizer has other state tensors, MissingTensorError and ShapeMismatchError if
     the snapshot is of another model, InvalidArgumentError as ``DistributedOptimizer`` for a model that it cannot train,
@@ -66,10 +67,12 @@ def load_optimizer_state(
 def _entry(name: str, parameter: Tensor, state: TensorState) -> dict[str, Any]:
     """Return torch's state entry of a parameter. It is empty before the first update, except for Adagrad."""
     entry: dict[str, Any] = {}
+    expected = tuple(as_real(parameter).shape)
     for key, array in state.arrays.items():
-        if array.shape != tuple(parameter.shape):
-            raise ShapeMismatchError(f"{key} of {name!r} has shape {array.shape}, expected {tuple(parameter.shape)}")
-        entry[key] = torch.from_numpy(array.copy())
+        if array.shape != expected:
+            raise ShapeMismatchError(f"{key} of {name!r} has shape {array.shape}, expected {expected}")
+        tensor = torch.from_numpy(array.copy())
+        entry[key] = torch.view_as_complex(tensor) if parameter.is_complex() else tensor
     if not state.updates and state.optimizer.kind != "adagrad":
         return {}
     if state.optimizer.kind != "sgd":

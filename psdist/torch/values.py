@@ -22,17 +22,25 @@ from psdist.consistency import Consistency, check_weight
 _NO_TRAINING: Final = optim.SGD(lr=0.0)
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a view of a complex one that has real and imaginary parts in a last dimension of 2.
+
+    torch's optimizers update complex parameters as such pairs, too.
+    """
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def write_into(tensor: Tensor, array: NDArray[Any]) -> None:
-    """Copy the array into a tensor of any dtype and device. The array may change afterwards."""
+    """Copy the array into a tensor of any dtype and device, ``as_real``. The array may change afterwards."""
     if tensor.device.type == "cpu" and tensor.dtype == torch.float32:
         np.copyto(tensor.detach().numpy(), array)
     else:
-        tensor.detach().copy_(from_array(array))
+        as_real(tensor.detach()).copy_(from_array(array))
     torch.autograd.graph.increment_version(tensor)
 
 
 class TensorWriter:
-    """Writes arrays into tensors of the same names, shapes and dtypes.
+    """Writes arrays into tensors of the same names, shapes and dtypes; complex ones ``as_real``.
 
     tensors: on any one device.
     """
@@ -41,9 +49,9 @@ class TensorWriter:
         self._tensors = dict(tensors)
         #: Memory of the tensors that numpy can write to.
         self._memory: dict[str, NDArray[Any]] = {
-            name: tensor.detach().numpy()
+            name: as_real(tensor.detach()).numpy()
             for name, tensor in self._tensors.items()
-            if tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float16)
+            if tensor.device.type == "cpu" and tensor.dtype != torch.bfloat16
         }
 
     def write(self, arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -51,7 +59,7 @@ class TensorWriter:
         for name, array in arrays.items():
             memory = self._memory.get(name)
             if memory is None:
-                self._tensors[name].detach().copy_(from_array(array))
+                as_real(self._tensors[name].detach()).copy_(from_array(array))
             else:
                 np.copyto(memory, array)
         torch.autograd.graph.increment_version([self._tensors[name] for name in arrays])
@@ -66,7 +74,7 @@ def from_array(array: NDArray[Any]) -> Tensor:
 
 def initial_values(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the ``init`` argument of ``Client.parameters``."""
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return {name: as_real(tensor.detach()).cpu() for name, tensor in tensors.items()}
 
 
 def weight_of(value: Any, consistency: Consistency) -> float:

@@ -60,6 +60,10 @@ def under_inference_mode() -> nn.Module:
         return nn.Linear(2, 2)
 
 
+def eighth() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2).to(torch.float8_e5m2))
+
+
 def with_expanded_parameter() -> nn.Module:
     model = nn.Linear(2, 2)
     model.weight = nn.Parameter(torch.ones(2, 1).expand(2, 2))
@@ -84,8 +88,7 @@ def mixed() -> nn.Module:
         (under_inference_mode, InvalidArgumentError, "parameter 'weight' was made under torch.inference_mode"),
         (lambda: nn.ReLU(), InvalidArgumentError, "no parameter to train"),
         (lambda: nn.Linear(2, 2).requires_grad_(False), InvalidArgumentError, "no parameter to train"),
-        (lambda: nn.Linear(2, 2).double(), DTypeMismatchError, "'weight' has dtype torch.float64.*model.float"),
-        (lambda: nn.Linear(2, 2, dtype=torch.complex64), DTypeMismatchError, "dtype torch.complex64"),
+        (lambda: nn.ParameterDict({"w": eighth()}), DTypeMismatchError, "dtype torch.float8_e5m2.*complex64"),
         (lambda: nn.Linear(2, 2, device="meta"), InvalidArgumentError, "on the meta device"),
         (mixed, InvalidArgumentError, "on the meta device"),
         (lambda: nn.LazyLinear(3), InvalidArgumentError, "has no shape yet"),
