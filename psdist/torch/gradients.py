@@ -251,6 +251,11 @@ class GradientStream:
         return self._is_paused
 
     @property
+    def weight(self) -> float:
+        """Weight of this step's gradients in its mean."""
+        return self._step.weight
+
+    @property
     def untaken(self) -> list[str]:
         """Names of the parameters without a gradient in this step so far.
 

@@ -124,7 +124,7 @@ def _aliases(model: nn.Module, buffers: Container[str]) -> dict[str, str]:
     aliases: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         own = {key: one for key, one in module._buffers.items() if key not in module._non_persistent_buffers_set}
-        for key, tensor in (module._parameters | own).items():
+        for key, tensor in [*module._parameters.items(), *own.items()]:
             name = f"{prefix}.{key}".replace(COMPILED, "").removeprefix(".")
             if tensor is not None and first.setdefault(id(tensor), name) != name and name not in buffers:
                 aliases[name] = first[id(tensor)]

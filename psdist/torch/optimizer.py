@@ -31,7 +31,9 @@ from psdist.torch.gradients import GradientStream, check_free
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
-from psdist.torch.rates import LearningRates, check_scheduler
+from psdist.torch.mean_gradients import MeanGradients
+from psdist.torch.overlap import Overlap, OverlapProbe, check_overlap, report_pushes_in_step
+from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
 from psdist.types import DType, NonFinite
@@ -55,11 +57,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
         of a batch (``reduction="sum"`` of torch's loss functions). BSP only.
     max_grad_norm: clips the mean gradient (with ``reduction="sum"`` the sum) to this global norm, like
-        ``clip_grad_norm_`` in a single process. None uses the specification's value. ``clip_grad_norm_`` itself cannot
-        be used with ``overlap``.
+        ``clip_grad_norm_`` in a single process. None uses the specification's value. For the norm's value call
+        ``clip_grad_norm_`` of this class.
     name: name of the parameter set. Each model of a script has its own.
     overlap: push gradients while the backward pass still computes others. False pushes all of them in ``step``, and so
-        do SSP and ASP with ``max_grad_norm``.
+        do SSP and ASP with ``max_grad_norm``. "auto" starts in ``step``, and overlaps from the third step on unless the
+        first two showed a reason not to: gradients that change after ``backward``, several passes in a step, or skipped
+        steps. It logs that reason.
     bucket_cap_mb: MiB of gradients that are pushed together.
     context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 
@@ -83,7 +87,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         max_grad_norm: float | None = None,
         non_finite: NonFinite = "reject",
         name: str = "model",
-        overlap: bool = True,
+        overlap: Overlap = "auto",
         bucket_cap_mb: float = 8.0,
         on_drop: OnDrop = "warn",
         reset_optimizer: bool = False,
@@ -93,6 +97,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         consistency = with_reduction(BSP() if consistency is None else consistency, reduction)
         check_scheduler(optimizer, scheduler, consistency)
         bucket_bytes = bucket_bytes_of(bucket_cap_mb)
+        check_overlap(overlap)
         wrapped = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
         tensors = inspect(model, parameters_of(wrapped))
         check_free({**tensors.trained, **tensors.fixed})
@@ -120,7 +125,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._writer = TensorWriter(tensors.trained)
         self._watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
-        self._overlaps = overlap and not (spec.max_grad_norm and not isinstance(consistency, BSP))
+        can_overlap = not spec.max_grad_norm or isinstance(consistency, BSP)
+        self._overlaps = overlap is True and can_overlap
         self._wrapped = wrapped
         self._pull()
         KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).save_in_snapshots(client, self.handle)
@@ -128,12 +134,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
+        self._means: MeanGradients | None = None
         self._rates = LearningRates(spec, wrapped, scheduler, self.handle)
         super().__init__(groups_of(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
         self._rates.attach(self.param_groups)
         self._refusal = refuse_steps(wrapped, "DistributedOptimizer")
+        self._probe: OverlapProbe | None = None
+        if overlap == "auto" and can_overlap:
+            self._probe = OverlapProbe(
+                tensors.trained, lambda: self._stream.is_paused, lambda: shown_settings(self.param_groups)
+            )
         self._is_made = True
 
     # --- the step ---
@@ -149,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             rates that the servers do not have; PushDroppedError as ``on_drop`` says; and the errors of
             ``Parameters.push_pull``. After errors other than these, calling it again retries the same step.
 
-        torch's GradScaler needs ``overlap=False``. In BSP all workers skip a step in which any worker's gradients
+        torch's GradScaler needs pushes in ``step``, see ``overlap``. In BSP all workers skip a step in which any worker's gradients
         overflow.
         """
         if hasattr(self, "found_inf") and self._overlaps:
@@ -161,6 +173,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        if self._probe is not None:
+            self._probe.on_step(is_scaled=hasattr(self, "found_inf"))
         if not self._unscale():
             return result
         self._rates.check_unchanged(self.param_groups)
@@ -174,6 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rates.on_step(self.param_groups)
         if self._join is not None:
             self._join.end_step()
+        self._choose_overlap()
         return result
 
     def _check_unwritten(self) -> None:
@@ -183,6 +198,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
         except InvalidArgumentError:
             self._stream.refuse()
             raise
+
+    def _choose_overlap(self) -> None:
+        """Decide about pushes during backward passes, once the probe has seen enough steps."""
+        if self._probe is None or not self._probe.is_done:
+            return
+        self._probe.close()
+        if self._probe.reason:
+            report_pushes_in_step(self.handle.name, self._probe.reason, self.context.world_size)
+        else:
+            self._overlaps = True
+            self._stream.listen()
+        self._probe = None
 
     def _collect(self) -> None:
         if not self._stream.collect(self._writer.write):
@@ -210,6 +237,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refused gradients that were changed after they were pushed. Raises as ``step`` in that case. Between a backward
         pass that pushed and ``step``, raises InvalidArgumentError and clears nothing.
         """
+        if self._probe is not None:
+            self._probe.on_clear()
         if self._stream.discard():
             self._collect()
             self._watch.accept()
@@ -237,6 +266,47 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Use it for steps of several micro-batches. Divide the loss by their number, as without psdist.
         """
         return self._stream.paused()
+
+    def average_gradients(self) -> None:
+        """Replace ``p.grad`` of each trained parameter by the mean over all workers, which ``step`` then pushes.
+
+        The script can clip, scale or inspect the mean afterwards, as in a single process. Call it between ``backward``
+        and ``step``, in each step and on all workers. Each gradient is then sent twice; ``max_grad_norm`` costs
+        nothing.
+
+        Raises InvalidArgumentError outside BSP, in ``join``, and if gradients were pushed during the backward pass; and
+        the errors of ``Parameters.push_pull``.
+        """
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+        if not isinstance(self.handle.spec.consistency, BSP) or self._join is not None or self._overlaps:
+            raise InvalidArgumentError(
+                f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible "
+                + ("in join(), whose workers make different numbers of calls" if self._join is not None
+                   else "after gradients were pushed during the backward pass: call them from the first step on, or "
+                   "use overlap=False" if self._overlaps
+                   else f"in {type(self.handle.spec.consistency).__name__}, where workers make no common steps: "
+                   "torch.nn.utils.clip_grad_norm_ clips this worker's own gradient")
+            )  # fmt: skip
+        if self._means is None:
+            self._means = MeanGradients(self.context.client, f"{self.handle.name}/means", self._trained)
+        self._means.average(self._stream.weight)
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clip the mean gradient to ``max_norm`` and return its norm before, as a single process does.
+
+        The arguments are those of ``torch.nn.utils.clip_grad_norm_``. Costs and errors are those of
+        ``average_gradients``.
+        """
+        self.average_gradients()
+        return nn.utils.clip_grad_norm_(self._trained.values(), max_norm, norm_type, error_if_nonfinite, foreach)
 
     def set_weight(self, weight: float) -> None:
         """Set the weight of this worker's gradient in the mean of the next step.
@@ -306,6 +376,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
+        if self._probe is not None:
+            self._probe.close()
         if self._refusal is not None:
             self._refusal.remove()
 

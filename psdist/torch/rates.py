@@ -254,6 +254,11 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
+def shown_settings(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the settings of each group as plain values, without its parameters."""
+    return [{key: _plain(value) for key, value in group.items() if key != "params"} for group in groups]
+
+
 def _settings(spec: Optimizer) -> list[str]:
     return [name for name in spec.__dataclass_fields__ if name not in ("schedule", "max_grad_norm", "overrides")]
 

@@ -1,0 +1,131 @@
+"""Choice between pushes during the backward pass and pushes in ``step``, from the first steps of a script.
+
+Gradients that are pushed during the backward pass can no longer change. A script that clips them afterwards, adds up
+several backward passes, or skips a step needs pushes in ``step``. The first steps are pushed there while this module
+watches, so nothing wrong is ever sent. Each worker decides alone: buckets and whole pushes carry the same slices.
+
+Not here: pushing (``gradients``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from psdist.errors import InvalidArgumentError
+
+logger = logging.getLogger("psdist")
+
+Overlap = bool | Literal["auto"]
+
+#: Steps that are watched. The second one shows gradients that another model's loss left between two steps.
+_WATCHED_STEPS: Final = 2
+
+
+def check_overlap(overlap: object) -> None:
+    """Raise InvalidArgumentError if this is no value of ``overlap``."""
+    if not isinstance(overlap, bool) and overlap != "auto":
+        raise InvalidArgumentError(f"overlap={overlap!r:.40} is not allowed: use 'auto', True or False")
+
+
+def report_pushes_in_step(name: str, reason: str, workers: int) -> None:
+    """Log the reason for pushes in ``step``. workers: number of workers, each of which has gradients of its own."""
+    text = "%r pushes gradients in step(), not during the backward pass (%s)"
+    if workers == 1:
+        logger.info(text, name, reason)
+    else:
+        logger.warning(
+            text + ". A change applies to each worker's own gradient, before the mean. To clip or change the mean use "
+            "clip_grad_norm_(max_norm) or average_gradients() of the DistributedOptimizer; overlap=False turns this "
+            "message off",
+            name, reason,
+        )  # fmt: skip
+
+
+class OverlapProbe:
+    """Watches the gradients of the first steps between the backward pass and ``step``.
+
+    trained: parameters by name.
+    is_paused: returns True while backward passes only accumulate; their gradients may grow.
+    settings_of: returns the optimizer's settings, which pushes carry.
+    """
+
+    def __init__(
+        self,
+        trained: Mapping[str, nn.Parameter],
+        is_paused: Callable[[], bool],
+        settings_of: Callable[[], Sequence[Any]],
+    ) -> None:
+        self._parameters = list(trained.items())
+        self._is_paused = is_paused
+        self._settings_of = settings_of
+        self._settings: Sequence[Any] = ()
+        #: Gradients of this step's backward pass with their states at its end.
+        self._seen: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        self._steps = 0
+        #: Reason for pushes in ``step``; empty if none was seen.
+        self.reason = ""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]  # torch gives it no types
+                partial(self._on_gradient, number)
+            )
+            for number, (_, parameter) in enumerate(self._parameters)
+        ]
+
+    @property
+    def is_done(self) -> bool:
+        """True once a reason or enough steps without one were seen."""
+        return bool(self.reason) or self._steps >= _WATCHED_STEPS
+
+    def _on_gradient(self, number: int, parameter: Tensor) -> None:
+        if self._is_paused() or parameter.grad is None:
+            return
+        if number in self._seen:
+            self.reason = self.reason or f"{self._parameters[number][0]!r} got two gradients in a step"
+        if not self._seen:
+            self._settings = self._settings_of()
+        self._seen[number] = parameter.grad, _state(parameter.grad)
+
+    def on_step(self, *, is_scaled: bool) -> None:
+        """Compare the gradients with those of the backward pass, before they are pushed.
+
+        is_scaled: True if a GradScaler decides about the step.
+        """
+        if is_scaled:
+            self.reason = self.reason or "a GradScaler may skip steps"
+        for number, (gradient, state) in self._seen.items():
+            name, parameter = self._parameters[number]
+            if parameter.grad is not gradient or _state(gradient) != state:
+                self.reason = self.reason or f"the gradient of {name!r} changed after backward()"
+        if self._seen and self._settings_of() != self._settings:
+            self.reason = self.reason or "settings of the optimizer changed after backward()"
+        self._seen.clear()
+        self._steps += 1
+
+    def on_clear(self) -> None:
+        """Record that the script clears the gradients."""
+        if self._seen:
+            self.reason = self.reason or "gradients were cleared before step()"
+        self._seen.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def _state(gradient: Tensor) -> tuple[Any, ...]:
+    """Return autograd's version of a gradient and two sums of its values, which also show writes through ``.data``."""
+    values = gradient.detach()
+    if values.layout is not torch.strided:
+        values = values.to_dense()
+    if values.is_complex():
+        values = torch.view_as_real(values)
+    bits = values.reshape(-1).view(torch.int16).sum(dtype=torch.int64)
+    return gradient._version, bits.item(), values.sum(dtype=torch.float64).item()

@@ -1,0 +1,1 @@
+"""Idioms of PyTorch training scripts, each written as scripts write it, and the page that says how psdist treats them."""

@@ -1,0 +1,156 @@
+"""The table of idioms: each with its declared outcome, and the comparison of outcomes with torch.
+
+``tests/integration/torch/test_torch_idioms.py`` runs all of them and compares outcomes with the declared ones.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from psdist.client.context import Context
+from tests.idioms.script import GLOO, TORCH, Script
+
+#: Largest relative difference, by L2 norms, that the rounding of float32 sums explains.
+TOLERANCE: Final = 1e-6
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Outcome of an idiom: a short text for the page, and, for a refusal, the pattern of its message."""
+
+    text: str
+    refusal: str = ""
+
+    def complaint(self, result: Result) -> str:
+        """Return the difference between this outcome and a result; empty if there is none."""
+        if self.refusal:
+            found = re.search(self.refusal, result.error)
+            return "" if found else f"not refused by {self.refusal!r}: {result}"
+        if result.error:
+            return f"refused: {result.error}"
+        limit = 0.0 if self == BYTES else TOLERANCE
+        return "" if result.difference <= limit else f"differs from torch by {result.difference:.2g}"
+
+
+#: The weights equal torch's up to rounding, or in every byte.
+EQUAL, BYTES = Outcome("equal"), Outcome("same bytes")
+
+
+def refused(pattern: str, remedy: str) -> Outcome:
+    """Return the outcome of a script that is refused. pattern: of the message; remedy: a clause for the page."""
+    return Outcome(f"refused: {remedy}", pattern)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Result of a script: the difference from torch, or the error that refused it."""
+
+    difference: float = 0.0
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Idiom:
+    """One row of the table.
+
+    optimizer, ddp: outcomes with one worker and with two.
+    reference: face that two workers are compared with; GLOO if the workers' parts do not add up to one process's batch.
+    """
+
+    title: str
+    section: str
+    function: Callable[[Script], Any]
+    optimizer: tuple[Outcome, Outcome]
+    ddp: tuple[Outcome, Outcome]
+    reference: str
+    note: str
+
+    @property
+    def name(self) -> str:
+        """Name of the function, which is part of the names of parameter sets."""
+        return self.function.__name__
+
+
+#: Modules of this package with idioms, which are the sections of the page, and their headings.
+SECTIONS: Final = {
+    "backward": "Backward passes and gradients",
+    "schedules": "Optimizers, groups and schedulers",
+    "models": "Models",
+    "weights": "Weights",
+    "precision": "Dtypes and devices",
+    "loops": "Loops",
+}
+#: All idioms by name, in the order of the page.
+IDIOMS: Final[dict[str, Idiom]] = {}
+
+Expected = Outcome | tuple[Outcome, Outcome]
+
+
+def idiom(
+    title: str, *, optimizer: Expected = EQUAL, ddp: Expected = EQUAL, reference: str = TORCH, note: str = ""
+) -> Callable[[Callable[[Script], Any]], Callable[[Script], Any]]:
+    """Return a decorator that adds a function to the table. title: Markdown; note: of changed lines, or a remedy."""
+
+    def add(function: Callable[[Script], Any]) -> Callable[[Script], Any]:
+        assert function.__name__ not in IDIOMS, function.__name__
+        section = function.__module__.rpartition(".")[2]
+        IDIOMS[function.__name__] = Idiom(
+            title, section, function, _pair(optimizer), _pair(ddp), reference, note
+        )  # fmt: skip
+        return function
+
+    return add
+
+
+def load() -> dict[str, Idiom]:
+    """Import all sections and return their idioms by name."""
+    for section in SECTIONS:
+        importlib.import_module(f"tests.idioms.{section}")
+    return IDIOMS
+
+
+def run(one: Idiom, face: str, context: Context | None, rank: int = 0, world: int = 1) -> list[Tensor]:
+    """Run an idiom's script and return copies of the tensors to compare. Raises what the script raises."""
+    with Script(face, context, one.name, rank, world).running() as script:
+        return [tensor.detach().clone() for tensor in _tensors(one.function(script))]
+
+
+def compare(one: Idiom, face: str, context: Context, rank: int = 0, world: int = 1) -> Result:
+    """Run an idiom's script with psdist and its reference, and return the result."""
+    try:
+        mine = run(one, face, context, rank, world)
+    except Exception as error:  # Also those of torch and of Python: the page declares which.
+        return Result(error=f"{type(error).__name__}: {error}")
+    is_beside_gloo = world > 1 and one.reference == GLOO
+    other = run(one, GLOO, None, rank, world) if is_beside_gloo else run(one, TORCH, None)
+    return Result(difference(mine, other))
+
+
+def difference(some: Iterable[Tensor], others: Iterable[Tensor]) -> float:
+    """Return the largest relative difference of a tensor, by L2 norms. NaN counts as infinite."""
+    largest = 0.0
+    for one, other in zip(some, others, strict=True):
+        a, b = one.to(torch.complex128), other.to(torch.complex128)
+        assert a.shape == b.shape
+        distance = float((a - b).abs().norm() / max(float(b.abs().norm()), 1e-6))
+        largest = max(largest, distance if distance == distance else float("inf"))
+    return largest
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    if isinstance(result, nn.Module):
+        return list(result.parameters())
+    if isinstance(result, Tensor):
+        return [result]
+    return [tensor for one in result for tensor in _tensors(one)]
+
+
+def _pair(expected: Expected) -> tuple[Outcome, Outcome]:
+    return expected if isinstance(expected, tuple) else (expected, expected)

@@ -1,0 +1,214 @@
+"""``overlap="auto"``: pushes during the backward pass once the first steps of a script have shown that they are possible."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import psdist
+from psdist import optim
+from psdist.client.context import Context
+from psdist.errors import InvalidArgumentError
+from psdist.launch.embedded import EmbeddedCluster
+from psdist.torch import DistributedOptimizer
+from tests.support.torch_models import MODELS, loss_of, mlp, part
+
+BATCHES = MODELS["mlp"][1]
+STEPS = 5
+
+
+def train(model: nn.Module, optimizer: Any, change: Callable[[nn.Module, int], None] | None = None) -> list[bool]:
+    """Make steps that change gradients between backward() and step(). Return if each was pushed during backward()."""
+    overlapped = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, BATCHES(step)).backward()
+        if change is not None:
+            change(model, step)
+        overlapped.append(bool(optimizer._stream._step.given) if isinstance(optimizer, DistributedOptimizer) else False)
+        optimizer.step()
+    return overlapped
+
+
+def clip(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+
+def clip_nothing(model: nn.Module, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+
+
+def clamp_data(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.clamp_(-1e-3, 1e-3)
+
+
+def negate_data(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.neg_()
+
+
+def replace(model: nn.Module, step: int) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad * 2
+
+
+def add_a_pass(model: nn.Module, step: int) -> None:
+    loss_of(model, BATCHES(step + 7)).backward()
+
+
+def clip_the_second(model: nn.Module, step: int) -> None:
+    if step == 1:
+        clip(model, step)
+
+
+def test_a_plain_loop_overlaps_from_the_third_step_on(alone: Context, name: str) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    assert train(model, optimizer) == [False, False, True, True, True]
+    assert not model[0].weight._post_accumulate_grad_hooks or len(model[0].weight._post_accumulate_grad_hooks) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (clip, "changed after backward"),
+        (clip_nothing, "changed after backward"),
+        (clamp_data, "changed after backward"),
+        (negate_data, "changed after backward"),
+        (replace, "changed after backward"),
+        (clip_the_second, "changed after backward"),
+        (add_a_pass, "two gradients in a step"),
+    ],
+)
+def test_a_script_that_changes_gradients_pushes_in_step(
+    alone: Context, name: str, caplog: pytest.LogCaptureFixture, change: Callable[[nn.Module, int], None], reason: str
+) -> None:
+    model = mlp()
+    other = copy.deepcopy(model)
+    with caplog.at_level(logging.INFO, logger="psdist"):
+        optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+        assert not any(train(model, optimizer, change))
+    lines = [record for record in caplog.records if "pushes gradients in step()" in record.getMessage()]
+    assert len(lines) == 1 and reason in lines[0].getMessage() and lines[0].levelno == logging.INFO
+    train(other, torch.optim.SGD(other.parameters(), lr=0.1), change)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_a_change_after_the_first_steps_is_refused_with_the_remedy(alone: Context, name: str) -> None:
+    model = mlp()
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    with pytest.raises(InvalidArgumentError, match="overlap=False"):
+        train(model, optimizer, lambda model, step: clip(model, step) if step == 3 else None)
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_values_are_refused(alone: Context, name: str, value: Any) -> None:
+    with pytest.raises(InvalidArgumentError, match="use 'auto', True or False"):
+        DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=name, overlap=value)
+
+
+def test_closing_removes_the_hooks(alone: Context, name: str) -> None:
+    model = mlp()
+    DistributedOptimizer(model, optim.SGD(lr=0.1), name=name).close()
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def on_two_workers(work: Callable[[Context], Any]) -> list[Any]:
+    """Run ``work`` on two workers of one cluster, in two threads."""
+    cluster = EmbeddedCluster(servers=1)
+
+    def worker(rank: int) -> Any:
+        with psdist.Client(cluster.address, cluster.token, rank=rank) as client:
+            return work(Context(rank, 2, rank, client))
+
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(worker, range(2)))
+    finally:
+        cluster.close()
+
+
+def test_workers_choose_alone_and_the_mean_is_clipped(caplog: pytest.LogCaptureFixture) -> None:
+    start = mlp()
+
+    def work(context: Context) -> Any:
+        mixed, plain, means = (copy.deepcopy(start) for _ in range(3))
+        norms = []
+        inner = {"name": "mixed", "overlap": context.rank == 0}
+        for model, settings in ((mixed, inner), (plain, {"name": "plain"}), (means, {"name": "means"})):
+            optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), context=context, bucket_cap_mb=0.002, **settings)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                loss_of(model, part(BATCHES(step), context.rank, 2)).backward()
+                if model is means:
+                    norms.append(float(optimizer.clip_grad_norm_(0.05)))
+                optimizer.step()
+        return mixed, plain, means, norms
+
+    one, other = on_two_workers(work)
+    for model, same in [*zip(one[:3], other[:3], strict=True), (one[0], one[1])]:
+        for mine, theirs in zip(model.parameters(), same.parameters(), strict=True):
+            assert torch.equal(mine, theirs)
+    expected, norms = copy.deepcopy(start), []
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(STEPS):
+        plain.zero_grad()
+        loss_of(expected, BATCHES(step)).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(expected.parameters(), 0.05)))
+        plain.step()
+    assert one[3] == other[3] == pytest.approx(norms, rel=1e-5)
+    for mine, theirs in zip(one[2].parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-7)
+
+
+def test_two_workers_are_warned_that_each_clips_its_own_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    def work(context: Context) -> None:
+        torch.manual_seed(0)
+        model = mlp()
+        train(model, DistributedOptimizer(model, optim.SGD(lr=0.1), context=context, name="own"), clip)
+
+    with caplog.at_level(logging.WARNING, logger="psdist"):
+        on_two_workers(work)
+    lines = [record.getMessage() for record in caplog.records if "pushes gradients in step()" in record.getMessage()]
+    assert len(lines) == 2 and all("clip_grad_norm_(max_norm) or average_gradients()" in line for line in lines)
+
+
+def test_the_mean_needs_common_steps_and_unsent_gradients(alone: Context, name: str) -> None:
+    model = mlp()
+    asynchronous = DistributedOptimizer(
+        copy.deepcopy(model), optim.SGD(lr=0.1), name=f"{name}-asp", consistency=psdist.ASP(), context=alone
+    )
+    with pytest.raises(InvalidArgumentError, match=r"in ASP.*torch\.nn\.utils\.clip_grad_norm_"):
+        asynchronous.average_gradients()
+    early = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=True)
+    with pytest.raises(InvalidArgumentError, match="from the first step on, or use overlap=False"):
+        early.clip_grad_norm_(1.0)
+    early.close()
+    late = DistributedOptimizer(mlp(), optim.SGD(lr=0.1), name=f"{name}-join", context=alone)
+    with late.join(), pytest.raises(InvalidArgumentError, match=r"in join\(\)"):
+        late.average_gradients()
+
+
+def test_means_of_gradients_that_are_missing_or_not_finite(alone: Context, name: str) -> None:
+    model = nn.Sequential(nn.Linear(12, 4), nn.Linear(3, 3))
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        (loss_of(model[0], BATCHES(0)) * factor).backward()
+        optimizer.average_gradients()
+        assert model[1].weight.grad is None
+        assert torch.isfinite(model[0].weight.grad).all() == (factor == 1.0)
+    with pytest.raises(psdist.errors.NonFiniteGradientError):
+        optimizer.step()
