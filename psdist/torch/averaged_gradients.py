@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from psdist.errors import InvalidArgumentError
 
@@ -37,7 +38,7 @@ class AveragedGradients:
         self._gradients: dict[int, weakref.ref[torch.Tensor]] = {}
         _records.add(self)
         if not _hooks:
-            _hooks.append(torch.optim.optimizer.register_optimizer_step_pre_hook(_check))
+            _hooks.append(register_optimizer_step_pre_hook(_check))
 
     def on_average(self) -> None:
         """Record that a backward pass ended with averaged gradients."""

@@ -28,6 +28,7 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
+from psdist.torch.averaged_gradients import AveragedGradients
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
 from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
@@ -156,6 +157,7 @@ class DistributedDataParallel(nn.Module):
             is_guarded=False,
         )  # fmt: skip
         self._stream.listen()
+        self._averaged = AveragedGradients(tensors.trained) if self.context.world_size > 1 else None
 
     def forward(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the module and return its result."""
@@ -299,6 +301,8 @@ class DistributedDataParallel(nn.Module):
             for parameter in self._trained.values():
                 if parameter.grad is not None:
                     parameter.grad.detach().fill_(np.nan)
+        if self._averaged is not None:
+            self._averaged.on_average()
 
 
 def _set_gradient(parameter: nn.Parameter, mean: NDArray[Any]) -> None:

@@ -280,18 +280,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._probe is not None:
             self._probe.close()
             self._probe = None
-        if not isinstance(self.handle.spec.consistency, BSP) or self._join is not None or self._overlaps:
+        if obstacle := self._obstacle_to_averages():
             raise InvalidArgumentError(
-                f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible "
-                + ("in join(), whose workers make different numbers of calls" if self._join is not None
-                   else "after gradients were pushed during the backward pass: call them from the first step on, or "
-                   "use overlap=False" if self._overlaps
-                   else f"in {type(self.handle.spec.consistency).__name__}, where workers make no common steps: "
-                   "torch.nn.utils.clip_grad_norm_ clips this worker's own gradient")
-            )  # fmt: skip
+                f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible {obstacle}"
+            )
         if self._means is None:
             self._means = MeanGradients(self.context.client, f"{self.handle.name}/means", self._trained)
         self._means.average(self._stream.weight)
+
+    def _obstacle_to_averages(self) -> str:
+        consistency = self.handle.spec.consistency
+        if not isinstance(consistency, BSP):
+            return (
+                f"in {type(consistency).__name__}, where workers make no common steps: torch.nn.utils.clip_grad_norm_ "
+                "clips this worker's own gradient"
+            )
+        if consistency.reduction != "mean":
+            return "with reduction='sum': use max_grad_norm=, or reduction='mean'"
+        if self._join is not None:
+            return "in join(), whose workers make different numbers of calls: use max_grad_norm="
+        if self._overlaps:
+            return (
+                "after gradients were pushed during the backward pass: call them from the first step on, or use "
+                "overlap=False"
+            )
+        return ""
 
     def clip_grad_norm_(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.errors import InvalidArgumentError
+from psdist.torch.guards.fingerprint import Fingerprint
 
 logger = logging.getLogger("psdist")
 
@@ -25,6 +26,8 @@ Overlap = bool | Literal["auto"]
 
 #: Steps that are watched. The second one shows gradients that another model's loss left between two steps.
 _WATCHED_STEPS: Final = 2
+#: Writes to the weights between backward passes of one step. One is part of some methods, such as SAM.
+_WRITES: Final = 2
 
 
 def check_overlap(overlap: object) -> None:
@@ -65,9 +68,16 @@ class OverlapProbe:
         self._is_paused = is_paused
         self._settings_of = settings_of
         self._settings: Sequence[Any] = ()
-        #: Gradients of this step's backward pass with their states at its end.
-        self._seen: dict[int, tuple[Tensor, tuple[Any, ...]]] = {}
+        #: Gradients of this step's backward pass, with autograd's version of each when it was made.
+        self._seen: dict[int, tuple[Tensor, int]] = {}
+        #: Content of the gradients at the end of the pass.
+        self._values = Fingerprint()
         self._steps = 0
+        #: Autograd's number of the latest backward pass, the weights' versions at its start, and how many passes since
+        #: the latest step came after a write to the weights.
+        self._pass = -1
+        self._versions: list[int] = []
+        self._writes = 0
         #: Reason for pushes in ``step``; empty if none was seen.
         self.reason = ""
         self._hooks = [
@@ -83,13 +93,32 @@ class OverlapProbe:
         return bool(self.reason) or self._steps >= _WATCHED_STEPS
 
     def _on_gradient(self, number: int, parameter: Tensor) -> None:
+        if self._pass != (current := torch._C._current_graph_task_id()):
+            self._pass = current
+            self._check_steps()
+            torch.autograd.Variable._execution_engine.queue_callback(self._on_pass_end)
         if self._is_paused() or parameter.grad is None:
             return
         if number in self._seen:
             self.reason = self.reason or f"{self._parameters[number][0]!r} got two gradients in a step"
         if not self._seen:
             self._settings = self._settings_of()
-        self._seen[number] = parameter.grad, _state(parameter.grad)
+        self._seen[number] = parameter.grad, parameter.grad._version
+
+    def _on_pass_end(self) -> None:
+        self._values.take((self._parameters[number][0], gradient) for number, (gradient, _) in self._seen.items())
+
+    def _check_steps(self) -> None:
+        """Raise InvalidArgumentError for a script that updates the weights by itself, so that workers train apart."""
+        versions = [parameter._version for _, parameter in self._parameters]
+        self._writes += bool(self._versions) and versions != self._versions
+        self._versions = versions
+        if self._writes == _WRITES:
+            raise InvalidArgumentError(
+                f"the script wrote to the weights after each of {_WRITES} backward passes and did not call step(), so "
+                "the servers have none of its steps: call step() of the DistributedOptimizer, or, to update weights by "
+                "hand, use psdist.torch.DistributedDataParallel, whose backward() leaves the mean gradient in p.grad"
+            )
 
     def on_step(self, *, is_scaled: bool) -> None:
         """Compare the gradients with those of the backward pass, before they are pushed.
@@ -98,34 +127,29 @@ class OverlapProbe:
         """
         if is_scaled:
             self.reason = self.reason or "a GradScaler may skip steps"
-        for number, (gradient, state) in self._seen.items():
+        hidden = self._values.changed()
+        for number, (gradient, version) in self._seen.items():
             name, parameter = self._parameters[number]
-            if parameter.grad is not gradient or _state(gradient) != state:
+            if parameter.grad is not gradient or gradient._version != version or name in hidden:
                 self.reason = self.reason or f"the gradient of {name!r} changed after backward()"
         if self._seen and self._settings_of() != self._settings:
             self.reason = self.reason or "settings of the optimizer changed after backward()"
-        self._seen.clear()
+        self._forget()
+        self._versions, self._writes = [], 0
         self._steps += 1
 
     def on_clear(self) -> None:
         """Record that the script clears the gradients."""
         if self._seen:
             self.reason = self.reason or "gradients were cleared before step()"
+        self._forget()
+
+    def _forget(self) -> None:
         self._seen.clear()
+        self._values.forget()
 
     def close(self) -> None:
         """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _state(gradient: Tensor) -> tuple[Any, ...]:
-    """Return autograd's version of a gradient and two sums of its values, which also show writes through ``.data``."""
-    values = gradient.detach()
-    if values.layout is not torch.strided:
-        values = values.to_dense()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    bits = values.reshape(-1).view(torch.int16).sum(dtype=torch.int64)
-    return gradient._version, bits.item(), values.sum(dtype=torch.float64).item()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import idiom
+from tests.idioms.table import EQUAL, OWN_GRADIENT, idiom, refused
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -103,7 +103,7 @@ def never_cleared(script: Script) -> Any:
     return model
 
 
-@idiom("`nn.utils.clip_grad_norm_(model.parameters(), 0.1)`")
+@idiom("`nn.utils.clip_grad_norm_(model.parameters(), 0.1)`", optimizer=(EQUAL, OWN_GRADIENT))
 def clipped_norm(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):
@@ -155,7 +155,7 @@ def clipped_mean_values(script: Script) -> Any:
     return model
 
 
-@idiom("`clip_grad_value_`")
+@idiom("`clip_grad_value_`", optimizer=(EQUAL, OWN_GRADIENT))
 def clipped_values(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):
@@ -191,7 +191,7 @@ def scaled_gradients(script: Script) -> Any:
     return model
 
 
-@idiom("`p.grad.data.clamp_(-1, 1)`")
+@idiom("`p.grad.data.clamp_(-1, 1)`", optimizer=(EQUAL, OWN_GRADIENT))
 def clamped_gradient_data(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):
@@ -252,7 +252,10 @@ def gradient_penalty(script: Script) -> Any:
     return model
 
 
-@idiom("`p.grad = g` from `torch.autograd.grad(loss, parameters)`")
+NOT_AVERAGED = refused("no backward\\(\\) averaged it", "use `DistributedOptimizer`, whose `step()` averages `p.grad`")
+
+
+@idiom("`p.grad = g` from `torch.autograd.grad(loss, parameters)`", ddp=(EQUAL, NOT_AVERAGED))
 def assigned_gradients(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for batch in script.batches(5):
@@ -263,7 +266,7 @@ def assigned_gradients(script: Script) -> Any:
     return model
 
 
-@idiom("`torch.func.grad` of `functional_call`")
+@idiom("`torch.func.grad` of `functional_call`", ddp=(EQUAL, NOT_AVERAGED))
 def functional_gradients(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     inner = getattr(model, "module", model)

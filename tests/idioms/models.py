@@ -360,7 +360,8 @@ def lazy_layers_initialized(script: Script) -> Any:
 @idiom("`nn.TransformerEncoderLayer`")
 def transformer(script: Script) -> Any:
     layer = nn.TransformerEncoderLayer(INPUTS, 2, 8, dropout=0.0, batch_first=True)
-    return trained(script, nn.Sequential(layer, nn.Linear(INPUTS, TARGETS)))
+    model = nn.Sequential(nn.Unflatten(1, (1, INPUTS)), layer, nn.Flatten(), nn.Linear(INPUTS, TARGETS))
+    return trained(script, model)
 
 
 @idiom("`nn.Conv2d` in `channels_last`")

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from psdist.client.context import Context
 from psdist.torch import DistributedDataParallel, DistributedOptimizer
 
-#: Plain torch, psdist's two faces, and torch's DDP over gloo.
-TORCH, OPTIMIZER, DDP, GLOO = "torch", "optimizer", "ddp", "gloo"
+#: Plain torch, psdist's two faces, torch's DDP over gloo, and plain torch whose optimizer averages gradients over gloo.
+TORCH, OPTIMIZER, DDP, GLOO, OWN = "torch", "optimizer", "ddp", "gloo", "own"
 #: Samples of a batch, of all workers together.
 SAMPLES: Final = 8
 #: Size of an input and of a target.
@@ -29,7 +29,7 @@ INPUTS, TARGETS = 6, 3
 class Script:
     """State of one idiom's script in one worker.
 
-    face: TORCH, OPTIMIZER, DDP or GLOO.
+    face: TORCH, OPTIMIZER, DDP, GLOO or OWN.
     context: psdist's context; None for torch alone.
     name: prefix of parameter sets.
     """
@@ -49,6 +49,8 @@ class Script:
         if self.face == OPTIMIZER:
             optimizer = DistributedOptimizer(model, optimizer, scheduler, name=name, context=self.context, **settings)
             self._exits.callback(optimizer.close)
+        if self.face == OWN:
+            optimizer.register_step_pre_hook(_average)
         return self.wrap_model(model, name), optimizer
 
     def wrap_model(self, model: Any, name: str = "", **settings: Any) -> Any:
@@ -62,7 +64,7 @@ class Script:
 
     def no_sync(self, model: Any, optimizer: Any) -> AbstractContextManager[None]:
         """Return the context of a backward pass that only accumulates."""
-        if self.face == TORCH:
+        if self.face in (TORCH, OWN):
             return nullcontext()
         return optimizer.no_sync() if self.face == OPTIMIZER else model.no_sync()
 
@@ -90,6 +92,13 @@ class Script:
             torch.set_default_dtype(dtype)
             torch.set_num_threads(threads)
             torch.set_grad_enabled(True)
+
+
+def _average(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            distributed.all_reduce(parameter.grad)
+            parameter.grad /= distributed.get_world_size()
 
 
 def net() -> nn.Sequential:

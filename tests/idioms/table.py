@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.client.context import Context
-from tests.idioms.script import GLOO, TORCH, Script
+from tests.idioms.script import OWN, TORCH, Script
 
 #: Largest relative difference, by L2 norms, that the rounding of float32 sums explains.
 TOLERANCE: Final = 1e-6
@@ -23,10 +23,18 @@ TOLERANCE: Final = 1e-6
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of an idiom: a short text for the page, and, for a refusal, the pattern of its message."""
+    """Outcome of an idiom.
+
+    text: clause for the page.
+    refusal: pattern of a refusal's message.
+    reference: face to compare with, if it is not the idiom's.
+    tolerance: largest relative difference, by L2 norms.
+    """
 
     text: str
     refusal: str = ""
+    reference: str = ""
+    tolerance: float = TOLERANCE
 
     def complaint(self, result: Result) -> str:
         """Return the difference between this outcome and a result; empty if there is none."""
@@ -35,12 +43,17 @@ class Outcome:
             return "" if found else f"not refused by {self.refusal!r}: {result}"
         if result.error:
             return f"refused: {result.error}"
-        limit = 0.0 if self == BYTES else TOLERANCE
-        return "" if result.difference <= limit else f"differs from torch by {result.difference:.2g}"
+        return "" if result.difference <= self.tolerance else f"differs from torch by {result.difference:.2g}"
 
 
 #: The weights equal torch's up to rounding, or in every byte.
-EQUAL, BYTES = Outcome("equal"), Outcome("same bytes")
+EQUAL, BYTES = Outcome("equal"), Outcome("same bytes", tolerance=0.0)
+#: Each worker's own gradient is changed before the mean, and a warning says so.
+OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `clip_grad_norm_`", reference=OWN)
+
+#: Weights of 16 bits differ by their rounding.
+ROUNDED = Outcome("equal up to the rounding of bfloat16: gradients are averaged in float32", tolerance=2**-7)
+ROUNDED_MASTERS = Outcome("equal up to the rounding of bfloat16: the servers keep float32", tolerance=2**-7)
 
 
 def refused(pattern: str, remedy: str) -> Outcome:
@@ -128,8 +141,8 @@ def compare(one: Idiom, face: str, context: Context, rank: int = 0, world: int =
         mine = run(one, face, context, rank, world)
     except Exception as error:  # Also those of torch and of Python: the page declares which.
         return Result(error=f"{type(error).__name__}: {error}")
-    is_beside_gloo = world > 1 and one.reference == GLOO
-    other = run(one, GLOO, None, rank, world) if is_beside_gloo else run(one, TORCH, None)
+    reference = getattr(one, face)[world - 1].reference or (one.reference if world > 1 else TORCH)
+    other = run(one, TORCH, None) if reference == TORCH else run(one, reference, None, rank, world)
     return Result(difference(mine, other))
 
 

@@ -18,7 +18,7 @@ from torch import distributed
 sys.path.insert(0, sys.argv[1])
 
 import psdist
-from tests.idioms.script import DDP, GLOO, OPTIMIZER  # the path is an argument
+from tests.idioms.script import DDP, OPTIMIZER  # the path is an argument
 from tests.idioms.table import compare, load
 
 
@@ -29,9 +29,8 @@ def main() -> None:
     context = psdist.init()
     idioms = load()
     chosen = [one for name, one in idioms.items() if name in sys.argv[2:] or not sys.argv[2:]]
-    if any(one.reference == GLOO for one in chosen):
-        rendezvous = f"file://{Path(tempfile.gettempdir()) / 'gloo'}"
-        distributed.init_process_group("gloo", init_method=rendezvous, rank=context.rank, world_size=2)
+    rendezvous = f"file://{Path(tempfile.gettempdir()) / 'gloo'}"
+    distributed.init_process_group("gloo", init_method=rendezvous, rank=context.rank, world_size=2)
     for one in chosen:
         for face in (OPTIMIZER, DDP):
             result = compare(one, face, context, context.rank, context.world_size)

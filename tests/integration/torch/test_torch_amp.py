@@ -177,7 +177,7 @@ def test_without_a_barrier_a_worker_skips_alone(alone: Context, name: str) -> No
 def test_a_scaler_and_an_overlapping_optimizer_do_not_go_together(alone: Context, name: str) -> None:
     model = mlp()
     optimizer = DistributedOptimizer(
-        model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), name=name, context=alone
+        model, psdist.optim.SGD(lr=0.1), consistency=psdist.ASP(), name=name, context=alone, overlap=True
     )
     scaler = GradScaler("cpu")
     scaler.scale(loss_of(model, BATCHES(0))).backward()

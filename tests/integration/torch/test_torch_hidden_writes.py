@@ -64,7 +64,7 @@ def test_a_write_between_backward_and_step_is_refused(
 ) -> None:
     """Its gradients are under way, so zero_grad makes the step with them."""
     model = mlp()
-    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=True)
     loss_of(model, BATCHES(0)).backward()
     write(model)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_hidden_changes_of_pushed_gradients_are_refused(
     alone: Context, name: str, change: Callable[[torch.Tensor], object], steps: int, dtype: torch.dtype
 ) -> None:
     model = nn.Linear(4, 2).to(dtype)
-    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=True)
     inputs = torch.ones(3, 4, dtype=dtype)
     for _ in range(steps):
         model(inputs).sum().backward()

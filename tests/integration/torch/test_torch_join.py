@@ -284,7 +284,7 @@ def test_even_inputs_raise_nothing_and_may_be_left_alone(everywhere: Callable[[W
 def test_what_join_refuses(everywhere: Callable[[Work], list[Any]], name: str) -> None:
     def worker(context: Context) -> None:
         model = mlp()
-        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.1), name=name, context=context)
+        optimizer = DistributedOptimizer(model, psdist.optim.SGD(lr=0.1), name=name, context=context, overlap=True)
         with optimizer.join(), pytest.raises(InvalidArgumentError, match=r"divide_by_initial_world_size=False"):
             optimizer.set_weight(3.0)
         with pytest.raises(InvalidArgumentError, match=r"under way at the end of join\(\)"), optimizer.join():

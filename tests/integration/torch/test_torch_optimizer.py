@@ -185,7 +185,7 @@ def wrapped(alone: Context, name: str) -> tuple[nn.Module, DistributedOptimizer]
     """Return a model and its optimizer."""
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, DistributedOptimizer(model, optimizer, name=name)
+    return model, DistributedOptimizer(model, optimizer, name=name, overlap=True)
 
 
 def test_a_weight_comes_before_the_gradients(wrapped: tuple[nn.Module, DistributedOptimizer]) -> None:
@@ -298,7 +298,7 @@ def test_a_pass_that_is_for_the_inputs_alone_is_one_without_a_push(
 def test_zero_grad_after_the_second_of_two_passes_failed_makes_the_step(alone: Context, name: str) -> None:
     """Check two passes that each reach a part of the model; the first one was pushed."""
     model = nn.ModuleDict({"a": nn.Linear(3, 1), "b": nn.Linear(3, 1)})
-    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, bucket_cap_mb=1e-6)
+    optimizer = DistributedOptimizer(model, optim.SGD(lr=0.1), name=name, overlap=True, bucket_cap_mb=1e-6)
     for _ in range(2):
         model["a"](torch.ones(1, 3)).sum().backward()
         message = r"nothing of it was sent.* Parts of other parameters were sent\. .*zero_grad\(\)"
@@ -390,7 +390,7 @@ def test_a_backward_pass_that_failed_after_a_bucket_was_pushed_makes_a_step_of_i
     model = Fragile()
     torch_optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = lr_scheduler.ExponentialLR(torch_optimizer, 0.9)
-    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name, bucket_cap_mb=1e-4)
+    optimizer = DistributedOptimizer(model, torch_optimizer, scheduler, name=name, overlap=True, bucket_cap_mb=1e-4)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     fail(model, BATCHES(0))
     with pytest.raises(InvalidArgumentError, match=r"After a failed pass.* call zero_grad\(\)"):
