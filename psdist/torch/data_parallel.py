@@ -28,10 +28,10 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Reduction, with_reduction
 from psdist.errors import FencedError, InvalidArgumentError, LateWorkerError
 from psdist.optim import Mean
-from psdist.torch.averaged_gradients import AveragedGradients
 from psdist.torch.broadcast import LowestRank, TensorBroadcast
-from psdist.torch.bucket_plan import bucket_bytes_of
+from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
+from psdist.torch.guards.averaged_gradients import AveragedGradients
 from psdist.torch.inspection import ModelParameters, ModelTensors, inspect
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import as_real, write_into

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Bucket, Parameters
 from psdist.errors import InvalidArgumentError, NonFiniteGradientError, PsdistError
-from psdist.torch.bucket_plan import BucketPlan
-from psdist.torch.gradient_memory import gradient_memory
+from psdist.torch.gradient_vector.bucket_plan import BucketPlan
+from psdist.torch.gradient_vector.gradient_memory import gradient_memory
 from psdist.torch.guards.fingerprint import Fingerprint
 from psdist.torch.values import as_real, weight_of
 

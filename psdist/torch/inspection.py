@@ -66,7 +66,9 @@ def inspect(model: nn.Module, wanted: Iterable[nn.Parameter] | None = None, *, h
     """
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(f"model is of type {type(model).__qualname__}: give a torch.nn.Module")
-    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+    # On a machine without a GPU a DataParallel only calls its module.
+    is_parallel = isinstance(model, nn.DataParallel) and bool(model.device_ids)
+    if is_parallel or isinstance(model, nn.parallel.DistributedDataParallel):
         raise InvalidArgumentError(f"the model is wrapped in {type(model).__name__}: give its .module")
     named = {name.replace(COMPILED, ""): parameter for name, parameter in model.named_parameters()}
     chosen = None if wanted is None else set(wanted)

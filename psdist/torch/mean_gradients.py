@@ -20,7 +20,7 @@ from psdist.client.session.membership import unless_dropped
 from psdist.client.sync_client import Client, Parameters
 from psdist.errors import NonFiniteGradientError
 from psdist.optim import Mean
-from psdist.torch.gradient_memory import gradient_memory
+from psdist.torch.gradient_vector.gradient_memory import gradient_memory
 from psdist.torch.values import write_into
 
 #: Tensor with 1 for each parameter that got a gradient.

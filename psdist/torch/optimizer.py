@@ -25,14 +25,14 @@ from psdist.compression import Codec
 from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import InvalidArgumentError
 from psdist.optim import Constant, Optimizer, group_of
-from psdist.torch.bucket_plan import bucket_bytes_of
 from psdist.torch.conversion import convert_settings, end_factors, schedule_or_none
+from psdist.torch.gradient_vector.bucket_plan import bucket_bytes_of
 from psdist.torch.gradients import GradientStream, check_free
+from psdist.torch.guards.overlap import Overlap, OverlapChoice, OverlapProbe, check_overlap
 from psdist.torch.inspection import ModelWatch, inspect
 from psdist.torch.kept_buffers import KeptBuffers
 from psdist.torch.loss_scale import LossScale
 from psdist.torch.mean_gradients import MeanGradients
-from psdist.torch.overlap import Overlap, OverlapProbe, check_overlap, report_pushes_in_step
 from psdist.torch.rates import LearningRates, check_scheduler, shown_settings
 from psdist.torch.uneven_inputs import UnevenInputs
 from psdist.torch.values import TensorWriter, initial_values, share_fixed
@@ -125,13 +125,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._writer = TensorWriter(tensors.trained)
         self._watch = ModelWatch(model, tensors.trained, parameters_of(wrapped))
         self._stream = GradientStream(self.handle, tensors.trained, bucket_bytes, self._check)
-        can_overlap = not spec.max_grad_norm or isinstance(consistency, BSP)
-        self._overlaps = overlap is True and can_overlap
         self._wrapped = wrapped
         self._pull()
         KeptBuffers(model, [name], f"{name}/fixed", tensors.fixed).save_in_snapshots(client, self.handle)
-        if self._overlaps:
-            self._stream.listen()
         self._loss_scale = LossScale(self.context, f"{name}/overflows", consistency)
         self._join: UnevenInputs | None = None
         self._means: MeanGradients | None = None
@@ -139,13 +135,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         super().__init__(groups_of(spec, tensors.trained) if wrapped is None else wrapped.param_groups, spec.values())
         if wrapped is not None:
             self.param_groups = wrapped.param_groups  # the same objects that its scheduler writes to
+        self.state.default_factory = _RemoteState
         self._rates.attach(self.param_groups)
         self._refusal = refuse_steps(wrapped, "DistributedOptimizer")
-        self._probe: OverlapProbe | None = None
-        if overlap == "auto" and can_overlap:
-            self._probe = OverlapProbe(
-                tensors.trained, lambda: self._stream.is_paused, lambda: shown_settings(self.param_groups)
-            )
+        self._overlap = OverlapChoice(
+            overlap, not spec.max_grad_norm or isinstance(consistency, BSP), name, self.context.world_size,
+            self._stream.listen, self._make_probe,
+        )  # fmt: skip
         self._is_made = True
 
     # --- the step ---
@@ -161,10 +157,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             rates that the servers do not have; PushDroppedError as ``on_drop`` says; and the errors of
             ``Parameters.push_pull``. After errors other than these, calling it again retries the same step.
 
-        torch's GradScaler needs pushes in ``step``, see ``overlap``. In BSP all workers skip a step in which any worker's gradients
-        overflow.
+        torch's GradScaler needs pushes in ``step``, see ``overlap``. In BSP all workers skip a step in which any
+        worker's gradients overflow.
         """
-        if hasattr(self, "found_inf") and self._overlaps:
+        if hasattr(self, "found_inf") and self._overlap.is_active:
             raise InvalidArgumentError(
                 "a GradScaler skips steps, but with overlap=True gradients are pushed before they are known to be "
                 "finite: use overlap=False, or bfloat16, which needs no scaler"
@@ -173,12 +169,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if self._probe is not None:
-            self._probe.on_step(is_scaled=hasattr(self, "found_inf"))
+        self._overlap.on_step(is_scaled=hasattr(self, "found_inf"))
         if not self._unscale():
             return result
         self._rates.check_unchanged(self.param_groups)
-        if not self._overlaps:
+        if not self._overlap.is_active:
             self._stream.push_pull(self._writer.write)
         else:
             self._check_unwritten()
@@ -188,7 +183,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._rates.on_step(self.param_groups)
         if self._join is not None:
             self._join.end_step()
-        self._choose_overlap()
+        self._overlap.on_step_end()
         return result
 
     def _check_unwritten(self) -> None:
@@ -199,17 +194,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._stream.refuse()
             raise
 
-    def _choose_overlap(self) -> None:
-        """Decide about pushes during backward passes, once the probe has seen enough steps."""
-        if self._probe is None or not self._probe.is_done:
-            return
-        self._probe.close()
-        if self._probe.reason:
-            report_pushes_in_step(self.handle.name, self._probe.reason, self.context.world_size)
-        else:
-            self._overlaps = True
-            self._stream.listen()
-        self._probe = None
+    def _make_probe(self) -> OverlapProbe:
+        return OverlapProbe(self._trained, lambda: self._stream.is_paused, lambda: shown_settings(self.param_groups))
 
     def _collect(self) -> None:
         if not self._stream.collect(self._writer.write):
@@ -237,8 +223,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         refused gradients that were changed after they were pushed. Raises as ``step`` in that case. Between a backward
         pass that pushed and ``step``, raises InvalidArgumentError and clears nothing.
         """
-        if self._probe is not None:
-            self._probe.on_clear()
+        self._overlap.on_clear()
         if self._stream.discard():
             self._collect()
             self._watch.accept()
@@ -277,9 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises InvalidArgumentError outside BSP, in ``join``, and if gradients were pushed during the backward pass; and
         the errors of ``Parameters.push_pull``.
         """
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        self._overlap.close()
         if obstacle := self._obstacle_to_averages():
             raise InvalidArgumentError(
                 f"average_gradients() and clip_grad_norm_() of {self.handle.name!r} are not possible {obstacle}"
@@ -299,7 +282,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return "with reduction='sum': use max_grad_norm=, or reduction='mean'"
         if self._join is not None:
             return "in join(), whose workers make different numbers of calls: use max_grad_norm="
-        if self._overlaps:
+        if self._overlap.is_active:
             return (
                 "after gradients were pushed during the backward pass: call them from the first step on, or use "
                 "overlap=False"
@@ -389,8 +372,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Remove the hooks from the model, which keeps its weights. The context stays open."""
         self._stream.close()
-        if self._probe is not None:
-            self._probe.close()
+        self._overlap.close()
         if self._refusal is not None:
             self._refusal.remove()
 
@@ -440,6 +422,16 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("a DistributedOptimizer belongs to this process and cannot be copied or pickled")
+
+
+class _RemoteState(dict[str, Any]):
+    """State of a parameter: empty, because the servers hold it."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise InvalidArgumentError(
+            f"the servers hold the state {key!r} of this parameter: read it from a snapshot, by "
+            "psdist.torch.load_optimizer_state, or use psdist.torch.DistributedDataParallel, which keeps the optimizer"
+        )
 
 
 def parameters_of(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter] | None:

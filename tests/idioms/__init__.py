@@ -1,1 +1,1 @@
-"""Idioms of PyTorch training scripts, each written as scripts write it, and the page that says how psdist treats them."""
+"""Idioms of PyTorch training scripts, each written as scripts write it, and the page of their outcomes."""

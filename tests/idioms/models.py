@@ -10,9 +10,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import idiom
+from tests.idioms.table import DIFFERENT, idiom, refused
 
 STEPS = 5
+CHANGED = refused("change the model first, then wrap it", "freeze and unfreeze layers before wrapping")
+UNREACHED = refused("find_unused_parameters=True", "use `find_unused_parameters=True`, as with torch's DDP")
+NAMED = refused("use 1 to 256 of the characters", "use other names")
+LAZY = refused("run one forward pass before wrapping", "run one forward pass before wrapping")
 
 
 def sgd(parameters: Any, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -52,7 +56,7 @@ def tied_weights(script: Script) -> Any:
     return trained(script, Tied())
 
 
-@idiom("weights that share memory: `b.weight.data = a.weight.data`")
+@idiom("weights that share memory: `b.weight.data = a.weight.data`", optimizer=DIFFERENT)
 def shared_memory(script: Script) -> Any:
     model = nn.Sequential(nn.Linear(INPUTS, INPUTS), nn.Tanh(), nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, TARGETS))
     model[2].weight.data = model[0].weight.data
@@ -73,7 +77,7 @@ def frozen_in_optimizer(script: Script) -> Any:
     return trained(script, model)
 
 
-@idiom("unfreezing during training")
+@idiom("unfreezing during training", optimizer=CHANGED, ddp=CHANGED)
 def unfrozen(script: Script) -> Any:
     model = net()
     model[0].requires_grad_(False)
@@ -83,7 +87,7 @@ def unfrozen(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom("freezing during training")
+@idiom("freezing during training", optimizer=CHANGED, ddp=UNREACHED)
 def frozen_later(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model.parameters()))
     train(script, model, optimizer)
@@ -110,7 +114,7 @@ class Branches(nn.Module):
         return result + self.branch(inputs) if self.uses_branch else result
 
 
-@idiom("a branch without a gradient in some steps, with momentum")
+@idiom("a branch without a gradient in some steps, with momentum", optimizer=DIFFERENT, ddp=UNREACHED)
 def unused_branch(script: Script) -> Any:
     model = Branches()
     model, optimizer = script.wrap(model, sgd(model.parameters()))
@@ -123,7 +127,7 @@ def unused_branch(script: Script) -> Any:
     return model
 
 
-@idiom("the same with `find_unused_parameters=True`")
+@idiom("the same with `find_unused_parameters=True`", optimizer=DIFFERENT)
 def unused_branch_found(script: Script) -> Any:
     model = Branches()
     optimizer: Any = sgd(model.parameters())
@@ -279,7 +283,9 @@ def batch_norm(script: Script) -> Any:
 
 @idiom("`nn.LayerNorm`, `nn.GroupNorm`")
 def other_norms(script: Script) -> Any:
-    return trained(script, nn.Sequential(nn.Linear(INPUTS, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.Linear(8, TARGETS)))
+    return trained(
+        script, nn.Sequential(nn.Linear(INPUTS, 8), nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.Linear(8, TARGETS))
+    )
 
 
 @idiom("`nn.Dropout`", reference=GLOO, note="each worker's masks, as with torch's DDP")
@@ -316,7 +322,7 @@ def root_parameters(script: Script) -> Any:
     return trained(script, Polynomial())
 
 
-@idiom("`nn.ParameterList`, `nn.ParameterDict`")
+@idiom("`nn.ParameterList`, `nn.ParameterDict`", optimizer=NAMED, ddp=NAMED)
 def parameter_containers(script: Script) -> Any:
     class Held(nn.Module):
         def __init__(self) -> None:
@@ -330,7 +336,7 @@ def parameter_containers(script: Script) -> Any:
     return trained(script, Held())
 
 
-@idiom("names with any characters: `nn.ModuleDict({'a/b é': layer})`")
+@idiom("names with any characters: `nn.ModuleDict({'a/b é': layer})`", optimizer=NAMED, ddp=NAMED)
 def unusual_names(script: Script) -> Any:
     layers = nn.ModuleDict({"a/b é [0]": nn.Linear(INPUTS, 8), "größe": nn.Linear(8, TARGETS)})
 
@@ -345,7 +351,7 @@ def unusual_names(script: Script) -> Any:
     return trained(script, Named())
 
 
-@idiom("`nn.LazyLinear`, wrapped before the first forward pass")
+@idiom("`nn.LazyLinear`, wrapped before the first forward pass", optimizer=LAZY, ddp=LAZY)
 def lazy_layers(script: Script) -> Any:
     return trained(script, nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(TARGETS)))
 

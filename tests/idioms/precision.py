@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import idiom
+from tests.idioms.script import GLOO, INPUTS, TARGETS, Script, loss_of, net
+from tests.idioms.table import EQUAL, ROUNDED, ROUNDED_MASTERS, idiom, refused
 
 STEPS = 4
+DOUBLE = refused("Use model.float", "use `model.float()`")
+COMPLEX = refused("its real and imaginary parts as float32", "train its real and imaginary parts as float32")
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -28,7 +30,7 @@ def train(script: Script, model: Any, optimizer: Any) -> Any:
     return model
 
 
-@idiom("`torch.autocast('cpu', torch.bfloat16)`")
+@idiom("`torch.autocast('cpu', torch.bfloat16)`", reference=GLOO)
 def autocast(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), sgd(model))
     for inputs, targets in script.batches(STEPS):
@@ -78,16 +80,9 @@ def disabled_scaler(script: Script) -> Any:
     return model
 
 
-@idiom("a float64 model: `model.double()`")
+@idiom("a float64 model: `model.double()`, `torch.set_default_dtype(torch.float64)`", optimizer=DOUBLE, ddp=DOUBLE)
 def double_model(script: Script) -> Any:
     model, optimizer = script.wrap(model := net().double(), sgd(model))
-    return train(script, model, optimizer)
-
-
-@idiom("`torch.set_default_dtype(torch.float64)`")
-def default_double(script: Script) -> Any:
-    torch.set_default_dtype(torch.float64)
-    model, optimizer = script.wrap(model := net(), sgd(model))
     return train(script, model, optimizer)
 
 
@@ -103,7 +98,7 @@ class Spectral(nn.Module):
         return self.head((inputs.to(torch.complex64) @ self.mix).abs())
 
 
-@idiom("a complex64 parameter")
+@idiom("a complex64 parameter", optimizer=COMPLEX, ddp=COMPLEX)
 def complex_parameter(script: Script) -> Any:
     model = Spectral()
     model, optimizer = script.wrap(model, sgd(model))
@@ -114,7 +109,7 @@ def complex_parameter(script: Script) -> Any:
     return model
 
 
-@idiom("a bfloat16 model", note="master weights are float32")
+@idiom("a bfloat16 model", note="master weights are float32", optimizer=ROUNDED_MASTERS, ddp=(EQUAL, ROUNDED))
 def bfloat16_model(script: Script) -> Any:
     model, optimizer = script.wrap(model := net().bfloat16(), sgd(model))
     return train(script, model, optimizer)

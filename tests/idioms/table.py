@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from psdist.client.context import Context
-from tests.idioms.script import OWN, TORCH, Script
+from tests.idioms.script import GLOO, OWN, TORCH, Script
 
 #: Largest relative difference, by L2 norms, that the rounding of float32 sums explains.
 TOLERANCE: Final = 1e-6
@@ -54,6 +53,9 @@ OWN_GRADIENT = Outcome("each worker's own gradient, with a warning that names `c
 #: Weights of 16 bits differ by their rounding.
 ROUNDED = Outcome("equal up to the rounding of bfloat16: gradients are averaged in float32", tolerance=2**-7)
 ROUNDED_MASTERS = Outcome("equal up to the rounding of bfloat16: the servers keep float32", tolerance=2**-7)
+
+#: Known differences, which this table is to end.
+DIFFERENT = Outcome("**different**", tolerance=float("inf"))
 
 
 def refused(pattern: str, remedy: str) -> Outcome:
@@ -124,8 +126,11 @@ def idiom(
 
 def load() -> dict[str, Idiom]:
     """Import all sections and return their idioms by name."""
-    for section in SECTIONS:
-        importlib.import_module(f"tests.idioms.{section}")
+    from tests.idioms import backward, loops, models, precision, schedules, weights  # They import this module.
+
+    assert [one.__name__.rpartition(".")[2] for one in (backward, schedules, models, weights, precision, loops)] == [
+        *SECTIONS
+    ]
     return IDIOMS
 
 
@@ -167,3 +172,39 @@ def _tensors(result: Any) -> list[Tensor]:
 
 def _pair(expected: Expected) -> tuple[Outcome, Outcome]:
     return expected if isinstance(expected, tuple) else (expected, expected)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+_PAGE: Final = """# Idioms of torch scripts
+
+`python -m tests.idioms` writes this page; the tests run each row with one worker and with two, and compare the weights
+with those of torch in one process on all workers' batches. *Equal* means a relative difference of at most 1e-6, which
+is the rounding of float32 sums; *same bytes* means none. Rows marked with a star are compared with torch's
+`DistributedDataParallel` on two workers, because each worker has its own statistics, random numbers or batches. A
+refused script gets an error that names the remedy. Two outcomes, divided by a semicolon, are those of one worker and of
+two. [torch.md](torch.md) introduces both classes.
+"""
+
+
+def page() -> str:
+    """Return the page of all idioms."""
+    parts = [_PAGE]
+    for section, heading in SECTIONS.items():
+        rows = [_row(one) for one in load().values() if one.section == section]
+        head = ["| in the script | `DistributedOptimizer` | `DistributedDataParallel` |", "|---|---|---|"]
+        parts.append("\n".join([f"\n## {heading}\n", *head, *rows, ""]))
+    return "".join(parts)
+
+
+def _row(one: Idiom) -> str:
+    title = one.title + (" \\*" if one.reference == GLOO else "") + (f" ({one.note})" if one.note else "")
+    return f"| {_capital(title)} | {_cell(one.optimizer)} | {_cell(one.ddp)} |".replace("||", "\\|\\|")
+
+
+def _cell(outcomes: tuple[Outcome, Outcome]) -> str:
+    return "; ".join(dict.fromkeys(outcome.text for outcome in outcomes))
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, SWALR, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 
 from tests.idioms.script import INPUTS, TARGETS, Script, loss_of, net
-from tests.idioms.table import idiom
+from tests.idioms.table import idiom, refused
 
 STEPS = 4
+WRITTEN = refused("but the servers hold its values", "use `DistributedDataParallel`")
+REPLACED = refused("change the model first, then wrap it", "replace layers before wrapping")
 
 
 def sgd(model: nn.Module, lr: float = 0.1, **settings: Any) -> torch.optim.SGD:
@@ -72,7 +74,7 @@ def averaged_model(script: Script) -> Any:
     return [model, average]
 
 
-@idiom("EMA weights swapped in for evaluation, and back")
+@idiom("EMA weights swapped in for evaluation, and back", optimizer=WRITTEN)
 def swapped_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     average = copy.deepcopy(inner)
@@ -89,7 +91,7 @@ def swapped_weights(script: Script) -> Any:
     return [model, average]
 
 
-@idiom("the best weights restored: `model.load_state_dict(best)` during training")
+@idiom("the best weights restored: `model.load_state_dict(best)` during training", optimizer=WRITTEN)
 def restored_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     best = copy.deepcopy(inner.state_dict())
@@ -110,7 +112,7 @@ def loaded_first(script: Script) -> Any:
     return model
 
 
-@idiom("a layer that is re-initialized: `layer.reset_parameters()`")
+@idiom("a layer that is re-initialized: `layer.reset_parameters()`", optimizer=WRITTEN)
 def reset_layer(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for number, batch in enumerate(script.batches(STEPS)):
@@ -121,7 +123,7 @@ def reset_layer(script: Script) -> Any:
     return model
 
 
-@idiom("a layer that is replaced during training: `model[2] = nn.Linear(...)`")
+@idiom("a layer that is replaced during training: `model[2] = nn.Linear(...)`", optimizer=REPLACED, ddp=REPLACED)
 def replaced_layer(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for number, batch in enumerate(script.batches(STEPS)):
@@ -132,7 +134,7 @@ def replaced_layer(script: Script) -> Any:
     return model
 
 
-@idiom("`with torch.no_grad(): p.clamp_(-c, c)` after `step()`")
+@idiom("`with torch.no_grad(): p.clamp_(-c, c)` after `step()`", optimizer=WRITTEN)
 def clamped_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -143,7 +145,7 @@ def clamped_weights(script: Script) -> Any:
     return model
 
 
-@idiom("`p.data.clamp_(-c, c)` after `step()`: weight clipping of Wasserstein GANs")
+@idiom("`p.data.clamp_(-c, c)` after `step()`: weight clipping of Wasserstein GANs", optimizer=WRITTEN)
 def clamped_data(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -153,7 +155,7 @@ def clamped_data(script: Script) -> Any:
     return model
 
 
-@idiom("`vector_to_parameters(vector, model.parameters())`")
+@idiom("`vector_to_parameters(vector, model.parameters())`", optimizer=WRITTEN)
 def vector(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -163,7 +165,7 @@ def vector(script: Script) -> Any:
     return model
 
 
-@idiom("weights that are normalized after each step: `w.div_(w.norm(dim=1, keepdim=True))`")
+@idiom("weights that are normalized after each step: `w.div_(w.norm(dim=1, keepdim=True))`", optimizer=WRITTEN)
 def normalized_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -173,7 +175,10 @@ def normalized_weights(script: Script) -> Any:
     return model
 
 
-@idiom("SGD by hand: `with torch.no_grad(): p -= lr * p.grad`")
+@idiom(
+    "SGD by hand: `with torch.no_grad(): p -= lr * p.grad`",
+    optimizer=refused("and did not call step", "use `DistributedDataParallel`, which keeps the update"),
+)
 def manual_sgd(script: Script) -> Any:
     model, _, inner = wrapped(script)
     for batch in script.batches(STEPS):
@@ -258,7 +263,10 @@ def inference(script: Script) -> Any:
     return [model, torch.tensor(losses)]
 
 
-@idiom("weights noised before the forward pass and restored after it (variational inference, SAM's first half)")
+@idiom(
+    "weights noised before the forward pass and restored after it (variational inference, SAM's first half)",
+    optimizer=WRITTEN,
+)
 def perturbed_weights(script: Script) -> Any:
     model, optimizer, inner = wrapped(script)
     random = torch.Generator().manual_seed(2)

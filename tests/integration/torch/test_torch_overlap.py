@@ -1,4 +1,4 @@
-"""``overlap="auto"``: pushes during the backward pass once the first steps of a script have shown that they are possible."""
+"""``overlap="auto"``: pushes during the backward pass once the first steps have shown that they are possible."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from psdist import optim
 from psdist.errors import DTypeMismatchError, InvalidArgumentError, PsdistError
 from psdist.torch import DistributedOptimizer
-from psdist.torch.bucket_plan import BucketPlan
+from psdist.torch.gradient_vector.bucket_plan import BucketPlan
 from psdist.torch.inspection import ModelParameters, ModelWatch, inspect
 
 

@@ -36,20 +36,6 @@ def check_overlap(overlap: object) -> None:
         raise InvalidArgumentError(f"overlap={overlap!r:.40} is not allowed: use 'auto', True or False")
 
 
-def report_pushes_in_step(name: str, reason: str, workers: int) -> None:
-    """Log the reason for pushes in ``step``. workers: number of workers, each of which has gradients of its own."""
-    text = "%r pushes gradients in step(), not during the backward pass (%s)"
-    if workers == 1:
-        logger.info(text, name, reason)
-    else:
-        logger.warning(
-            text + ". A change applies to each worker's own gradient, before the mean. To clip or change the mean use "
-            "clip_grad_norm_(max_norm) or average_gradients() of the DistributedOptimizer; overlap=False turns this "
-            "message off",
-            name, reason,
-        )  # fmt: skip
-
-
 class OverlapProbe:
     """Watches the gradients of the first steps between the backward pass and ``step``.
 
@@ -153,3 +139,71 @@ class OverlapProbe:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+
+class OverlapChoice:
+    """Present choice: ``is_active`` is True if backward passes push.
+
+    overlap: the script's choice.
+    can_overlap: False pushes in ``step`` regardless of it.
+    name, workers: parameter set and number of workers, for the log.
+    start: makes backward passes push.
+    probe: watches the first steps for "auto".
+    """
+
+    def __init__(
+        self,
+        overlap: Overlap,
+        can_overlap: bool,
+        name: str,
+        workers: int,
+        start: Callable[[], None],
+        probe: Callable[[], OverlapProbe],
+    ) -> None:
+        self.is_active = overlap is True and can_overlap
+        self._name, self._workers, self._start = name, workers, start
+        self._probe = probe() if overlap == "auto" and can_overlap else None
+        if self.is_active:
+            start()
+
+    def on_step(self, *, is_scaled: bool) -> None:
+        """Look at the gradients before they are pushed in ``step``. is_scaled: a GradScaler decides about the step."""
+        if self._probe is not None:
+            self._probe.on_step(is_scaled=is_scaled)
+
+    def on_step_end(self) -> None:
+        """Choose once enough steps were seen."""
+        if self._probe is None or not self._probe.is_done:
+            return
+        reason = self._probe.reason
+        self.close()
+        if reason:
+            _report(self._name, reason, self._workers)
+        else:
+            self.is_active = True
+            self._start()
+
+    def on_clear(self) -> None:
+        """Record that the script clears the gradients."""
+        if self._probe is not None:
+            self._probe.on_clear()
+
+    def close(self) -> None:
+        """Stop watching: the choice stays as it is."""
+        if self._probe is not None:
+            self._probe.close()
+            self._probe = None
+
+
+def _report(name: str, reason: str, workers: int) -> None:
+    """Log the reason for pushes in ``step``. workers: number of workers, each of which has gradients of its own."""
+    text = "%r pushes gradients in step(), not during the backward pass (%s)"
+    if workers == 1:
+        logger.info(text, name, reason)
+    else:
+        logger.warning(
+            text + ". A change applies to each worker's own gradient, before the mean. To clip or change the mean use "
+            "clip_grad_norm_(max_norm) or average_gradients() of the DistributedOptimizer; overlap=False turns this "
+            "message off",
+            name, reason,
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""The flat vector of a model's gradients: its memory, and its division into buckets."""
