@@ -70,10 +70,7 @@ def rates_by_group(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom(
-    "groups that differ in `momentum`",
-    optimizer=refused("momentum must be the same", "give both groups the same momentum"),
-)
+@idiom("groups that differ in `momentum`")
 def momentum_by_group(script: Script) -> Any:
     model = net()
     groups = [{"params": model[0].parameters(), "momentum": 0.0}, {"params": model[2].parameters()}]
@@ -99,13 +96,13 @@ def adagrad(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom("`Adadelta`, as in PyTorch's MNIST example", optimizer=NO_COUNTERPART)
+@idiom("`Adadelta`, as in PyTorch's MNIST example")
 def adadelta(script: Script) -> Any:
     model, optimizer = script.wrap(model := net(), torch.optim.Adadelta(model.parameters(), lr=1.0, eps=1e-3))
     return train(script, model, optimizer)
 
 
-@idiom("`Adamax`, `NAdam`, `RAdam`, `Rprop`, `ASGD`", optimizer=NO_COUNTERPART)
+@idiom("`Adamax`, `NAdam`, `RAdam`, `Rprop`, `ASGD`")
 def other_optimizers(script: Script) -> Any:
     models = []
     for make in (
@@ -120,7 +117,7 @@ def other_optimizers(script: Script) -> Any:
     return models
 
 
-@idiom("`amsgrad=True`", optimizer=refused("amsgrad=False", "use `amsgrad=False`"))
+@idiom("`amsgrad=True`")
 def amsgrad(script: Script) -> Any:
     model = net()
     inner = torch.optim.Adam(model.parameters(), lr=1e-2, eps=1e-3, amsgrad=True)
@@ -128,7 +125,7 @@ def amsgrad(script: Script) -> Any:
     return train(script, model, optimizer)
 
 
-@idiom("`maximize=True`, as in policy gradients", optimizer=refused("maximize=False", "negate the loss"))
+@idiom("`maximize=True`, as in policy gradients")
 def maximized(script: Script) -> Any:
     model = net()
     model, optimizer = script.wrap(model, torch.optim.SGD(model.parameters(), lr=0.01, maximize=True))
