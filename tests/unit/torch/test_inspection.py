@@ -74,6 +74,13 @@ def mixed() -> nn.Module:
     return nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2, device="meta")])
 
 
+def on_two_devices() -> nn.Module:
+    """Return a model that computes on two GPUs. Without any, a DataParallel only calls its module."""
+    model = nn.DataParallel(nn.Linear(2, 2))
+    model.device_ids = [0, 1]
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "error", "said"),
     [
@@ -92,7 +99,7 @@ def mixed() -> nn.Module:
         (lambda: nn.Linear(2, 2, device="meta"), InvalidArgumentError, "on the meta device"),
         (mixed, InvalidArgumentError, "on the meta device"),
         (lambda: nn.LazyLinear(3), InvalidArgumentError, "has no shape yet"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), InvalidArgumentError, "wrapped in DataParallel"),
+        (on_two_devices, InvalidArgumentError, "wrapped in DataParallel"),
     ],
 )
 def test_models_that_cannot_be_trained_are_refused(
