@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("psdist.jax needs JAX: pip install jax", name="jax") from error
 
 from psdist.jax.averaging import average
-from psdist.jax.optimizers import adagrad, adam, adamw, lion, rmsprop, sgd
+from psdist.jax.optimizers import adadelta, adagrad, adam, adamax, adamw, lion, rmsprop, sgd
 from psdist.jax.parameters import TreeParameters, parameters
 from psdist.jax.schedules import (
     ScheduledRate,
@@ -30,8 +30,10 @@ from psdist.jax.schedules import (
 __all__ = [
     "ScheduledRate",
     "TreeParameters",
+    "adadelta",
     "adagrad",
     "adam",
+    "adamax",
     "adamw",
     "average",
     "constant_schedule",

@@ -144,7 +144,28 @@ def rmsprop(
     )  # fmt: skip
 
 
-_AVERAGE = "psdist.jax.average"
+def adadelta(
+    learning_rate: Rate | None = None,
+    rho: float = 0.9,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    weight_decay_mask: Any = None,
+) -> optim.Adadelta:
+    """Return optax.adadelta as a specification. weight_decay_mask: as ``mask`` of ``adamw``."""
+    rate = rate_of("adadelta", 1.0 if learning_rate is None else learning_rate)
+    return optim.Adadelta(
+        lr=rate.value, rho=float(rho), eps=float(eps), weight_decay=float(weight_decay),
+        schedule=rate.schedule, overrides=_without_decay("adadelta", weight_decay_mask),
+    )  # fmt: skip
+
+
+def adamax(learning_rate: Rate, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> optim.Adamax:
+    """Return optax.adamax as a specification."""
+    rate = rate_of("adamax", learning_rate)
+    return optim.Adamax(lr=rate.value, betas=(float(b1), float(b2)), eps=float(eps), schedule=rate.schedule)
+
+
+_AVERAGE: Final = "psdist.jax.average"
 
 
 def _check_adam(function: str, eps_root: float, mu_dtype: Any, nesterov: bool) -> None:

@@ -75,6 +75,53 @@ def test_the_program_of_the_page_on_torch_trains(tmp_path: Path) -> None:
     assert re.fullmatch(r"loss 0\.0\d\d after 100 steps\n", done.stdout), done.stdout
 
 
+def test_the_program_of_the_page_on_jax_trains(tmp_path: Path) -> None:
+    script = _program_of("jax.md", tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"loss 0\.0\d\d after 200 steps\n", done.stdout), done.stdout
+
+
+def test_the_loops_of_the_page_on_jax_train(tmp_path: Path) -> None:
+    """Check that both loops make the same steps as the lines that they replace."""
+    loop, averaged = re.findall(r"```diff\n(.*?)```", (DOCS / "jax.md").read_text(), re.S)
+    plain = [line[1:] for line in loop.splitlines() if not line.startswith("+")]
+    assert averaged.splitlines()[0][1:] + "\n" in loop.replace("+    ", ""), "the line before the new one"
+    kept = [line.replace("[step]", "[step * world + rank]") for line in plain]
+    at = next(number for number, line in enumerate(kept) if "gradients(" in line)
+    kept.insert(at + 1, f"    {averaged.splitlines()[1][1:]}")
+    parts = {
+        "servers": [line[1:] for line in loop.splitlines() if not line.startswith("-")],
+        "kept": ["context = psdist.init()", "rank, world = context.rank, context.world_size", *kept],
+        "plain": plain,
+    }
+    lines = [_BEFORE_THE_LOOP_FOR_JAX]
+    for name, code in parts.items():
+        lines += [*code, f"{name} = params"]
+    lines.append("print(max(float(abs(one['w'] - plain['w']).max()) for one in (servers, kept)) < 1e-5)")
+    script = tmp_path / "program.py"
+    script.write_text("\n".join(["import psdist.jax", *lines]).replace("1000", "20"))
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\n"
+
+
+_BEFORE_THE_LOOP_FOR_JAX = """
+import jax
+import jax.numpy as jnp
+import optax
+
+
+class model:
+    init = staticmethod(lambda key, x: {"w": jax.random.normal(key, (3,))})
+
+
+x = None
+batches = jax.random.normal(jax.random.key(1), (1000, 5, 3))
+gradients = jax.jit(jax.grad(lambda params, x: jnp.mean((x @ params["w"] - 1.0) ** 2)))
+"""
+
+
 def test_the_program_of_the_page_on_metrics_trains(tmp_path: Path) -> None:
     script = _program_of("metrics.md", tmp_path)
     command = [sys.executable, "-m", "psdist.cli.main", "run", "--nproc-per-node", "2", str(script)]

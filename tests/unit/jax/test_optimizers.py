@@ -36,6 +36,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("lion", {"mask": {"w": False, "b": True}}),
     ("adagrad", {}),
     ("adagrad", {"initial_accumulator_value": 0.0, "eps": 1e-3}),
+    ("adadelta", {"rho": 0.8, "weight_decay": 0.1, "weight_decay_mask": {"w": True, "b": False}}),
+    ("adamax", {"b2": 0.99}),
     ("rmsprop", {"eps_in_sqrt": False}),
     ("rmsprop", {"eps_in_sqrt": False, "centered": True, "decay": 0.8}),
     ("rmsprop", {"eps_in_sqrt": False, "momentum": 0.9}),
@@ -111,7 +113,7 @@ def test_rates_are_those_of_optax(function: str, arguments: tuple[Any, ...]) -> 
     assert [ours(step) for step in range(STEPS)] == pytest.approx(expected.tolist(), rel=1e-6, abs=1e-9)
 
 
-@pytest.mark.parametrize("function", ["sgd", "adam", "adamw", "lion", "adagrad"])
+@pytest.mark.parametrize("function", ["sgd", "adam", "adamw", "lion", "adagrad", "adadelta", "adamax"])
 def test_a_schedule_is_that_of_optax(function: str) -> None:
     arguments = (0.0, 0.05, 20, 120, 0.001)
     compare(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -149,3 +151,24 @@ def test_leaves_return_to_their_device() -> None:
     tree = form.tree({"here": np.ones(2, np.float32), "anywhere": np.ones(2, np.float32)})
     assert tree["here"].committed and tree["here"].devices() == {device}
     assert not tree["anywhere"].committed
+
+
+_SHARDED = """
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+from jax.sharding import NamedSharding, PartitionSpec
+from psdist.jax.trees import TreeForm
+mesh = jax.make_mesh((2,), ("rows",))
+placed = {key: NamedSharding(mesh, PartitionSpec(*axes)) for key, axes in {"split": ("rows",), "copied": ()}.items()}
+tree = {key: jax.device_put(np.arange(6, dtype=np.float32).reshape(2, 3), one) for key, one in placed.items()}
+form = TreeForm(tree, "call")
+back = form.tree(form.arrays(tree, "call"))
+assert all(back[key].sharding == one and (back[key] == tree[key]).all() for key, one in placed.items())
+assert back["split"].addressable_shards[1].data.shape == (1, 3)
+print("placed")
+"""
+
+
+def test_leaves_return_to_all_their_devices() -> None:
+    done = subprocess.run([sys.executable, "-c", _SHARDED], capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "placed\n"), done.stderr

@@ -1,0 +1,80 @@
+"""The JAX examples as a user runs them: through psdist, and with optax in one process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.launched import Run
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def plain(path: Path, name: str, steps: int) -> Path:
+    """Train an example without psdist. Returns the file with its weights."""
+    command = [
+        sys.executable,
+        f"examples/{name}.py",
+        "--plain",
+        "--steps",
+        str(steps),
+        "--save",
+        str(path / "plain.npz"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return path / "plain.npz"
+
+
+def difference(one: Path, other: Path) -> float:
+    """Return the largest difference between the weights in two files."""
+    with np.load(one) as mine, np.load(other) as theirs:
+        assert mine.files == theirs.files and len(mine.files) > 1
+        return max(float(np.abs(mine[key] - theirs[key]).max()) for key in mine.files)
+
+
+@pytest.mark.parametrize("name", ["jax_flax", "jax_equinox"])
+def test_two_workers_equal_one_process_over_a_killed_server_and_a_resumed_run(tmp_path: Path, name: str) -> None:
+    script = (ROOT / f"examples/{name}.py").read_text()
+    flags = ("--replicas", "2", "--run-id", name, "--storage-path", str(tmp_path / "runs"))
+    saved = tmp_path / "saved.npz"
+    first = Run(tmp_path, script, "--steps", "200", flags=flags)
+    try:
+        first.until(r"\[worker 0\] step 20 ")
+        first.child("psdist_server", "server-1").kill()
+        status, output = first.end()
+    finally:
+        first.stop()
+    assert status == 0 and "200 steps" in output, output
+    then = Run(tmp_path, script, "--steps", "220", "--save", str(saved), flags=flags)
+    try:
+        status, output = then.end()
+    finally:
+        then.stop()
+    assert status == 0, output
+    assert re.findall(r"\[worker 0\] step (\d+)", output) == ["220"], "it resumed at step 200"
+    assert difference(plain(tmp_path, name, 220), saved) < 1e-5
+
+
+@pytest.mark.long  # test_jax_parameters has the same with other chains.
+def test_an_optax_chain_in_two_workers_equals_one_process(tmp_path: Path) -> None:
+    saved = tmp_path / "saved.npz"
+    run = Run(
+        tmp_path, (ROOT / "examples/jax_equinox.py").read_text(), "--average", "--steps", "60", "--save", str(saved)
+    )
+    try:
+        status, output = run.end()
+    finally:
+        run.stop()
+    assert status == 0, output
+    assert difference(plain(tmp_path, "jax_equinox", 60), saved) < 1e-5
+
+
+def test_a_few_lines_differ() -> None:
+    marked = re.findall(r"^.*\S  # psdist$", (ROOT / "examples/jax_flax.py").read_text(), re.M)
+    assert len(marked) == 4
