@@ -44,9 +44,11 @@ class _Averager:
                 "with all workers stop the run and start it again from a checkpoint of the script; "
                 "psdist.jax.parameters keeps the weights on the servers, and takes workers back"
             )
-        zeros = {key: np.zeros(shape, np.float32) for key, shape in zip(form.names, form.shapes, strict=True)}
+        zeros = {key: np.zeros(shape, form.master_dtype) for key, shape in zip(form.names, form.shapes, strict=True)}
         zeros[_OVERFLOWS] = np.zeros(1, np.float32)
-        self.handle = context.client.parameters(name, zeros, Mean(), mode, compression=compression, on_drop="ignore")
+        self.handle = context.client.parameters(
+            name, zeros, Mean(), mode, compression=compression, on_drop="ignore", master_dtype=form.master_dtype
+        )
         if self.handle.restored:
             logger.warning(
                 "%r resumes from snapshot %s, which contains neither weights nor optimizer of a script that uses "
@@ -98,7 +100,8 @@ def average(
     function that computes the gradients and the one that applies them. It also averages other trees, such as the
     statistics of normalization layers or metrics, under another name.
 
-    gradients: arrays of float32, bfloat16 or float16. The mean is computed in float32 and rounded once.
+    gradients: arrays of float32, bfloat16, float16 or float64. The mean is computed in float32 and rounded once; in
+        float64 if the first tree with this name has a leaf of that dtype.
     reduction: "sum" adds up and does not divide. The same in all calls with a name.
     weight: weight in the mean, such as the number of samples behind the gradients. 0 contributes nothing.
     compression: codec of gradients, as for ``Client.parameters``. The same in all calls with a name.

@@ -182,7 +182,7 @@ def _check_float32(function: str, name: str, dtype: Any) -> None:
 
 
 def _without_decay(function: str, mask: Any) -> tuple[optim.Override, ...]:
-    """Return overrides for the leaves of a mask that are False, and for all leaves below them."""
+    """Return overrides for the leaves of a mask that are False."""
     if mask is None:
         return ()
     if callable(mask):
@@ -193,5 +193,5 @@ def _without_decay(function: str, mask: Any) -> tuple[optim.Override, ...]:
     for name, (path, value) in zip(names, pairs, strict=True):
         if not path or not isinstance(value, bool | np.bool_):
             raise refuse(function, "mask", value, "give a tree like the parameters, with True or False at its leaves")
-        patterns += [] if value else [name, f"{name}.*"]
+        patterns += [] if value else [name]
     return tuple(optim.override(pattern, weight_decay=0.0) for pattern in patterns)

@@ -17,7 +17,7 @@ from psdist.consistency import BSP, Consistency, Reduction, with_reduction
 from psdist.errors import ClosedError, InvalidArgumentError
 from psdist.jax.trees import TreeForm
 from psdist.optim import Optimizer
-from psdist.types import DType, NonFinite
+from psdist.types import DType, MasterDType, NonFinite
 
 #: Names of the sets that each client has opened as trees. A second tree would silently get the first one's weights.
 _opened: WeakKeyDictionary[Client, set[str]] = WeakKeyDictionary()
@@ -82,8 +82,8 @@ class TreeParameters:
     def push_pull(self, gradients: Any, weight: float = 1.0) -> Any:
         """Make one step: send the gradients, and return the weights that include it, like ``pull``.
 
-        gradients: tree with the structure and shapes of the weights; float32, bfloat16 or float16. Not needed any more
-            when this returns.
+        gradients: tree with the structure and shapes of the weights, and any of their dtypes. Not needed any more when
+            this returns.
         weight: weight in the mean of the step (BSP), such as the number of samples behind the gradients.
 
         Raises InvalidArgumentError for a tree with another structure or shape, for leaves that are no arrays, and
@@ -121,6 +121,7 @@ def parameters(
     compression: Codec | str | None = None,
     pull_dtype: DType = "float32",
     pull_compression: Codec | str | None = None,
+    master_dtype: MasterDType | None = None,
     non_finite: NonFinite = "reject",
     slice_elements: int = 0,
     on_drop: OnDrop = "warn",
@@ -130,14 +131,16 @@ def parameters(
 ) -> TreeParameters:
     """Create a parameter set from a pytree, or join it.
 
-    tree: initial values: arrays of float32, bfloat16 or float16, on devices of this process. All workers start with
-        those of the lowest rank. The servers compute in float32 for all dtypes.
+    tree: initial values: arrays of float32, bfloat16, float16 or float64, on devices of this process. All workers start
+        with those of the lowest rank.
     optimizer: what ``psdist.jax.adam`` and the like return, or another specification of psdist.optim.
     consistency: psdist.BSP() by default, SSP(n) or ASP().
     reduction: "sum" adds the workers' gradients up and does not divide them, for losses that are sums over the samples
         of a batch. BSP only.
     compression, pull_dtype, pull_compression, non_finite, slice_elements, on_drop, reset_optimizer: as for
         ``Client.parameters``.
+    master_dtype: dtype of weights, state and arithmetic on the servers, for all leaves. None: "float64" if a leaf has
+        that dtype, else "float32".
     name: name of the parameter set. Each tree of a script has its own.
     context: None uses the context of ``psdist.init()``: a script without a launcher trains alone.
 
@@ -157,7 +160,7 @@ def parameters(
     handle = context.client.parameters(
         name, form.arrays(tree, "parameters"), optimizer, mode, compression=compression, pull_dtype=pull_dtype,
         non_finite=non_finite, slice_elements=slice_elements, on_drop=on_drop, reset_optimizer=reset_optimizer,
-        pull_compression=pull_compression,
+        pull_compression=pull_compression, master_dtype=master_dtype or form.master_dtype,
     )  # fmt: skip
     names.add(name)
     return TreeParameters(context, handle, form)

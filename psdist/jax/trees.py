@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from psdist.errors import DTypeMismatchError, InvalidArgumentError
 from psdist.jax.names import Path, names_of, shown
+from psdist.types import MasterDType
 
 #: The dtypes of leaves.
-_DTYPES: Final = ("float32", "bfloat16", "float16")
+_DTYPES: Final = ("float32", "bfloat16", "float16", "float64")
 #: Alignment at which JAX's CPU backend takes memory without a copy, in bytes.
 _ALIGNMENT: Final = 64
 _ARRAYS_ONLY: Final = (
@@ -47,7 +48,8 @@ def leaves_of(tree: Any, call: str) -> Leaves:
     call: the function that got the tree, for messages.
 
     Raises InvalidArgumentError for a tree without leaves, for leaves that are no arrays or that other processes hold
-    a part of, and inside ``jax.jit``; DTypeMismatchError for dtypes other than float32, bfloat16 and float16.
+    a part of, and inside ``jax.jit``; DTypeMismatchError for dtypes other than float32, bfloat16, float16 and, if JAX
+    has it enabled, float64.
     """
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     if not pairs:
@@ -67,13 +69,7 @@ def _check_leaf(path: Path, value: Any, call: str) -> None:
         raise InvalidArgumentError(
             f"{call}: leaf {shown(path)} is of type {type(value).__name__} and not an array. {_ARRAYS_ONLY}"
         )
-    if str(value.dtype) not in _DTYPES:
-        remedy = "cast it to float32" if value.dtype == np.float64 else _ARRAYS_ONLY
-        raise DTypeMismatchError(
-            f"{call}: leaf {shown(path)} has dtype {value.dtype}, but only {', '.join(_DTYPES)} are trained. {remedy}",
-            tensor=shown(path),
-            given=value.dtype,
-        )
+    _check_dtype(path, value.dtype, call)
     if isinstance(value, jax.Array) and value.is_deleted():
         raise InvalidArgumentError(
             f"{call}: leaf {shown(path)} was deleted, because a jitted function got it by donate_argnums. Give the "
@@ -86,6 +82,16 @@ def _check_leaf(path: Path, value: Any, call: str) -> None:
         )
 
 
+def _check_dtype(path: Path, dtype: Any, call: str) -> None:
+    if str(dtype) not in _DTYPES:
+        text = f"but only {', '.join(_DTYPES)} are trained. {_ARRAYS_ONLY}"
+    elif dtype == np.float64 and not jax.config.jax_enable_x64:
+        text = "and JAX would return float32: cast it to float32, or set jax_enable_x64"
+    else:
+        return
+    raise DTypeMismatchError(f"{call}: leaf {shown(path)} has dtype {dtype}, {text}", tensor=shown(path), given=dtype)
+
+
 class TreeForm:
     """Structure of a tree, with name, shape, dtype and placement of each leaf. Other trees are compared with it."""
 
@@ -96,6 +102,11 @@ class TreeForm:
         self.names = names_of(leaves.paths)
         self.shapes = [value.shape for value in leaves.values]
         self._leaves = [_leaf_of(value) for value in leaves.values]
+
+    @property
+    def master_dtype(self) -> MasterDType:
+        """Dtype in which servers compute: float64 if a leaf has it."""
+        return "float64" if any(leaf.dtype == np.float64 for leaf in self._leaves) else "float32"
 
     def arrays(self, tree: Any, call: str) -> dict[str, NDArray[Any]]:
         """Return the leaves of a tree with this structure by name, on the host.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -269,3 +271,28 @@ def test_an_average_keeps_its_settings(both: Callable[[Work], list[Any]], name: 
             jax.jit(lambda tree: psdist.jax.average(tree, name=name, context=context))({"a": jnp.ones(3)})
 
     both(worker)
+
+
+def test_float64_trees_are_trained_in_float64() -> None:
+    done = subprocess.run([sys.executable, "-c", _FLOAT64], capture_output=True, text=True, check=False, timeout=240)
+    assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+_FLOAT64 = """
+import jax
+jax.config.update("jax_enable_x64", True)
+import jax.numpy as jnp, numpy as np, optax, psdist.jax
+optimizer, params = optax.adamw(0.01), {"w": jnp.linspace(0.0, 1.0, 50), "b": jnp.zeros(3, jnp.float32)}
+state, weights = optimizer.init(params), psdist.jax.parameters(params, psdist.jax.adamw(0.01))
+theirs = weights.pull()
+for step in range(50):
+    grads = {"w": jnp.sin(params["w"] + step), "b": jnp.full(3, 0.1, jnp.float32)}
+    theirs = weights.push_pull(grads)
+    averaged = psdist.jax.average(grads)
+    assert all(averaged[key].dtype == grads[key].dtype and (averaged[key] == grads[key]).all() for key in grads)
+    updates, state = optimizer.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+assert theirs["w"].dtype == jnp.float64 and theirs["b"].dtype == jnp.float32
+assert float(abs(theirs["w"] - params["w"]).max()) < 1e-12, float(abs(theirs["w"] - params["w"]).max())
+print("equal")
+"""
